@@ -1,0 +1,61 @@
+"""Generate the Python stubs beside their contracts: ``python protos/generate.py [--descriptor-set FILE]``.
+
+A contract's directory is its proto package and the import path of its stubs, so nothing is patched afterwards:
+``protos/tokasaurus/worker/v1/plan.proto`` becomes ``import tokasaurus.worker.v1.plan_pb2``.
+"""
+
+import argparse
+import sys
+from importlib import resources
+from pathlib import Path
+
+from google import rpc
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent
+
+
+def contracts() -> list[str]:
+    """Every contract, relative to ``protos/``, in a fixed order."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tokasaurus/**/*.proto"))
+
+
+def include_paths() -> list[str]:
+    """Where imports are looked for: here, protobuf's own types, and google.rpc."""
+    google_rpc = Path(next(iter(rpc.__path__)))
+    return [str(ROOT), str(resources.files("grpc_tools") / "_proto"), str(google_rpc.parents[1])]
+
+
+def run_protoc(*outputs: str) -> None:
+    """Run the compiler over every contract; raise ``RuntimeError`` when it refuses one."""
+    arguments = ["protoc", *(f"-I{path}" for path in include_paths()), *outputs, *contracts()]
+    if protoc.main(arguments) != 0:
+        raise RuntimeError(f"protoc failed: {' '.join(arguments)}")
+
+
+def generate_stubs() -> None:
+    """Write ``*_pb2.py``, ``*_pb2.pyi`` and ``*_pb2_grpc.py`` beside each contract."""
+    run_protoc(f"--python_out={ROOT}", f"--pyi_out={ROOT}")
+    services = [name for name in contracts() if "\nservice " in (ROOT / name).read_text()]
+    paths = [f"-I{path}" for path in include_paths()]
+    if protoc.main(["protoc", *paths, f"--grpc_python_out={ROOT}", *services]) != 0:
+        raise RuntimeError("protoc failed on the service stubs")
+
+
+def write_descriptor_set(target: Path) -> None:
+    """Write the contracts (without their imports) as a serialized ``FileDescriptorSet``."""
+    run_protoc(f"--descriptor_set_out={target}")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--descriptor-set", type=Path, help="write the committed descriptor set instead of stubs")
+    options = parser.parse_args(arguments)
+    if options.descriptor_set:
+        write_descriptor_set(options.descriptor_set)
+    else:
+        generate_stubs()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Every flag of every program, in one place. A config is frozen and valid once made; an error names flag and fix."""
+
+import os
+import sys
+from typing import Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.flags import Bool, Config, Float, FlagError, Int, Strings, load
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class ServiceConfig(Config):
+    """What every program takes."""
+
+    model: str = Field("builtin", description="Hugging Face directory or hub id; 'builtin' = the model in this package")
+    tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
+    served_model_name: str | None = Field(None, description="model id in the API; default: the model's directory name")
+    log_level: LogLevel = "INFO"
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _upper(cls, value: str) -> str:
+        return value.upper() if isinstance(value, str) else value
+
+
+class WorkerConfig(ServiceConfig):
+    """One worker: one device, its share of the weights, and the paged KV cache."""
+
+    worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
+    kv_cache_num_tokens: Int = Field(128 * 1024, ge=1, description="size of the KV cache in tokens")
+    page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
+    max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
+    max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
+    max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
+    torch_compile: Bool = Field(False, description="compile the model with torch.compile; on cpu it needs a C++ compiler")
+    torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
+    dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> "WorkerConfig":
+        if self.kv_cache_num_tokens < self.page_size:
+            raise ValueError(
+                f"flag kv_cache_num_tokens={self.kv_cache_num_tokens}: less than one page of page_size={self.page_size}"
+                " tokens; raise it"
+            )
+        return self
+
+    @property
+    def page_count(self) -> int:
+        """Whole pages in the KV cache."""
+        return self.kv_cache_num_tokens // self.page_size
+
+
+class SchedulerConfig(ServiceConfig):
+    """One scheduler: one replica's queue, pages and plans."""
+
+    scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
+    worker_address: str = Field("127.0.0.1:10410", description="the replica's worker")
+    scheduling_steps_ahead: Int = Field(2, ge=2, le=64, description="plans in flight to the worker")
+    max_queued_sequences: Int = Field(65536, ge=1, description="accepted but not running; beyond it: RESOURCE_EXHAUSTED")
+    max_samples_per_request: Int = Field(16384, ge=1, description="largest n")
+    prefix_caching: Bool = Field(True, description="reuse KV pages of equal prefixes across requests")
+    stats_report_seconds: Float = Field(10.0, ge=0, description="seconds between log lines about load; 0 = none")
+
+
+class GatewayConfig(ServiceConfig):
+    """One gateway: HTTP in, sessions to every scheduler out."""
+
+    host: str = "127.0.0.1"
+    port: Int = Field(10210, ge=0, le=65535)
+    scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
+    max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
+    max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
+
+
+_NOT_YET = "is not available in this version; leave it at its default"
+
+
+class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
+    """What ``toka`` takes: everything its children take, and how many of them there are."""
+
+    dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its worker each")
+    tp_size: Int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
+    pp_size: Int = Field(1, ge=1, description="pipeline stages of a replica")
+    use_hydragen: Bool = Field(False, description="shared-prefix attention")
+    hydragen_min_group_size: Int = Field(32, ge=2)
+    hydragen_min_prefix_len: Int = Field(256, ge=1)
+    use_cudagraphs: Bool = False
+    async_tp_threshold: Int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_there(self) -> "DeploymentConfig":
+        """A flag is honoured or refused, never ignored."""
+        fields = type(self).model_fields
+        absent = ("tp_size", "pp_size", "use_hydragen", "hydragen_min_group_size", "hydragen_min_prefix_len")
+        for name in (*absent, "use_cudagraphs", "async_tp_threshold"):
+            value = getattr(self, name)
+            if value != fields[name].default:
+                raise ValueError(f"flag {name}={value}: {_NOT_YET} ({name}={fields[name].default})")
+        for name in ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank"):
+            if getattr(self, name) != fields[name].default:
+                raise ValueError(f"flag {name}: toka chooses the addresses of its children itself; leave it out")
+        return self
+
+
+K = TypeVar("K", bound=Config)
+
+
+def from_command_line(kind: type[K]) -> K:
+    """The config of this process from its command line and environment; exits with status 2 and the reason if wrong."""
+    if any(argument in ("help", "-h", "--help") for argument in sys.argv[1:]):
+        print(usage(kind))
+        raise SystemExit(0)
+    try:
+        return load(kind, sys.argv[1:], os.environ)
+    except FlagError as error:
+        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def usage(kind: type[Config]) -> str:
+    """One line for each flag: name, default, meaning."""
+    lines = [f"usage: {os.path.basename(sys.argv[0])} [flag=value ...]      (or TOKA_<FLAG>=value in the environment)", ""]
+    for name, field in kind.model_fields.items():
+        default = "" if field.is_required() else field.get_default()
+        lines.append(f"  {f'{name}={default}':<44} {field.description or ''}".rstrip())
+    return "\n".join(lines)

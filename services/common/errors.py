@@ -1,0 +1,95 @@
+"""The one error tree. Services raise these; each transport maps them in one place.
+
+::
+
+    TokaError
+    ├── InvalidRequest          the caller can mend it: names the field and the fix   INVALID_ARGUMENT     400
+    │   └── PayloadTooLarge                                                           INVALID_ARGUMENT     413
+    ├── NotFound                no such model, request, ...                           NOT_FOUND            404
+    ├── AlreadyExists           the name or handle is in use                          ALREADY_EXISTS       409
+    ├── FailedPrecondition      right call, wrong state                               FAILED_PRECONDITION  409
+    ├── Overloaded              the queue is full: says when to come back             RESOURCE_EXHAUSTED   429
+    ├── Unavailable             loading, draining, or a peer is down: try again       UNAVAILABLE          503
+    ├── DeadlineExceeded                                                              DEADLINE_EXCEEDED    504
+    └── Internal                ours: logged with its cause, sent without it          INTERNAL             500
+
+gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.openai.errors``.
+"""
+
+
+class TokaError(Exception):
+    """Base of everything a service raises on purpose. ``reason`` is a stable, machine-readable token."""
+
+    reason = "ERROR"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if reason is not None:
+            self.reason = reason
+
+
+class InvalidRequest(TokaError):
+    """The request is wrong. ``field`` is its path as the caller wrote it, e.g. ``sampling.top_p``; empty when none."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.field = field
+
+
+class PayloadTooLarge(InvalidRequest):
+    """The request is larger than the service reads."""
+
+    reason = "PAYLOAD_TOO_LARGE"
+
+
+class NotFound(TokaError):
+    """No such thing. ``field`` names what was looked up."""
+
+    reason = "NOT_FOUND"
+
+    def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.field = field
+
+
+class AlreadyExists(TokaError):
+    """The name is taken."""
+
+    reason = "ALREADY_EXISTS"
+
+
+class FailedPrecondition(TokaError):
+    """The call is right but the service is in another state than the caller believes."""
+
+    reason = "FAILED_PRECONDITION"
+
+
+class Overloaded(TokaError):
+    """A bounded queue is full. ``retry_after_s`` says when there should be room (seconds)."""
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, message: str, *, retry_after_s: float, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(TokaError):
+    """The service, or one it needs, cannot answer now; the same call may succeed later."""
+
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(TokaError):
+    """The request's own deadline passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Internal(TokaError):
+    """A defect of ours. The message is safe to show."""
+
+    reason = "INTERNAL"

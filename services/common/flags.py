@@ -1,0 +1,140 @@
+"""``key=value`` command lines and ``TOKA_<FLAG>`` environment variables, read into one frozen config.
+
+Values as in the original Tokasaurus: ``T`` and ``F`` for booleans, and arithmetic in parentheses for whole numbers
+(``kv_cache_num_tokens='(512 * 1024)'``), evaluated over an AST of numbers and operators only.
+"""
+
+import ast
+import difflib
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+ENV_PREFIX = "TOKA_"
+
+
+class FlagError(Exception):
+    """A flag is wrong. The message names it, what was expected, and the nearest right one."""
+
+
+class Config(BaseModel):
+    """Base of every config: frozen, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+C = TypeVar("C", bound=Config)
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+_LARGEST = 2**63
+
+
+def _evaluate(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            value = _OPERATORS[type(op)](_evaluate(left), _evaluate(right))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, exponent = _evaluate(left), _evaluate(right)
+            if not 0 <= exponent <= 63:
+                raise ValueError("an exponent must be 0 to 63")
+            value = base**exponent
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            value = _OPERATORS[type(op)](_evaluate(operand))
+        case _:
+            raise ValueError("only numbers and + - * / // ** are allowed in parentheses")
+    if abs(value) > _LARGEST:
+        raise ValueError("the result is too large")
+    return value
+
+
+def arithmetic(value: Any) -> Any:
+    """``'(512 * 1024)'`` -> 524288; anything that is not text in parentheses passes through."""
+    if not (isinstance(value, str) and value.strip().startswith("(")):
+        return value
+    try:
+        result = _evaluate(ast.parse(value.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+        raise ValueError(f"cannot be evaluated: {error}") from error
+    return int(result) if isinstance(result, float) and result.is_integer() else result
+
+
+def true_false(value: Any) -> Any:
+    """``T``/``F`` (and ``true``/``false``, ``1``/``0``) -> bool."""
+    if isinstance(value, bool):
+        return value
+    known = {"t": True, "true": True, "1": True, "f": False, "false": False, "0": False}
+    if str(value).lower() not in known:
+        raise ValueError("expected T or F")
+    return known[str(value).lower()]
+
+
+def _comma_list(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(arithmetic)]
+Float = Annotated[float, BeforeValidator(arithmetic)]
+Bool = Annotated[bool, BeforeValidator(true_false)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
+
+
+def split_arguments(arguments: Sequence[str], known: Iterable[str]) -> dict[str, str]:
+    """``['a=1', 'b=2']`` -> ``{'a': '1', 'b': '2'}``; raises ``FlagError`` for anything that is not a known flag."""
+    names = list(known)
+    values: dict[str, str] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        if name not in names:
+            raise FlagError(f"unknown flag {name!r} in {argument!r}{_suggest(name, names)}")
+        if not equals:
+            raise FlagError(f"flag {argument!r} has no value: write {name}=VALUE")
+        if name in values:
+            raise FlagError(f"flag {name!r} is given twice: {values[name]!r} and {value!r}")
+        values[name] = value
+    return values
+
+
+def read_environment(environment: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """The values of ``TOKA_<FLAG>`` for the known flags; an empty value counts as unset."""
+    return {
+        name: environment[ENV_PREFIX + name.upper()] for name in known if environment.get(ENV_PREFIX + name.upper())
+    }
+
+
+def build(kind: type[C], values: Mapping[str, Any]) -> C:
+    """Validate ``values`` into a config; ``FlagError`` names the flag, its value and what was expected."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise FlagError("; ".join(_describe(problem) for problem in error.errors())) from error
+
+
+def load(kind: type[C], arguments: Sequence[str], environment: Mapping[str, str]) -> C:
+    """The config of one program: defaults, then the environment, then the command line."""
+    names = list(kind.model_fields)
+    return build(kind, read_environment(environment, names) | split_arguments(arguments, names))
+
+
+def _describe(problem: Any) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    name = problem["loc"][0]
+    return f"flag {name}={problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _suggest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {close[0]}=?" if close else f": the flags are {', '.join(sorted(names))}"

@@ -1,0 +1,106 @@
+"""Where a model's files are and what they say: no torch, no transformers.
+
+``model=`` is a local Hugging Face directory, a hub id, or ``builtin``.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import InvalidRequest
+
+BUILTIN = Path(__file__).parent / "builtin_model"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
+
+
+def resolve(model: str, *, weights: bool) -> Path:
+    """The local directory of ``model``, fetched from the hub when it is an id; weights only when asked for.
+
+    Raises ``InvalidRequest`` (field ``model``) when there is neither such a directory nor such a hub id.
+    """
+    if model == "builtin":
+        return BUILTIN
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).exists() or model.startswith((".", "/", "~")):
+        raise InvalidRequest(f"model={model!r} is not a directory: give a Hugging Face directory, a hub id, or builtin")
+    # Imported here: a local model needs no hub, and the hub's client takes time to load.
+    import huggingface_hub
+
+    wanted = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:
+        raise InvalidRequest(
+            f"model={model!r} is neither a local directory nor a model the hub gave us"
+            f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'});"
+            " check the spelling, or run toka-download where the hub can be reached",
+            field="model",
+        ) from error
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The facts about a model that the API and the scheduler need."""
+
+    name: str
+    directory: Path
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]          # sorted, without repeats; may be empty
+    default_temperature: float
+    default_top_p: float
+    default_top_k: int
+
+
+def read_card(model: str, served_model_name: str | None = None, *, weights: bool = False) -> ModelCard:
+    """Read ``config.json`` and ``generation_config.json`` of ``model``. Raises ``InvalidRequest``."""
+    directory = resolve(model, weights=weights)
+    config = read_json(directory / "config.json", required=True)
+    generation = read_json(directory / "generation_config.json")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    # Hugging Face: sampling settings of generation_config count only when sampling is what the model asks for.
+    sampling = generation if generation.get("do_sample") else {}
+    return ModelCard(
+        name=served_model_name or (f"tokasaurus-{model}" if model == "builtin" else model.rstrip("/").split("/")[-1]),
+        directory=directory,
+        vocab_size=config["vocab_size"],
+        max_context_tokens=config.get("max_position_embeddings", 2048),
+        eos_token_ids=tuple(sorted(set(eos))),
+        default_temperature=float(sampling.get("temperature", 1.0)),
+        default_top_p=float(sampling.get("top_p", 1.0)),
+        default_top_k=int(sampling.get("top_k", 0)),
+    )
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """SHA-256 over the tokenizer's files: equal fingerprints tokenise equally."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        path = directory / name
+        if path.exists():
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """A JSON object from ``path``; empty when there is no such file and it is not required."""
+    if not path.exists():
+        if required:
+            raise InvalidRequest(f"{path} does not exist: model= must be a Hugging Face model directory", field="model")
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"{path} is not valid JSON: {error}", field="model") from error

@@ -1,0 +1,56 @@
+"""How a service's process begins and ends."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+from services.common.config import ServiceConfig, from_command_line
+from services.common.errors import TokaError
+from services.common.log import configure
+
+PARENT_PID = "TOKA_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger(__name__)
+
+K = TypeVar("K", bound=ServiceConfig)
+
+
+def run_service(name: str, kind: type[K], serve: Callable[[K, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """The ``main()`` of a service: read flags, set up logs, run ``serve(config, stop)`` until it returns.
+
+    ``stop`` is set at the first SIGTERM or SIGINT; ``serve`` then ends in good order. Exit status: 0 after a signal or
+    a normal return, 2 for a wrong flag, 1 with the reason in the log for anything else.
+    """
+    config = from_command_line(kind)
+    configure(name, config.log_level)
+    die_with_parent()
+    try:
+        asyncio.run(_until_signalled(config, serve))
+    except TokaError as error:
+        log.error("cannot go on", reason=error.message)
+        sys.exit(1)
+
+
+async def _until_signalled(config: K, serve: Callable[[K, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(config, stop)
+
+
+def die_with_parent() -> None:
+    """On Linux, ask for SIGTERM when the process that set ``TOKA_PARENT_PID`` dies, however it dies."""
+    parent = os.environ.get(PARENT_PID)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we asked
+        sys.exit(1)

@@ -1,0 +1,78 @@
+"""Maps whatever a servicer raises to a status, for every server of ours.
+
+A ``TokaError`` becomes its status with details. Anything else is logged with its traceback and leaves as INTERNAL
+without its text, which may hold a user's data.
+"""
+
+import asyncio
+import functools
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+
+from services.common import errors
+from services.common.rpc.status import to_status
+
+log = structlog.get_logger(__name__)
+
+_HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """For servicers written as coroutines (unary answers) and async generators (streamed answers)."""
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.response_streaming:
+            behavior = _guard_stream(handler.unary_stream or handler.stream_stream, method)
+        else:
+            behavior = _guard_unary(handler.unary_unary or handler.stream_unary, method)
+        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
+        return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(behavior, method: str):
+    @functools.wraps(behavior)
+    async def guarded(request, context):
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+def _guard_stream(behavior, method: str):
+    @functools.wraps(behavior)
+    async def guarded(request, context):
+        try:
+            answers = behavior(request, context)
+            if not hasattr(answers, "__aiter__"):  # reflection and health come as plain coroutines or iterators
+                await answers
+                return
+            async for answer in answers:
+                yield answer
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
+        raise error
+    if not isinstance(error, errors.TokaError):
+        log.error("rpc failed", method=method, exc_info=error)
+        error = errors.Internal("internal error; the server's log has the details")
+    status = rpc_status.to_status(to_status(error))
+    context.set_trailing_metadata(status.trailing_metadata)
+    await context.abort(status.code, status.details)

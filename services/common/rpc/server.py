@@ -1,0 +1,55 @@
+"""A gRPC server as every service runs it: options, error mapping, health, reflection, and a clean end."""
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common.errors import Unavailable
+from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from services.common.rpc.interceptor import ErrorInterceptor
+
+
+class RpcServer:
+    """One listening server with one public service beside health and reflection.
+
+    Owned by the process's asyncio loop. Health starts as NOT_SERVING, overall ("") and for the service, until
+    ``set_ready(True)``: readiness is what the owner's work loop says, not that the port answers.
+    """
+
+    def __init__(self, service_name: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_receive_bytes))
+        self._names = ("", service_name)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflected = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, self._server)
+
+    @property
+    def grpc_server(self) -> grpc.aio.Server:
+        """Where the generated ``add_...Servicer_to_server`` registers the service."""
+        return self._server
+
+    async def start(self, address: str) -> str:
+        """Listen on ``address`` (``host:port``, port 0 = any free one, or ``unix:path``); returns the real one.
+
+        Raises ``Unavailable`` when the address cannot be bound.
+        """
+        await self.set_ready(False)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {address}: {error}; choose a free address") from error
+        await self._server.start()
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def set_ready(self, ready: bool) -> None:
+        """Flip what grpc.health.v1 answers."""
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)

@@ -1,0 +1,82 @@
+"""The error tree as gRPC statuses with google.rpc details, and back: the only place that knows both."""
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from services.common import errors
+
+DOMAIN = "tokasaurus"
+
+# The first match counts: subclasses before their bases.
+_CODES: tuple[tuple[type[errors.TokaError], int], ...] = (
+    (errors.InvalidRequest, code_pb2.INVALID_ARGUMENT),
+    (errors.NotFound, code_pb2.NOT_FOUND),
+    (errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
+    (errors.FailedPrecondition, code_pb2.FAILED_PRECONDITION),
+    (errors.Overloaded, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.Unavailable, code_pb2.UNAVAILABLE),
+    (errors.DeadlineExceeded, code_pb2.DEADLINE_EXCEEDED),
+    (errors.TokaError, code_pb2.INTERNAL),
+)
+
+
+def to_status(error: errors.TokaError) -> status_pb2.Status:
+    """``error`` as a ``google.rpc.Status`` with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    code = next(code for kind, code in _CODES if isinstance(error, kind))
+    status = status_pb2.Status(code=code, message=error.message)
+    field = getattr(error, "field", "")
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata={"field": field} if field else {})
+    _attach(status, info)
+    if isinstance(error, errors.InvalidRequest) and field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+        _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, errors.Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        _attach(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def from_status(status: status_pb2.Status) -> errors.TokaError:
+    """The error that ``to_status`` was given, as far as the status tells it."""
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    for detail in status.details:
+        for message in (info, retry):
+            if detail.Is(message.DESCRIPTOR):
+                detail.Unpack(message)
+    message, reason, field = status.message, info.reason or None, info.metadata.get("field", "")
+    match status.code:
+        case code_pb2.INVALID_ARGUMENT | code_pb2.OUT_OF_RANGE:
+            kind = errors.PayloadTooLarge if reason == errors.PayloadTooLarge.reason else errors.InvalidRequest
+            return kind(message, field=field, reason=reason)
+        case code_pb2.NOT_FOUND:
+            return errors.NotFound(message, field=field, reason=reason)
+        case code_pb2.ALREADY_EXISTS:
+            return errors.AlreadyExists(message, reason=reason)
+        case code_pb2.FAILED_PRECONDITION:
+            return errors.FailedPrecondition(message, reason=reason)
+        case code_pb2.RESOURCE_EXHAUSTED:
+            delay = retry.retry_delay.ToTimedelta().total_seconds()
+            return errors.Overloaded(message, retry_after_s=delay or 1.0, reason=reason)
+        case code_pb2.UNAVAILABLE:
+            return errors.Unavailable(message, reason=reason)
+        case code_pb2.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(message, reason=reason)
+        case _:
+            return errors.Internal(message, reason=reason)
+
+
+def from_rpc_error(error: grpc.RpcError) -> errors.TokaError:
+    """A failed call as one of ours; statuses without details (a lost connection) keep code and message."""
+    status = rpc_status.from_call(error)
+    if status is None:
+        status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)
+    return from_status(status)
+
+
+def _attach(status: status_pb2.Status, detail) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)

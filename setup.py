@@ -1,0 +1,43 @@
+"""Generates the stubs, then builds either everything or the wheel of one service.
+
+``TOKA_SERVICE=gateway|scheduler|worker pip wheel .`` packs that service, ``services.common`` and the contracts only.
+"""
+
+import os
+import runpy
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+SERVICES = ("gateway", "scheduler", "worker")
+COMMANDS = {
+    "gateway": ["toka-gateway = services.gateway.__main__:main"],
+    "scheduler": ["toka-scheduler = services.scheduler.__main__:main"],
+    "worker": ["toka-worker = services.worker.__main__:main"],
+    "launcher": [
+        "toka = services.launcher.toka:main",
+        "toka-ping = services.launcher.ping:main",
+        "toka-download = services.launcher.download:main",
+    ],
+}
+
+runpy.run_path(str(ROOT / "protos" / "generate.py"))["generate_stubs"]()
+
+chosen = os.environ.get("TOKA_SERVICE")
+if chosen and chosen not in SERVICES:
+    raise SystemExit(f"TOKA_SERVICE={chosen!r}: expected one of {', '.join(SERVICES)}, or unset for all of them")
+
+parts = ["common", chosen] if chosen else ["common", *COMMANDS]
+packages = ["services"]
+for part in parts:
+    packages += [f"services.{part}", *(f"services.{part}.{name}" for name in find_namespace_packages(f"services/{part}"))]
+packages += ["tokasaurus", *(f"tokasaurus.{name}" for name in find_namespace_packages("protos/tokasaurus"))]
+
+setup(
+    packages=packages,
+    package_dir={"services": "services", "tokasaurus": "protos/tokasaurus"},
+    package_data={"tokasaurus": ["**/*.proto", "**/*.pyi"], "services.common.builtin_model": ["*"]},
+    exclude_package_data={"services.common.builtin_model": ["*.safetensors"]} if chosen in ("gateway", "scheduler") else {},
+    entry_points={"console_scripts": [command for part in parts for command in COMMANDS.get(part, [])]},
+)
