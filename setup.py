@@ -11,6 +11,7 @@ from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 SERVICES = ("gateway", "scheduler", "worker")
+TEXT_ONLY = ("gateway", "scheduler")  # they need the built-in model's tokenizer, not its weights
 COMMANDS = {
     "gateway": ["toka-gateway = services.gateway.__main__:main"],
     "scheduler": ["toka-scheduler = services.scheduler.__main__:main"],
@@ -31,13 +32,14 @@ if chosen and chosen not in SERVICES:
 parts = ["common", chosen] if chosen else ["common", *COMMANDS]
 packages = ["services"]
 for part in parts:
-    packages += [f"services.{part}", *(f"services.{part}.{name}" for name in find_namespace_packages(f"services/{part}"))]
+    inner = find_namespace_packages(f"services/{part}")
+    packages += [f"services.{part}", *(f"services.{part}.{name}" for name in inner)]
 packages += ["tokasaurus", *(f"tokasaurus.{name}" for name in find_namespace_packages("protos/tokasaurus"))]
 
 setup(
     packages=packages,
     package_dir={"services": "services", "tokasaurus": "protos/tokasaurus"},
     package_data={"tokasaurus": ["**/*.proto", "**/*.pyi"], "services.common.builtin_model": ["*"]},
-    exclude_package_data={"services.common.builtin_model": ["*.safetensors"]} if chosen in ("gateway", "scheduler") else {},
+    exclude_package_data={"services.common.builtin_model": ["*.safetensors"] if chosen in TEXT_ONLY else []},
     entry_points={"console_scripts": [command for part in parts for command in COMMANDS.get(part, [])]},
 )

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.flags import Bool, Config, Float, FlagError, Int, Strings, load
+from services.common.flags import Bool, Config, FlagError, Float, Int, Strings, load
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -36,7 +36,7 @@ class WorkerConfig(ServiceConfig):
     max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
     max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
     max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
-    torch_compile: Bool = Field(False, description="compile the model with torch.compile; on cpu it needs a C++ compiler")
+    torch_compile: Bool = Field(False, description="compile the model; on cpu this needs a C++ compiler")
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
 
@@ -61,7 +61,7 @@ class SchedulerConfig(ServiceConfig):
     scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
     worker_address: str = Field("127.0.0.1:10410", description="the replica's worker")
     scheduling_steps_ahead: Int = Field(2, ge=2, le=64, description="plans in flight to the worker")
-    max_queued_sequences: Int = Field(65536, ge=1, description="accepted but not running; beyond it: RESOURCE_EXHAUSTED")
+    max_queued_sequences: Int = Field(65536, ge=1, description="accepted and not running; more are refused")
     max_samples_per_request: Int = Field(16384, ge=1, description="largest n")
     prefix_caching: Bool = Field(True, description="reuse KV pages of equal prefixes across requests")
     stats_report_seconds: Float = Field(10.0, ge=0, description="seconds between log lines about load; 0 = none")
@@ -124,7 +124,8 @@ def from_command_line(kind: type[K]) -> K:
 
 def usage(kind: type[Config]) -> str:
     """One line for each flag: name, default, meaning."""
-    lines = [f"usage: {os.path.basename(sys.argv[0])} [flag=value ...]      (or TOKA_<FLAG>=value in the environment)", ""]
+    program = os.path.basename(sys.argv[0])
+    lines = [f"usage: {program} [flag=value ...]      (or TOKA_<FLAG>=value in the environment)", ""]
     for name, field in kind.model_fields.items():
         default = "" if field.is_required() else field.get_default()
         lines.append(f"  {f'{name}={default}':<44} {field.description or ''}".rstrip())

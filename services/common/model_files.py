@@ -57,7 +57,7 @@ class ModelCard:
     directory: Path
     vocab_size: int
     max_context_tokens: int
-    eos_token_ids: tuple[int, ...]          # sorted, without repeats; may be empty
+    eos_token_ids: tuple[int, ...]  # sorted, without repeats; may be empty
     default_temperature: float
     default_top_p: float
     default_top_k: int

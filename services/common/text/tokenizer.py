@@ -1,0 +1,119 @@
+"""A model's tokenizer: text and chats to token ids and back."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from services.common.errors import InvalidRequest
+from services.common.model_files import read_json, resolve, tokenizer_fingerprint
+from services.common.text.chat_template import ChatTemplate, read_chat_template
+from services.common.text.vocabulary import Vocabulary, read_vocabulary
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+# A directory with a SentencePiece model only is converted by transformers, in a process of its own: it loads torch.
+_CONVERT = """
+import sys
+from transformers import AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
+"""
+
+
+class Tokenizer:
+    """Wraps ``tokenizers`` with what transformers adds around it. Safe to share between threads."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, template: ChatTemplate | None, fingerprint: str
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self.vocabulary = vocabulary
+        self.fingerprint = fingerprint
+
+    @classmethod
+    def load(cls, model: str) -> "Tokenizer":
+        """Load from a Hugging Face directory, a hub id, or ``builtin``. Raises ``InvalidRequest``."""
+        directory = resolve(model, weights=False)
+        special_tokens = _special_tokens(directory)
+        backend = _read_backend(directory)
+        _apply_bos_and_eos(backend, read_json(directory / "tokenizer_config.json"), special_tokens)
+        model_vocab_size = read_json(directory / "config.json").get("vocab_size", 0)
+        vocabulary = read_vocabulary(backend, model_vocab_size)
+        template = read_chat_template(directory, special_tokens)
+        return cls(backend, vocabulary, template, tokenizer_fingerprint(directory))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; special tokens (such as BOS) are added as the model expects."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """``encode`` for several texts, in parallel."""
+        return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation under the model's template. Raises ``InvalidRequest`` (field ``messages``)."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use completions, or add chat_template.jinja to its directory",
+                field="messages",
+            )
+        return self.encode(self._template.render(messages, add_generation_prompt), add_special_tokens=False)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids`` standing alone, as the tokenizer's own decoder gives it."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _read_backend(directory: Path) -> tokenizers.Tokenizer:
+    if not (directory / "tokenizer.json").exists():
+        if not (directory / "tokenizer.model").exists():
+            raise InvalidRequest(
+                f"{directory} has neither tokenizer.json nor tokenizer.model: name a directory with tokenizer=",
+                field="tokenizer",
+            )
+        with tempfile.TemporaryDirectory() as converted:
+            _convert_sentencepiece(directory, converted)
+            return _read_backend(Path(converted))
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _convert_sentencepiece(directory: Path, target: str) -> None:
+    command = [sys.executable, "-c", _CONVERT, str(directory), target]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode != 0 or not Path(target, "tokenizer.json").exists():
+        reason = outcome.stderr.strip().splitlines()[-1:] or ["no tokenizer.json was written"]
+        raise InvalidRequest(
+            f"{directory} has only tokenizer.model, and converting it failed: {reason[0]}; install transformers and"
+            " sentencepiece, or save the tokenizer as tokenizer.json",
+            field="tokenizer",
+        )
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """``bos_token`` and the like, as templates and post-processing name them."""
+    merged = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
+    found = {name: merged.get(name) for name in _SPECIAL_NAMES}
+    return {name: value["content"] if isinstance(value, dict) else value for name, value in found.items() if value}
+
+
+def _apply_bos_and_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """``add_bos_token``/``add_eos_token`` in tokenizer_config.json overrule tokenizer.json, as in transformers 5."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
+    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
+    parts = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    specials = [(token, backend.token_to_id(token)) for token in {bos, eos} - {None}]
+    backend.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=specials)

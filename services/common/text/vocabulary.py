@@ -1,0 +1,94 @@
+"""What each token adds to the text, as bytes.
+
+The text of a token sequence is the concatenation of its tokens' bytes, decoded as UTF-8. Detokenising and the stop
+automaton both work on these bytes, so they agree on every character, also on those that span tokens.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import tokenizers
+
+from services.common.errors import InvalidRequest
+
+_SPACE_MARK = "▁"  # SentencePiece writes a space as this
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Shared by every request of a process; never changes."""
+
+    token_bytes: list[bytes]  # index = token id; empty for special tokens and for ids without a token
+    special_ids: frozenset[int]
+
+    @property
+    def size(self) -> int:
+        """Number of token ids, those included that the model has and the tokenizer lacks."""
+        return len(self.token_bytes)
+
+    def text_bytes(self, token_ids) -> bytes:
+        """The bytes of a sequence of ids; ids beyond the vocabulary add nothing."""
+        return b"".join([self.token_bytes[token] for token in token_ids if token < len(self.token_bytes)])
+
+
+def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) -> Vocabulary:
+    """The vocabulary of ``tokenizer``, padded to the model's. ``InvalidRequest`` for a decoder whose text is not the
+    concatenation of its tokens' bytes."""
+    spec = json.loads(tokenizer.to_str())
+    to_bytes = _piece_decoder(spec["decoder"])
+    pieces = tokenizer.get_vocab(with_added_tokens=True)
+    added = {entry["id"]: entry for entry in spec["added_tokens"]}
+    size = max(model_vocab_size, max(pieces.values(), default=-1) + 1)
+    token_bytes = [b""] * size
+    for piece, token in pieces.items():
+        entry = added.get(token)
+        if entry is None:
+            token_bytes[token] = to_bytes(piece)
+        elif not entry["special"]:
+            token_bytes[token] = piece.encode()
+    return Vocabulary(token_bytes, frozenset(token for token, entry in added.items() if entry["special"]))
+
+
+def _piece_decoder(decoder: dict[str, Any] | None):
+    """The function piece -> bytes that the tokenizer's own decoder amounts to, inside a text."""
+    kinds = {step["type"] for step in _steps(decoder)}
+    if kinds == {"ByteLevel"}:
+        return _byte_level
+    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return _sentencepiece
+    raise InvalidRequest(
+        f"the tokenizer's decoder {sorted(kinds) or 'none'} is not supported: expected a byte-level BPE or a"
+        " SentencePiece-style tokenizer",
+        field="tokenizer",
+    )
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _sentencepiece(piece: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(piece)
+    return bytes([int(match[1], 16)]) if match else piece.replace(_SPACE_MARK, " ").encode()
+
+
+def _byte_level(piece: str) -> bytes:
+    alphabet = _byte_level_alphabet()
+    try:
+        return bytes(alphabet[character] for character in piece)
+    except KeyError:  # a token outside the byte alphabet stands for itself
+        return piece.encode()
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of GPT-2's byte-level BPE: printable bytes stand for themselves, the others for 256 upwards."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
