@@ -84,6 +84,7 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     """What ``toka`` takes: everything its children take, and how many of them there are."""
 
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its worker each")
+    grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
     tp_size: Int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
     pp_size: Int = Field(1, ge=1, description="pipeline stages of a replica")
     use_hydragen: Bool = Field(False, description="shared-prefix attention")

@@ -33,7 +33,9 @@ def resolve(model: str, *, weights: bool) -> Path:
     if Path(model).is_dir():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/", "~")):
-        raise InvalidRequest(f"model={model!r} is not a directory: give a Hugging Face directory, a hub id, or builtin")
+        raise InvalidRequest(
+            f"model={model!r} is not a directory: give a Hugging Face directory, a hub id, or builtin", field="model"
+        )
     # Imported here: a local model needs no hub, and the hub's client takes time to load.
     import huggingface_hub
 

@@ -1,0 +1,80 @@
+"""A deployment of our own, started for one measurement and ended with it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running ``toka``: ``base_url`` without ``/v1``, ``grpc_address`` of its first scheduler."""
+
+    base_url: str
+    grpc_address: str
+    process: subprocess.Popen
+
+    @property
+    def model(self) -> str:
+        return httpx.get(f"{self.base_url}/v1/models", trust_env=False).json()["data"][0]["id"]
+
+    def metric(self, name: str) -> float:
+        """The sum of one metric over its labels, from ``/metrics``."""
+        lines = httpx.get(f"{self.base_url}/metrics", trust_env=False).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+@contextmanager
+def serve(**flags: Any) -> Iterator[Server]:
+    """Run ``toka`` with ``flags`` on free ports; raises ``RuntimeError`` with its log when it does not start."""
+    port, grpc_port = flags.pop("port", None) or free_port(), flags.pop("grpc_port", None) or free_port()
+    arguments = [f"{name}={value}" for name, value in (flags | {"port": port, "grpc_port": grpc_port}).items()]
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", "services.launcher.toka", *arguments]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        server = Server(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
+        try:
+            _wait_until_ready(server, log)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def report(figures: dict[str, Any]) -> None:
+    """The last line of every program here: one JSON object."""
+    print(json.dumps(figures))
+
+
+def _wait_until_ready(server: Server, log) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            break
+        try:
+            if httpx.get(f"{server.base_url}/ready", trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.1)
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - 4000))
+    raise RuntimeError(f"toka is not ready:\n{log.read().decode(errors='replace')}")

@@ -1,0 +1,21 @@
+# The scheduler: numpy and the tokenizer; no torch.
+ARG PYTHON_IMAGE=python:3.11-slim
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY protos protos
+COPY services/common services/common
+COPY services/scheduler services/scheduler
+RUN TOKA_SERVICE=scheduler pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM ${PYTHON_IMAGE}
+RUN useradd --system --create-home --uid 10001 toka
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    pip install --no-cache-dir "$(ls /wheels/*.whl)[scheduler]"
+USER toka
+ENV TOKA_SCHEDULER_LISTEN=0.0.0.0:10310 PYTHONUNBUFFERED=1
+EXPOSE 10310
+HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --start-interval=1s --retries=3 \
+    CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10310"]
+ENTRYPOINT ["toka-scheduler"]

@@ -1,0 +1,24 @@
+"""``python -m services.common.rpc.probe ADDRESS``: exit status 0 when the server there is SERVING. For containers."""
+
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_S = 3.0
+
+
+def probe(address: str) -> str:
+    """The overall health of the server at ``address``, as grpc.health.v1 names it, or why there is no answer."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+if __name__ == "__main__":
+    state = probe(sys.argv[1])
+    print(state)
+    sys.exit(state != "SERVING")

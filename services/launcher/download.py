@@ -1,0 +1,35 @@
+"""``toka-download model=...``: fetch what the services need of a model, and print where it is."""
+
+import sys
+
+from pydantic import Field
+
+from services.common.config import from_command_line
+from services.common.errors import TokaError
+from services.common.flags import Config
+from services.common.model_files import read_card, resolve
+
+
+class DownloadConfig(Config):
+    """What to fetch."""
+
+    model: str = Field(description="hub id (or a local directory, which is checked only)")
+    tokenizer: str | None = Field(None, description="hub id of another tokenizer")
+
+
+def main() -> None:
+    config = from_command_line(DownloadConfig)
+    try:
+        card = read_card(config.model, weights=True)
+        if config.tokenizer:
+            resolve(config.tokenizer, weights=False)
+        if not any(card.directory.glob("*.safetensors")):
+            raise TokaError(f"{config.model} has no safetensors weights, the only format the worker reads")
+    except TokaError as error:
+        print(f"toka-download: {error.message}", file=sys.stderr)
+        sys.exit(1)
+    print(card.directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``toka-ping prompt='...'``: one request to a running server, its answer on stdout."""
+
+import sys
+
+import httpx
+from pydantic import Field
+
+from services.common.config import from_command_line
+from services.common.flags import Bool, Config, Float, Int
+
+
+class PingConfig(Config):
+    """The request and where to send it."""
+
+    prompt: str = "Tom has 3 bags with 4 apples each. How many apples does he have?"
+    host: str = "127.0.0.1"
+    port: Int = Field(10210, ge=1, le=65535)
+    model: str | None = Field(None, description="default: the first model the server lists")
+    max_tokens: Int = Field(200, ge=1)
+    temperature: Float = Field(0.0, ge=0)
+    n: Int = Field(1, ge=1, description="samples")
+    chat: Bool = Field(False, description="send the prompt as a chat message")
+    timeout_s: Float = Field(300.0, gt=0)
+
+
+def main() -> None:
+    config = from_command_line(PingConfig)
+    try:
+        for text in ping(config):
+            print(text)
+    except httpx.HTTPStatusError as error:
+        _fail(f"the server answered {error.response.status_code}: {error.response.text}")
+    except httpx.TransportError as error:
+        _fail(f"no answer from {config.host}:{config.port} ({error}); is toka running there?")
+
+
+def ping(config: PingConfig) -> list[str]:
+    """The text of each sample. Raises ``httpx.HTTPError``."""
+    base_url = f"http://{config.host}:{config.port}/v1"
+    with httpx.Client(base_url=base_url, timeout=config.timeout_s, trust_env=False) as client:
+        model = config.model or client.get("/models").raise_for_status().json()["data"][0]["id"]
+        body = {"model": model, "max_tokens": config.max_tokens, "temperature": config.temperature, "n": config.n}
+        if config.chat:
+            answer = client.post(
+                "/chat/completions", json=body | {"messages": [{"role": "user", "content": config.prompt}]}
+            )
+            return [choice["message"]["content"] for choice in answer.raise_for_status().json()["choices"]]
+        answer = client.post("/completions", json=body | {"prompt": config.prompt})
+        return [choice["text"] for choice in answer.raise_for_status().json()["choices"]]
+
+
+def _fail(reason: str) -> None:
+    print(f"toka-ping: {reason}", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

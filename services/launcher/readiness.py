@@ -1,0 +1,46 @@
+"""Waits until a child serves."""
+
+import asyncio
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.launcher.deployment import ChildSpec
+
+_RETRY_S = 0.1
+
+
+async def wait_until_ready(spec: ChildSpec) -> None:
+    """Return once the child serves: grpc.health.v1 for workers and schedulers, ``/ready`` for the gateway.
+
+    Waits for ever; the caller bounds it by the life of the child.
+    """
+    await (_http_ready if spec.role == "gateway" else _grpc_ready)(spec.address)
+
+
+async def _grpc_ready(address: str) -> None:
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            try:
+                async for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(_RETRY_S)
+            finally:
+                watch.cancel()
+
+
+async def _http_ready(base_url: str) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get(f"{base_url}/ready")).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass  # it is not listening yet
+            await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,144 @@
+"""Keeps the children of one deployment running, and leaves nothing behind.
+
+A child that dies after it has served is started again, with a growing delay. A child that dies before it ever served,
+or too often, ends the deployment with the reason.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from services.common.errors import Unavailable
+from services.common.process import PARENT_PID
+from services.launcher.deployment import ChildSpec, child_environment
+from services.launcher.readiness import wait_until_ready
+
+log = structlog.get_logger(__name__)
+
+RESTARTS_ALLOWED = 5
+RESTART_WINDOW_S = 60.0
+STOP_GRACE_S = 10.0
+_ERROR_LINES = 8
+_LONGEST_LINE = 1024 * 1024
+
+
+class Child:
+    """One child process and its restarts. Owned by the supervisor's asyncio loop."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.process: asyncio.subprocess.Process | None = None
+        self.ready = asyncio.Event()
+        self._deaths: deque[float] = deque()
+        self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
+
+    async def run(self) -> None:
+        """Start the process, and again whenever it dies. Raises ``Unavailable`` when there is no point any more."""
+        while True:
+            await self._start()
+            log.debug("child started", child=self.spec.name, pid=self.process.pid)
+            served = await self._watch()
+            reason = f"{self.spec.name} {_how_it_ended(self.process.returncode)}"
+            if not served:
+                raise Unavailable(f"{reason} before it was ready{self._tail()}")
+            self._deaths.append(time.monotonic())
+            while self._deaths[0] < time.monotonic() - RESTART_WINDOW_S:
+                self._deaths.popleft()
+            if len(self._deaths) > RESTARTS_ALLOWED:
+                raise Unavailable(
+                    f"{reason}, more than {RESTARTS_ALLOWED} times in {RESTART_WINDOW_S:.0f} s{self._tail()}"
+                )
+            log.error("child died and is started again", child=self.spec.name, reason=reason)
+            await asyncio.sleep(0.1 * 2 ** (len(self._deaths) - 1))
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Ask the process to end; make it end after ``grace_s`` seconds. Idempotent."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(asyncio.shield(process.wait()), grace_s)
+        except TimeoutError:
+            log.warning("child did not end in time and is killed", child=self.spec.name)
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End the process and whatever it started, now."""
+        if self.process is not None and self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _start(self) -> None:
+        environment = child_environment(self.spec, dict(os.environ)) | {PARENT_PID: str(os.getpid())}
+        command = [sys.executable, "-m", self.spec.module, *self.spec.flags]
+        # A session of its own: Ctrl-C reaches us alone, and we end the children in order.
+        self.process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stderr=asyncio.subprocess.PIPE, limit=_LONGEST_LINE, start_new_session=True
+        )
+
+    async def _watch(self) -> bool:
+        """Until the process has died; returns whether it served."""
+        readiness = asyncio.create_task(self._note_ready())
+        try:
+            await self._forward_errors()
+            await self.process.wait()
+        finally:
+            readiness.cancel()
+        served, _ = self.ready.is_set(), self.ready.clear()
+        return served
+
+    async def _note_ready(self) -> None:
+        await wait_until_ready(self.spec)
+        self.ready.set()
+
+    async def _forward_errors(self) -> None:
+        """Pass the child's stderr on, and keep its end for the reason."""
+        while line := await self.process.stderr.readline():
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            self._last_lines.append(line.decode(errors="replace").rstrip())
+
+    def _tail(self) -> str:
+        return "".join(f"\n  {line}" for line in self._last_lines)
+
+
+async def supervise(specs: list[ChildSpec], stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+    """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve.
+
+    Raises ``Unavailable`` with the reason when a child cannot be kept running. Ends the last started first.
+    """
+    children = [Child(spec) for spec in specs]
+    runs = [asyncio.create_task(child.run()) for child in children]
+    announce = asyncio.create_task(_announce(children, on_ready))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([*runs, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for run in done - {stopped}:
+            run.result()
+    finally:
+        announce.cancel()
+        stopped.cancel()
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, announce, stopped, return_exceptions=True)
+        for child in reversed(children):
+            await child.stop()
+
+
+async def _announce(children: list[Child], on_ready: Callable[[], None]) -> None:
+    for child in children:
+        await child.ready.wait()
+    on_ready()
+
+
+def _how_it_ended(returncode: int) -> str:
+    if returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"ended with exit status {returncode}"

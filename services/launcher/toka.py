@@ -1,0 +1,90 @@
+"""``toka key=value ...``: a whole deployment on one host, as supervised child processes."""
+
+import asyncio
+import json
+import socket
+import tempfile
+from pathlib import Path
+
+from services.common.config import DeploymentConfig
+from services.common.errors import Unavailable
+from services.common.model_files import read_card
+from services.common.process import run_service
+from services.launcher.deployment import plan_children
+from services.launcher.supervisor import supervise
+
+
+def main() -> None:
+    run_service("toka", DeploymentConfig, serve)
+
+
+async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
+    """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
+    card = read_card(config.model, config.served_model_name, weights=True)  # fetched once, before the children ask
+    config = _with_free_ports(config)
+    for port in (config.port, *(config.grpc_port + rank for rank in range(config.dp_size))):
+        _check_port_is_free(config.host if port == config.port else "127.0.0.1", port)
+    with tempfile.TemporaryDirectory(prefix="toka-") as runtime_dir:
+        children = plan_children(config, Path(runtime_dir))
+        url = children[-1].address
+        schedulers = [child.address for child in children if child.role == "scheduler"]
+        await supervise(children, stop, on_ready=lambda: print(_banner(card.name, url, schedulers), flush=True))
+
+
+def _with_free_ports(config: DeploymentConfig) -> DeploymentConfig:
+    """Port 0 means any free one; children must be told which."""
+    changes = {}
+    if config.port == 0:
+        changes["port"] = _free_ports(1)
+    if config.grpc_port == 0:
+        changes["grpc_port"] = _free_ports(config.dp_size)
+    return config.model_copy(update=changes)
+
+
+def _free_ports(count: int) -> int:
+    """The first of ``count`` consecutive ports that are free now."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            first = probe.getsockname()[1]
+        try:
+            for port in range(first, first + count):
+                _check_port_is_free("127.0.0.1", port)
+        except Unavailable:
+            continue
+        return first
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise Unavailable(
+            f"cannot listen on {host}:{port} ({error}): stop what runs there, or choose another port with"
+            " port= or grpc_port="
+        ) from error
+
+
+def _banner(model: str, url: str, schedulers: list[str]) -> str:
+    body = json.dumps(
+        {
+            "model": model,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "Tom has 3 bags with 4 apples each. He eats 2 apples. How many apples are left?",
+                }
+            ],
+            "max_tokens": 200,
+            "temperature": 0,
+        }
+    )
+    return (
+        f"\nTokasaurus serves {model} on {url}/v1 (direct gRPC: {', '.join(schedulers)}). Try:\n\n"
+        f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        "Ctrl-C stops it."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+import pytest
+
+from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig, usage
+from services.common.flags import FlagError, load
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("(512 * 1024)", 524288), ("(2 ** 10 + 16 // 3)", 1029), ("(-(-3) * 32)", 96), ("4096", 4096), ("(1e5)", 100000)],
+)
+def test_whole_numbers_may_be_arithmetic_in_parentheses(text, tokens):
+    assert load(WorkerConfig, [f"kv_cache_num_tokens={text}"], {}).kv_cache_num_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(__import__('os').getpid())",
+        "(2 ** 2 ** 2 ** 9)",
+        "(9 ** 9 ** 9)",
+        "(1 / 0)",
+        "(1 +)",
+        "(True)",
+        "([1][0])",
+        "(1.5)",
+    ],
+)
+def test_anything_else_in_parentheses_is_refused(text):
+    with pytest.raises(FlagError, match="kv_cache_num_tokens"):
+        load(WorkerConfig, [f"kv_cache_num_tokens={text}"], {})
+
+
+def test_nested_parentheses_cannot_exhaust_the_stack():
+    with pytest.raises(FlagError, match="kv_cache_num_tokens"):
+        load(WorkerConfig, ["kv_cache_num_tokens=" + "(" * 5000 + "1" + ")" * 5000], {})
+
+
+@pytest.mark.parametrize(("text", "value"), [("T", True), ("F", False), ("true", True), ("0", False)])
+def test_booleans_are_t_and_f(text, value):
+    assert load(SchedulerConfig, [f"prefix_caching={text}"], {}).prefix_caching is value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["modle=x"], "unknown flag 'modle'.*did you mean model="),
+        (["zzzzzz=1"], "unknown flag 'zzzzzz'.*the flags are .*page_size"),
+        (["model"], "no value: write model=VALUE"),
+        (["model=a", "model=b"], "given twice"),
+        (["page_size=many"], "flag page_size='many': input should be a valid integer"),
+        (["page_size=0"], "flag page_size='0': input should be greater than or equal to 1"),
+        (["torch_compile=maybe"], "flag torch_compile='maybe': expected T or F"),
+        (["device=tpu"], "flag device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
+        (["kv_cache_num_tokens=8"], "less than one page"),
+    ],
+)
+def test_a_wrong_flag_says_which_and_what_was_expected(arguments, message):
+    with pytest.raises(FlagError, match=message):
+        load(WorkerConfig, arguments, {})
+
+
+def test_the_command_line_wins_over_the_environment():
+    environment = {"TOKA_PORT": "1", "TOKA_HOST": "::", "TOKA_MODEL": "", "PORT": "9"}
+    config = load(GatewayConfig, ["port=2"], environment)
+    assert (config.port, config.host, config.model) == (2, "::", "builtin")
+
+
+def test_a_wrong_environment_value_names_the_flag():
+    with pytest.raises(FlagError, match="flag port='x'"):
+        load(GatewayConfig, [], {"TOKA_PORT": "x"})
+
+
+def test_addresses_are_separated_by_commas():
+    config = load(GatewayConfig, ["scheduler_addresses=a:1, b:2"], {})
+    assert config.scheduler_addresses == ("a:1", "b:2")
+    with pytest.raises(FlagError, match="scheduler_addresses"):
+        load(GatewayConfig, ["scheduler_addresses="], {})
+
+
+@pytest.mark.parametrize(
+    "flag", ["tp_size=2", "pp_size=2", "use_hydragen=T", "use_cudagraphs=T", "async_tp_threshold=6144", "dp_rank=1"]
+)
+def test_a_flag_that_would_be_ignored_is_refused(flag):
+    with pytest.raises(FlagError, match=flag.partition("=")[0]):
+        load(DeploymentConfig, [flag], {})
+
+
+def test_the_flags_of_the_original_are_all_known():
+    original = (
+        "model tokenizer dp_size pp_size tp_size kv_cache_num_tokens max_tokens_per_forward max_seqs_per_forward"
+        " page_size torch_compile use_cudagraphs use_hydragen hydragen_min_group_size hydragen_min_prefix_len"
+        " async_tp_threshold port stats_report_seconds log_level device dtype"
+    )
+    assert set(original.split()) <= set(DeploymentConfig.model_fields)
+
+
+def test_usage_shows_every_flag():
+    text = usage(DeploymentConfig)
+    assert all(f"{name}=" in text for name in DeploymentConfig.model_fields)

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.common.model_files import read_card, resolve, tokenizer_fingerprint
+
+
+def write_model(directory, config, generation=None):
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 100} | config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return str(directory)
+
+
+def test_the_builtin_model_has_a_card():
+    card = read_card("builtin")
+    assert card.name == "tokasaurus-builtin"
+    assert card.vocab_size > 0
+    assert card.eos_token_ids
+
+
+def test_the_end_of_sequence_set_comes_from_the_generation_config(tmp_path):
+    model = write_model(tmp_path, {"eos_token_id": 1}, {"eos_token_id": [7, 3, 7]})
+    assert read_card(model).eos_token_ids == (3, 7)
+
+
+def test_the_end_of_sequence_set_may_be_one_token_or_none(tmp_path):
+    assert read_card(write_model(tmp_path, {"eos_token_id": 1})).eos_token_ids == (1,)
+    assert read_card(write_model(tmp_path, {"eos_token_id": None})).eos_token_ids == ()
+
+
+def test_sampling_defaults_come_from_a_generation_config_that_samples(tmp_path):
+    model = write_model(tmp_path, {}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20})
+    card = read_card(model)
+    assert (card.default_temperature, card.default_top_p, card.default_top_k) == (0.6, 0.9, 20)
+    model = write_model(tmp_path, {}, {"do_sample": False, "temperature": 0.6})
+    assert read_card(model).default_temperature == 1.0
+
+
+def test_a_model_is_named_after_its_directory_unless_told_otherwise(tmp_path):
+    model = write_model(tmp_path, {})
+    assert read_card(model + "/").name == tmp_path.name
+    assert read_card(model, "served").name == "served"
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere"])
+def test_a_path_that_does_not_exist_is_no_hub_id(model):
+    with pytest.raises(InvalidRequest, match="is not a directory") as caught:
+        resolve(model, weights=True)
+    assert caught.value.field == "model"
+
+
+def test_a_directory_without_a_config_is_no_model(tmp_path):
+    with pytest.raises(InvalidRequest, match="must be a Hugging Face model directory"):
+        read_card(str(tmp_path))
+
+
+def test_broken_json_names_the_file(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidRequest, match=r"config\.json is not valid JSON"):
+        read_card(str(tmp_path))
+
+
+def test_the_fingerprint_follows_the_tokenizer_files(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = tokenizer_fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").write_text("weights")
+    assert tokenizer_fingerprint(tmp_path) == before
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    assert tokenizer_fingerprint(tmp_path) != before

@@ -1,0 +1,186 @@
+"""Tokenising and detokenising, held against transformers on the same files."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from services.common.errors import InvalidRequest
+from services.common.model_files import BUILTIN
+from services.common.text.detokenizer import Detokenizer
+from services.common.text.tokenizer import Tokenizer
+from services.common.text.vocabulary import Vocabulary
+from tests.checkpoints import make_checkpoint
+
+TEXTS = [
+    "Hello, world!",
+    "  two spaces, then\n\nnew lines\tand a tab ",
+    "Zahlen 1234567890 und Umlaute äöü ß",
+    "emoji 🙂👩‍👩‍👧 and 日本語 text",
+    "",
+    "a",
+    "\x00 control \x7f",
+]
+
+
+@pytest.fixture(scope="module", params=["bytes", "sentencepiece", "builtin"])
+def directory(request, tmp_path_factory):
+    if request.param == "builtin":
+        return BUILTIN
+    target = tmp_path_factory.mktemp("model")
+    return make_checkpoint(target, "llama", tokenizer=request.param)
+
+
+@pytest.fixture(scope="module")
+def ours(directory):
+    return Tokenizer.load(str(directory))
+
+
+@pytest.fixture(scope="module")
+def theirs(directory):
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encoding_equals_transformers(ours, theirs, text):
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_a_batch_equals_its_texts(ours):
+    assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_a_chat_equals_transformers(ours, theirs, add_generation_prompt):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is <1 & 2>?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "Sure? 🙂"},
+    ]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    assert ours.encode_chat(messages, add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_token_by_token(ours, text):
+    detokenizer = Detokenizer(ours.vocabulary)
+    pieces = [detokenizer.push([token]) for token in ours.encode(text)] + [detokenizer.finish()]
+    assert "".join(pieces).removeprefix(" " * (not text.startswith(" "))) == text
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_generated_text_equals_what_transformers_adds_to_the_prompt(ours, theirs):
+    generator = random.Random(7)
+    prompt = ours.encode("Hello, world!")
+    for _ in range(50):
+        generated = [generator.randrange(ours.vocabulary.size) for _ in range(20)]
+        detokenizer = Detokenizer(ours.vocabulary)
+        text = detokenizer.push(generated) + detokenizer.finish()
+        whole = theirs.decode(prompt + generated, skip_special_tokens=True)
+        before = theirs.decode(prompt, skip_special_tokens=True)
+        # A run of bytes that is no character is one U+FFFD for each byte or one for all, depending on the decoder.
+        assert collapse(before + text) == collapse(whole)
+
+
+def collapse(text: str) -> str:
+    while "\ufffd\ufffd" in text:
+        text = text.replace("\ufffd\ufffd", "\ufffd")
+    return text
+
+
+def test_special_tokens_have_no_text(ours):
+    assert ours.vocabulary.special_ids
+    assert ours.vocabulary.text_bytes(sorted(ours.vocabulary.special_ids)) == b""
+
+
+def test_ids_beyond_the_tokenizer_have_no_text(ours):
+    assert ours.vocabulary.text_bytes([ours.vocabulary.size + 5]) == b""
+
+
+def byte_vocabulary(*longer: bytes) -> Vocabulary:
+    return Vocabulary([bytes([byte]) for byte in range(256)] + list(longer), frozenset())
+
+
+@settings(max_examples=300)
+@given(st.text(), st.lists(st.text(min_size=1, max_size=6), max_size=3), st.randoms())
+def test_text_that_is_given_out_is_never_taken_back(text, stops, randomness):
+    """However the bytes are cut into tokens: whole characters only, nothing of a stop string, nothing lost."""
+    data = text.encode()
+    cuts = sorted(randomness.sample(range(len(data) + 1), min(3, len(data) + 1)))
+    tokens = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    vocabulary = Vocabulary(tokens, frozenset())
+    detokenizer = Detokenizer(vocabulary, stops)
+    shown = ""
+    for token in range(len(tokens)):
+        shown += detokenizer.push([token])
+        assert text.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+        rest = b"".join(tokens[: token + 1]).decode(errors="ignore")[len(shown) :]
+        hidden = [rest[index:] for index in range(len(rest))]
+        may_start_a_stop = any(stop.startswith(tail) or stop in rest for tail in hidden for stop in stops)
+        assert not rest or may_start_a_stop, "held back without need"
+    ends = [data.find(stop.encode()) + len(stop.encode()) for stop in stops if stop in text]
+    if not ends:
+        assert shown + detokenizer.finish() == text
+        return
+    stop = next(stop for stop in stops if stop in text and data.find(stop.encode()) + len(stop.encode()) == min(ends))
+    trailing = len(data) - min(ends) + len(stop.encode())
+    assert shown + detokenizer.finish(trailing) == data[: len(data) - trailing].decode()
+
+
+def test_half_a_character_waits_for_the_other_half():
+    first, second = "🙂".encode()[:2], "🙂".encode()[2:]
+    detokenizer = Detokenizer(byte_vocabulary(first, second))
+    assert [detokenizer.push([256]), detokenizer.push([257])] == ["", "🙂"]
+
+
+def test_a_character_that_never_ends_is_replaced_at_the_end():
+    detokenizer = Detokenizer(byte_vocabulary())
+    assert detokenizer.push([0x61, 0xF0]) + detokenizer.finish() == "a\ufffd"
+
+
+def test_a_model_without_a_template_refuses_chats(tmp_path):
+    directory = make_checkpoint(tmp_path, "llama")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = Tokenizer.load(str(directory))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_refuses_the_messages_says_why(tmp_path):
+    directory = make_checkpoint(tmp_path, "llama")
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        Tokenizer.load(str(directory)).encode_chat([{"role": "user", "content": "hi"}])
+    assert caught.value.field == "messages"
+
+
+def test_a_template_cannot_reach_the_interpreter(tmp_path):
+    directory = make_checkpoint(tmp_path, "llama")
+    (directory / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidRequest, match="unsafe"):
+        Tokenizer.load(str(directory)).encode_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_add_bos_token_overrules_the_tokenizer_file(tmp_path, add_bos):
+    directory = make_checkpoint(tmp_path, "llama", tokenizer="sentencepiece")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": add_bos}))
+    ours, theirs = Tokenizer.load(str(directory)), AutoTokenizer.from_pretrained(directory)
+    assert ours.encode("Hello") == theirs.encode("Hello")
+    assert (ours.encode("Hello")[0] == theirs.bos_token_id) is add_bos
+
+
+def test_a_directory_without_a_tokenizer_says_what_to_do(tmp_path):
+    with pytest.raises(InvalidRequest, match="name a directory with tokenizer="):
+        Tokenizer.load(str(tmp_path))
