@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -70,27 +71,23 @@ def test_a_chat_equals_transformers(ours, theirs, add_generation_prompt):
 def test_text_comes_back_token_by_token(ours, text):
     detokenizer = Detokenizer(ours.vocabulary)
     pieces = [detokenizer.push([token]) for token in ours.encode(text)] + [detokenizer.finish()]
-    assert "".join(pieces).removeprefix(" " * (not text.startswith(" "))) == text
-    assert "\ufffd" not in "".join(pieces)
+    # SentencePiece puts a space before a text; behind a prompt it belongs to the answer.
+    assert "".join(pieces) in (text, f" {text}")
 
 
-def test_generated_text_equals_what_transformers_adds_to_the_prompt(ours, theirs):
+def test_generated_text_is_what_transformers_adds_to_the_prompt(ours, theirs):
     generator = random.Random(7)
     prompt = ours.encode("Hello, world!")
+    before = theirs.decode(prompt, skip_special_tokens=True)
+    # transformers shows a broken run of SentencePiece byte tokens as one U+FFFD for each byte, its whole characters
+    # included; a stream cannot know that a run will break, so runs of bytes are left to whole texts here.
+    single_bytes = {token for token in range(ours.vocabulary.size) if theirs.convert_ids_to_tokens(token)[:3] == "<0x"}
+    tokens = sorted(set(range(ours.vocabulary.size)) - single_bytes)
     for _ in range(50):
-        generated = [generator.randrange(ours.vocabulary.size) for _ in range(20)]
+        generated = [*generator.choices(tokens, k=20), *ours.encode(generator.choice(TEXTS))]
         detokenizer = Detokenizer(ours.vocabulary)
-        text = detokenizer.push(generated) + detokenizer.finish()
-        whole = theirs.decode(prompt + generated, skip_special_tokens=True)
-        before = theirs.decode(prompt, skip_special_tokens=True)
-        # A run of bytes that is no character is one U+FFFD for each byte or one for all, depending on the decoder.
-        assert collapse(before + text) == collapse(whole)
-
-
-def collapse(text: str) -> str:
-    while "\ufffd\ufffd" in text:
-        text = text.replace("\ufffd\ufffd", "\ufffd")
-    return text
+        text = "".join(detokenizer.push([token]) for token in generated) + detokenizer.finish()
+        assert before + text == theirs.decode(prompt + generated, skip_special_tokens=True)
 
 
 def test_special_tokens_have_no_text(ours):
@@ -172,13 +169,38 @@ def test_a_template_cannot_reach_the_interpreter(tmp_path):
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_add_bos_token_overrules_the_tokenizer_file(tmp_path, add_bos):
+def test_only_the_tokenizer_file_decides_about_bos(tmp_path, add_bos):
     directory = make_checkpoint(tmp_path, "llama", tokenizer="sentencepiece")
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": add_bos}))
     ours, theirs = Tokenizer.load(str(directory)), AutoTokenizer.from_pretrained(directory)
     assert ours.encode("Hello") == theirs.encode("Hello")
-    assert (ours.encode("Hello")[0] == theirs.bos_token_id) is add_bos
+    assert ours.encode("Hello")[0] == theirs.bos_token_id
+
+
+def test_a_sentencepiece_model_alone_is_enough(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(["the quick brown fox jumps over the lazy dog", *TEXTS[:4]] * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 330}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    ours, theirs = Tokenizer.load(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_cannot_be_converted_says_why(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    with pytest.raises(InvalidRequest, match=r"converting it failed.*save the tokenizer as tokenizer\.json"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_a_directory_without_a_tokenizer_says_what_to_do(tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json, resolve, tokenizer_fingerprint
@@ -41,7 +40,6 @@ class Tokenizer:
         directory = resolve(model, weights=False)
         special_tokens = _special_tokens(directory)
         backend = _read_backend(directory)
-        _apply_bos_and_eos(backend, read_json(directory / "tokenizer_config.json"), special_tokens)
         model_vocab_size = read_json(directory / "config.json").get("vocab_size", 0)
         vocabulary = read_vocabulary(backend, model_vocab_size)
         template = read_chat_template(directory, special_tokens)
@@ -102,18 +100,7 @@ def _convert_sentencepiece(directory: Path, target: str) -> None:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """``bos_token`` and the like, as templates and post-processing name them."""
+    """``bos_token`` and the like, as templates name them."""
     merged = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
     found = {name: merged.get(name) for name in _SPECIAL_NAMES}
     return {name: value["content"] if isinstance(value, dict) else value for name, value in found.items() if value}
-
-
-def _apply_bos_and_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """``add_bos_token``/``add_eos_token`` in tokenizer_config.json overrule tokenizer.json, as in transformers 5."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-    parts = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    specials = [(token, backend.token_to_id(token)) for token in {bos, eos} - {None}]
-    backend.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=specials)

@@ -1,0 +1,173 @@
+"""The one-host deployment as its user sees it: real processes, started, crashed and stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from bench.server import free_port, serve
+
+TOKA = [sys.executable, "-m", "services.launcher.toka"]
+QUESTION = "Question: Tom has 3 bags with 4 apples each. How many apples does Tom have?\nAnswer:"
+
+
+def child_running(parent: int, module: str) -> psutil.Process:
+    for child in psutil.Process(parent).children():
+        if module in child.cmdline():
+            return child
+    raise LookupError(f"no child runs {module}")
+
+
+def wait_for(condition, timeout_s: float = 60.0):
+    """Poll ``condition`` until it holds; the tests have no other way to learn of another process's state."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def complete(server, **settings):
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
+    settings = {"max_tokens": 16, "temperature": 0, "prompt": QUESTION} | settings
+    return client.completions.create(model=server.model, **settings)
+
+
+@pytest.fixture
+def server():
+    with serve(device="cpu", dtype="float32") as server:
+        yield server
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler", "gateway"])
+def test_a_killed_child_is_replaced(server, service):
+    before = complete(server).choices[0].text
+    victim = child_running(server.process.pid, f"services.{service}")
+    victim.kill()
+    wait_for(lambda: is_gone(victim.pid))
+
+    def answers() -> bool:
+        try:
+            return complete(server).choices[0].text == before
+        except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError):
+            return False
+
+    wait_for(answers)
+    assert child_running(server.process.pid, f"services.{service}").pid != victim.pid
+
+
+def test_a_stream_outlives_a_crash_of_the_worker(server):
+    expected = complete(server, max_tokens=100, extra_body={"ignore_eos": True}).choices[0].text
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
+    stream = client.completions.create(
+        model=server.model, prompt=QUESTION, max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    text = next(stream).choices[0].text
+    child_running(server.process.pid, "services.worker").kill()
+    text += "".join(chunk.choices[0].text for chunk in stream)
+    assert text == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(number):
+    with serve(device="cpu") as server:
+        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+        sockets = [Path(c.laddr) for pid in pids for c in psutil.Process(pid).net_connections("unix") if c.laddr]
+        assert len(pids) >= 3
+        server.process.send_signal(number)
+        assert server.process.wait(timeout=60) == 0
+        assert all(is_gone(pid) for pid in pids)
+        assert not any(path.exists() for path in sockets if "toka-" in str(path))
+
+
+def test_nothing_outlives_a_parent_that_is_killed():
+    with serve(device="cpu") as server:
+        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+        server.process.kill()
+        wait_for(lambda: all(is_gone(pid) for pid in pids))
+
+
+def run_toka(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*TOKA, *arguments], capture_output=True, text=True, env=os.environ | environment, timeout=60)
+
+
+def test_a_wrong_flag_is_explained():
+    outcome = run_toka("modle=x")
+    assert outcome.returncode == 2
+    assert "unknown flag 'modle'" in outcome.stderr
+    assert "did you mean model=?" in outcome.stderr
+
+
+def test_a_model_that_does_not_exist_ends_with_the_reason():
+    outcome = run_toka("model=/no/such/model")
+    assert outcome.returncode == 1
+    assert "model='/no/such/model' is not a directory" in outcome.stderr
+
+
+def test_a_child_that_cannot_start_ends_everything_with_its_reason(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 10, "architectures": ["NoSuchModel"]}')
+    outcome = run_toka(f"model={tmp_path}", f"port={free_port()}", f"grpc_port={free_port()}")
+    assert outcome.returncode == 1
+    assert "before it was ready" in outcome.stderr
+
+
+def test_a_port_in_use_is_explained(builtin_server):
+    port = builtin_server.base_url.rpartition(":")[2]
+    outcome = run_toka(f"port={port}", f"grpc_port={free_port()}")
+    assert outcome.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in outcome.stderr
+
+
+def test_two_replicas_share_the_work():
+    with serve(device="cpu", dtype="float32", dp_size=2) as server:
+        wait_for(lambda: server.metric("toka_replicas_ready") == 2)
+        texts = {complete(server, prompt=f"{number} {QUESTION}").choices[0].text for number in range(8)}
+        assert all(texts)
+
+
+def test_the_banners_curl_line_works(tmp_path):
+    port = free_port()
+    process = subprocess.Popen(
+        [*TOKA, f"port={port}", f"grpc_port={free_port()}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        line = next(line for line in process.stdout if line.strip().startswith("curl"))
+        outcome = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+        assert '"role":"assistant"' in outcome.stdout.replace(" ", "")
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.mark.parametrize("chat", ["T", "F"])
+def test_ping_prints_the_answer(builtin_server, chat):
+    port = builtin_server.base_url.rpartition(":")[2]
+    command = [sys.executable, "-m", "services.launcher.ping", f"port={port}", f"chat={chat}", "max_tokens=8"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert outcome.stdout.strip()
+
+
+def test_ping_says_when_nobody_answers():
+    command = [sys.executable, "-m", "services.launcher.ping", f"port={free_port()}"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 1
+    assert "is toka running there?" in outcome.stderr
+
+
+def test_download_checks_a_local_model():
+    command = [sys.executable, "-m", "services.launcher.download", "model=builtin"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (Path(outcome.stdout.strip()) / "model.safetensors").exists()
