@@ -16,6 +16,6 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
 USER toka
 ENV TOKA_HOST=0.0.0.0 PYTHONUNBUFFERED=1
 EXPOSE 10210
-HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --start-interval=1s --retries=3 \
+HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:10210/ready', timeout=3)"]
 ENTRYPOINT ["toka-gateway"]

@@ -16,6 +16,6 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
 USER toka
 ENV TOKA_SCHEDULER_LISTEN=0.0.0.0:10310 PYTHONUNBUFFERED=1
 EXPOSE 10310
-HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --start-interval=1s --retries=3 \
+HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10310"]
 ENTRYPOINT ["toka-scheduler"]
