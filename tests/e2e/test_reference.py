@@ -1,0 +1,109 @@
+"""Greedy answers over HTTP and gRPC, held against transformers on the same checkpoint."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+import torch
+import transformers
+
+from bench.server import serve
+from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
+from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
+
+PAGE = 16
+TOKENS = 24
+CHECKPOINTS = {
+    "llama-sentencepiece": {"architecture": "llama", "tokenizer": "sentencepiece", "sharded": True},
+    "llama3-rope": {"architecture": "llama", "rope_scaling": LLAMA3_ROPE, "tied": True},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen3": {"architecture": "qwen3", "tied": True},
+}
+
+
+class Reference:
+    """transformers on one checkpoint, float32 on CPU."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None
+
+    def greedy(self, prompt: list[int]) -> list[int]:
+        tokens = self.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS)
+        return tokens[0, len(prompt) :].tolist()
+
+    def text(self, prompt: list[int], answer: list[int]) -> str:
+        """What ``answer`` adds to the text of ``prompt``."""
+        before = self.tokenizer.decode(prompt, skip_special_tokens=True)
+        return self.tokenizer.decode(prompt + answer, skip_special_tokens=True)[len(before) :]
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def served(request, tmp_path_factory):
+    directory = make_checkpoint(tmp_path_factory.mktemp("model"), **CHECKPOINTS[request.param])
+    flags = {"model": directory, "device": "cpu", "dtype": "float32", "page_size": PAGE, "max_tokens_per_forward": 64}
+    with serve(**flags) as server:
+        yield server, Reference(directory)
+
+
+def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(5, vocab_size, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 200], ids=["one", "page", "page-plus-one", "chunks"])
+def test_greedy_tokens_equal_transformers(served, length):
+    server, reference = served
+    prompt = prompt_of(length, reference.tokenizer.vocab_size)
+    request = generate_pb2.GenerateRequest(tokens=generate_pb2.TokenPrompt(token_ids=prompt))
+    request.sampling.temperature = 0
+    request.stopping.max_tokens, request.stopping.ignore_eos = TOKENS, True
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        responses = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(request)
+        tokens = [token for answer in responses for sample in answer.outputs.samples for token in sample.token_ids]
+    assert tokens == reference.greedy(prompt)
+
+
+@pytest.mark.parametrize("text", ["Hello", "The scheduler sends plans", "12 + 30 = ", "naïve café 🙂 日本"])
+def test_greedy_text_equals_transformers(served, text):
+    server, reference = served
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
+    prompt = reference.tokenizer.encode(text)
+    answer = reference.greedy(prompt)
+    settings = {"model": server.model, "max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(prompt=text, **settings)
+    assert whole.usage.prompt_tokens == len(prompt)
+    assert whole.choices[0].text == reference.text(prompt, answer)
+    stream = client.completions.create(prompt=text, stream=True, **settings)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+async def test_64_requests_at_once_equal_transformers_one_by_one(served):
+    server, reference = served
+    lengths = [1 + (7 * index) % 90 for index in range(64)]
+    prompts = [prompt_of(length, reference.tokenizer.vocab_size, seed) for seed, length in enumerate(lengths)]
+    async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
+
+        async def complete(prompt: list[int]) -> str:
+            settings = {"max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            answer = await client.completions.create(model=server.model, prompt=prompt, **settings)
+            return answer.choices[0].text
+
+        texts = await asyncio.gather(*map(complete, prompts))
+    expected = [reference.text(prompt, reference.greedy(prompt)) for prompt in prompts]
+    assert texts == expected
+
+
+def test_a_chat_equals_transformers(served):
+    server, reference = served
+    messages = [{"role": "user", "content": "What is 2 + 2?"}]
+    prompt = reference.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model=server.model, messages=messages, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.choices[0].message.content == reference.text(prompt, reference.greedy(prompt))
