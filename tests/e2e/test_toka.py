@@ -130,7 +130,7 @@ def test_a_port_in_use_is_explained(builtin_server):
 
 def test_two_replicas_share_the_work():
     with serve(device="cpu", dtype="float32", dp_size=2) as server:
-        wait_for(lambda: server.metric("toka_replicas_ready") == 2)
+        wait_for(lambda: server.metric("toka_replica_ready") == 2)
         texts = {complete(server, prompt=f"{number} {QUESTION}").choices[0].text for number in range(8)}
         assert all(texts)
 
