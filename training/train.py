@@ -1,0 +1,225 @@
+"""Trains the built-in model and writes it as a Hugging Face directory.
+
+    python -m training.train data=DIR out=DIR [device=cuda] [minutes=5] [seed=0] [workers=..]
+
+DIR of `data` holds GSM8K's train.jsonl. Training takes `minutes` by the clock, not counting the
+corpus and the compilation; every choice but the number of steps follows from the seed.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.augment import HELD_OUT, read_problems
+from training.corpus import ROW_LENGTH, SOURCES, build_corpus, validation_rows
+from training.model import Llama, ModelConfig, save_model
+from training.tokenizer import (
+    FIRST_MERGED_ID,
+    PROMPT_BIT,
+    VOCAB_SIZE,
+    save_tokenizer,
+    train_tokenizer,
+)
+
+TRAINED_SHAPE = ModelConfig(dropout=0.1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told; `steps` ends it early, for tests."""
+
+    data: Path
+    out: Path
+    device: str = "cuda"
+    minutes: float = 5.0
+    seed: int = 0
+    workers: int = os.cpu_count() or 1
+    batch_rows: int = 256  # Rows of ROW_LENGTH tokens a step.
+    matrix_rate: float = 4e-3
+    embedding_rate: float = 4e-3
+    weight_decay: float = 0.1
+    prompt_weight: float = 0.5  # Loss weight of a prompt's token; an answer's is 1.
+    word_noise: float = 0.15  # Share of a prompt's words that are read as random ones.
+    generated: int = 1_000_000  # Problems in the corpus, by source.
+    resampled: int = 300_000
+    original: int = 100_000
+    steps: int = 1_000_000
+    shape: ModelConfig = TRAINED_SHAPE
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> "Settings":
+        """Settings from `name=value` words."""
+        kinds = {f.name: f.type for f in fields(cls) if f.name != "shape"}
+        values = dict(argument.split("=", 1) for argument in arguments)
+        return cls(**{name: kinds[name](value) for name, value in values.items()})
+
+
+class RowSource:
+    """Rows of one source in a random order, anew every pass; int32 [rows, ROW_LENGTH]."""
+
+    def __init__(self, rows: np.ndarray, device: str, generator: torch.Generator) -> None:
+        self.rows = torch.from_numpy(rows.astype(np.int32)).to(device)
+        self.generator = generator
+        self.order = torch.empty(0, dtype=torch.int64)
+        self.passes = 0
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` rows."""
+        while len(self.order) < count:
+            order = torch.randperm(len(self.rows), generator=self.generator)
+            self.order = torch.cat([self.order, order])
+            self.passes += 1
+        chosen, self.order = self.order[:count], self.order[count:]
+        return self.rows[chosen.to(self.rows.device)]
+
+
+def mixture(progress: float) -> dict[str, float]:
+    """Each source's share of a batch; what comes from GSM8K comes mostly in the last fifth.
+
+    GSM8K is small: a large share of it all the time is learned by heart and makes the model worse.
+    """
+    late = max(0.0, (progress - 0.8) / 0.2)
+    return {
+        "generated": 0.87 - 0.52 * late,
+        "resampled": 0.08 + 0.30 * late,
+        "original": 0.05 + 0.22 * late,
+    }
+
+
+def learning_rate_scale(progress: float, step: int) -> float:
+    """Warm-up over 100 steps, a constant rate, and from 55 % of the time a decay to zero."""
+    decay = min(1.0, max(0.0, (1.0 - progress) / 0.45))
+    return min(1.0, (step + 1) / 100) * decay
+
+
+def weighted_loss(model: nn.Module, rows: Tensor, prompt_weight: float, word_noise: float) -> Tensor:
+    """Mean cross-entropy of the next token; rows int32 [batch, length] with prompt marks.
+
+    A share `word_noise` of the prompts' words is replaced in what the model reads, so that it
+    cannot know a problem again by a few rare words. Digits, marks and special tokens stay.
+    """
+    tokens = (rows & (PROMPT_BIT - 1)).long()
+    marked = (rows & PROMPT_BIT) != 0
+    is_word = marked & (tokens >= FIRST_MERGED_ID)
+    replaced = is_word & (torch.rand(tokens.shape, device=tokens.device) < word_noise)
+    noise = torch.randint_like(tokens, FIRST_MERGED_ID, VOCAB_SIZE)
+    logits = model(torch.where(replaced, noise, tokens)[:, :-1]).float()
+    weights = torch.where(marked[:, 1:], prompt_weight, 1.0)
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def make_optimizers(model: Llama, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=settings.matrix_rate,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adam = torch.optim.AdamW(others, lr=settings.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return [muon, adam]
+
+
+def validation_loss(model: Llama, rows: Tensor) -> float:
+    """Mean loss of the answers' tokens of rows int32 [rows, ROW_LENGTH]."""
+    model.eval()
+    with torch.no_grad(), torch.autocast(rows.device.type, torch.bfloat16):
+        loss = weighted_loss(model, rows, 0.0, 0.0).item()
+    model.train()
+    return loss
+
+
+def next_batch(sources: dict[str, RowSource], rows: int, progress: float, step: int) -> Tensor:
+    """A step's rows; every fourth step joins four into one, for long contexts."""
+    shares = mixture(progress)
+    counts = {name: round(rows * share) for name, share in shares.items()}
+    counts["resampled"] += rows - sum(counts.values())
+    batch = torch.cat([sources[name].take(count) for name, count in counts.items()])
+    return batch.view(-1, 4 * ROW_LENGTH) if step % 4 == 3 else batch
+
+
+def optimize(
+    model: Llama,
+    sources: dict[str, RowSource],
+    validation: Tensor,
+    settings: Settings,
+    report: Callable[[str], None],
+) -> int:
+    """Train until the time or the steps are used up; returns the number of tokens seen."""
+    on_gpu = settings.device.startswith("cuda")
+    loss_of = torch.compile(weighted_loss, dynamic=False) if on_gpu else weighted_loss
+    optimizers = make_optimizers(model, settings)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    for step in range(4):  # Compile for both lengths before the clock starts.
+        batch = next_batch(sources, settings.batch_rows, 0.0, step)
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            loss_of(model, batch, settings.prompt_weight, settings.word_noise).backward()
+    started, step, last_report = time.monotonic(), 0, -math.inf
+    while step < settings.steps:
+        elapsed = time.monotonic() - started
+        progress = elapsed / (60 * settings.minutes)
+        if progress >= 1.0:
+            break
+        batch = next_batch(sources, settings.batch_rows, progress, step)
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            loss = loss_of(model, batch, settings.prompt_weight, settings.word_noise)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * learning_rate_scale(progress, step)
+            optimizer.step()
+        step += 1
+        if step % 100 == 0 and elapsed - last_report >= 3 * settings.minutes:
+            last_report = elapsed
+            report(
+                f"step {step} seconds {elapsed:.0f} loss {loss.item():.4f} "
+                f"validation {validation_loss(model, validation):.4f}"
+            )
+        elif step % 20 == 0:
+            loss.item()  # Keep the queue of work short, so that the clock tells the truth.
+    seconds = time.monotonic() - started
+    seen = step * settings.batch_rows * ROW_LENGTH
+    passes = {name: source.passes for name, source in sources.items()}
+    report(
+        f"trained {step} steps, {seen} tokens in {seconds:.0f} s ({seen / seconds:.0f} tokens/s); "
+        f"passes {passes}; validation {validation_loss(model, validation):.4f}"
+    )
+    return seen
+
+
+def train(settings: Settings, report: Callable[[str], None] = print) -> None:
+    """Make tokenizer and corpus, train, and write everything to `settings.out`."""
+    torch.manual_seed(settings.seed)
+    torch.set_float32_matmul_precision("high")
+    originals = read_problems(settings.data / "train.jsonl")[:-HELD_OUT]
+    tokenizer = train_tokenizer(text for p in originals for text in (p.question, p.solution))
+    counts = {source: getattr(settings, source) for source in SOURCES}
+    started = time.monotonic()
+    corpus = build_corpus(settings.data, tokenizer, counts, settings.seed, settings.workers)
+    sizes = {source: rows.size for source, rows in corpus.items()}
+    report(f"corpus tokens {sizes}, made in {time.monotonic() - started:.0f} s")
+    generator = torch.Generator().manual_seed(settings.seed)
+    sources = {name: RowSource(rows, settings.device, generator) for name, rows in corpus.items()}
+    held_out = validation_rows(settings.data, tokenizer).astype(np.int32)
+    validation = torch.from_numpy(held_out).to(settings.device)
+    model = Llama(settings.shape).to(settings.device)
+    optimize(model, sources, validation, settings, report)
+    save_tokenizer(tokenizer, settings.out, settings.shape.context)
+    save_model(model, settings.out)
+    report(f"{sum(p.numel() for p in model.parameters())} parameters written")
+
+
+if __name__ == "__main__":
+    train(Settings.from_arguments(sys.argv[1:]), lambda line: print(line, flush=True))
