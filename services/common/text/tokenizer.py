@@ -11,6 +11,7 @@ import tokenizers
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json, resolve, tokenizer_fingerprint
 from services.common.text.chat_template import ChatTemplate, read_chat_template
+from services.common.text.tokenizer_class import apply_tokenizer_class
 from services.common.text.vocabulary import Vocabulary, read_vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -40,6 +41,7 @@ class Tokenizer:
         directory = resolve(model, weights=False)
         special_tokens = _special_tokens(directory)
         backend = _read_backend(directory)
+        apply_tokenizer_class(backend, directory)
         model_vocab_size = read_json(directory / "config.json").get("vocab_size", 0)
         vocabulary = read_vocabulary(backend, model_vocab_size)
         template = read_chat_template(directory, special_tokens)

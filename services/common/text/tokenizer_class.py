@@ -1,0 +1,46 @@
+"""What transformers makes of a tokenizer.json when it loads it through a tokenizer class.
+
+Since version 5 some classes take only vocabulary and merges from the file, and put their own normalizer, pre-tokenizer
+and decoder around them. For files that were saved by the same class that changes nothing; for others a text must still
+become the same tokens here as there.
+"""
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+
+from services.common.model_files import read_json
+
+_BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+# Their hub repositories name other classes by mistake; transformers overrules those.
+_ALWAYS_BY_MODEL_TYPE = ("qwen2",)
+
+# Qwen's published splitting rule: words with one leading non-letter, single digits, punctuation, white space.
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> None:
+    """Change ``backend`` as the tokenizer class of the model in ``directory`` does."""
+    settings = read_json(directory / "tokenizer_config.json")
+    model_type = read_json(directory / "config.json").get("model_type", "")
+    name = settings.get("tokenizer_class", "").removesuffix("Fast")
+    if not name or model_type in _ALWAYS_BY_MODEL_TYPE:
+        name = _BY_MODEL_TYPE.get(model_type, name)
+    byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    if name == "Qwen2Tokenizer" and byte_level:
+        backend.normalizer = normalizers.NFC()
+        words = pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated")
+        prefix = bool(settings.get("add_prefix_space"))
+        byte_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_alphabet])
+    elif name == "LlamaTokenizer" and not byte_level:
+        prefix = settings.get("add_prefix_space") is not False
+        scheme = ("always" if settings.get("legacy") else "first") if prefix else "never"
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+        strip = [decoders.Strip(" ", left=1)] if prefix else []
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        backend.decoder = decoders.Sequence(steps)
