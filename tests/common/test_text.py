@@ -112,22 +112,27 @@ def test_text_that_is_given_out_is_never_taken_back(text, stops, randomness):
     tokens = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
     vocabulary = Vocabulary(tokens, frozenset())
     detokenizer = Detokenizer(vocabulary, stops)
-    shown = ""
-    for token in range(len(tokens)):
-        shown += detokenizer.push([token])
+    shown, so_far = "", b""
+    for token, piece in enumerate(tokens):
+        shown, so_far = shown + detokenizer.push([token]), so_far + piece
+        matches = [(so_far.find(stop) + len(stop), stop) for stop in map(str.encode, stops) if stop in so_far]
+        if matches:  # here the scheduler ends the sample
+            end, stop = min(matches)
+            assert stop.decode() not in shown
+            trailing = len(so_far) - end + len(stop)
+            assert shown + detokenizer.finish(trailing) == so_far[: len(so_far) - trailing].decode()
+            return
         assert text.startswith(shown)
-        assert not any(stop in shown for stop in stops)
-        rest = b"".join(tokens[: token + 1]).decode(errors="ignore")[len(shown) :]
-        hidden = [rest[index:] for index in range(len(rest))]
-        may_start_a_stop = any(stop.startswith(tail) or stop in rest for tail in hidden for stop in stops)
-        assert not rest or may_start_a_stop, "held back without need"
-    ends = [data.find(stop.encode()) + len(stop.encode()) for stop in stops if stop in text]
-    if not ends:
-        assert shown + detokenizer.finish() == text
-        return
-    stop = next(stop for stop in stops if stop in text and data.find(stop.encode()) + len(stop.encode()) == min(ends))
-    trailing = len(data) - min(ends) + len(stop.encode())
-    assert shown + detokenizer.finish(trailing) == data[: len(data) - trailing].decode()
+        rest = so_far[len(shown.encode()) :]
+        may_start_a_stop = any(stop.encode().startswith(rest[index:]) for index in range(len(rest)) for stop in stops)
+        half_a_character = not rest.decode(errors="ignore")
+        assert not rest or may_start_a_stop or half_a_character, "held back without need"
+    assert shown + detokenizer.finish() == text
+
+
+def test_a_match_that_ended_nothing_is_given_out_with_the_next_tokens():
+    detokenizer = Detokenizer(byte_vocabulary(b"a stop b"), ["stop"])
+    assert [detokenizer.push([256]), detokenizer.push(b"c"), detokenizer.finish()] == ["a ", "stop bc", ""]
 
 
 def test_half_a_character_waits_for_the_other_half():

@@ -68,6 +68,7 @@ def test_a_request_is_answered_also_after_the_worker_crashed(deployment):
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
 def test_a_container_is_healthy_and_not_root(deployment, service):
+    compose("up", "--detach", "--wait", "--wait-timeout", "300")  # also after a test that crashed something
     state = inspect(service)
     assert state["Config"]["User"] == "toka"
     assert compose("exec", "-T", service, "id", "-u").strip() != "0"

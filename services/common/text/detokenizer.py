@@ -45,24 +45,22 @@ class _PrefixMatch:
     def __init__(self, pattern: bytes) -> None:
         self._pattern = pattern
         self._failure = _failure_function(pattern)
-        self._matched = False
+        self._state = 0
         self.length = 0  # bytes to hold back
 
     def feed(self, data: bytes) -> None:
-        pattern, failure, state = self._pattern, self._failure, self.length
-        if self._matched:
-            self.length += len(data)  # the match and all behind it stay back until `finish` drops them
-            return
+        """A whole match is held back with all behind it, until more is fed: then it did not end the sample (it came
+        before min_tokens)."""
+        pattern, failure, state, since_match = self._pattern, self._failure, self._state, 0
         for index, byte in enumerate(data):
             while state and pattern[state] != byte:
                 state = failure[state - 1]
             if pattern[state] == byte:
                 state += 1
             if state == len(pattern):
-                self._matched = True
-                self.length = state + len(data) - index - 1
-                return
-        self.length = state
+                since_match = since_match or len(pattern) + len(data) - index - 1
+                state = failure[state - 1]
+        self._state, self.length = state, max(state, since_match)
 
 
 def _failure_function(pattern: bytes) -> list[int]:

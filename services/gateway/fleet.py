@@ -1,0 +1,122 @@
+"""All schedulers of this gateway: which models they serve, whether any is ready, and which gets a request."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from services.common.errors import NotFound, TokaError, Unavailable
+from services.gateway.generation import Generation
+from services.gateway.job import Job
+from services.gateway.metrics import RequestMetrics
+from services.gateway.routing import PrefixRouter
+from services.gateway.session.client import Timings
+from services.gateway.session.codec import ModelFacts
+from services.gateway.session.replica import Replica
+
+
+class Fleet:
+    """Runs on the gateway's event loop, between ``start`` and ``stop``."""
+
+    def __init__(
+        self, addresses: Sequence[str], *, tokenizer_fingerprint: str, metrics: RequestMetrics, timings: Timings
+    ) -> None:
+        self.draining = False
+        self._wait_for_ready_s = timings.wait_for_ready
+        self._router = PrefixRouter()
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task] = []
+        client_id = f"gateway-{socket.gethostname()}-{os.getpid()}"
+        self.replicas = [
+            Replica(
+                address,
+                client_id=client_id,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+                metrics=metrics,
+                timings=timings,
+                on_change=self._on_change,
+            )
+            for address in dict.fromkeys(addresses)
+        ]
+
+    def start(self) -> None:
+        """Begin to connect; no scheduler has to be up."""
+        self._tasks = [asyncio.create_task(replica.run(), name=replica.address) for replica in self.replicas]
+
+    async def stop(self) -> None:
+        """End every request and session."""
+        self.fail_all(Unavailable("the gateway is shutting down; send the request again"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fail_all(self, error: TokaError) -> None:
+        """End every request with ``error``."""
+        for replica in self.replicas:
+            replica.fail_all(error)
+
+    @property
+    def trouble(self) -> str:
+        """Why no request can be served now; empty when one can."""
+        if self.draining:
+            return "the gateway is shutting down"
+        if any(replica.ready for replica in self.replicas):
+            return ""
+        return "; ".join(f"scheduler {replica.address}: {replica.trouble}" for replica in self.replicas)
+
+    @property
+    def models(self) -> dict[str, ModelFacts]:
+        """Every model known so far by id, those of lost schedulers too: they are expected back."""
+        return {replica.model.id: replica.model for replica in self.replicas if replica.model is not None}
+
+    async def model(self, name: str | None) -> ModelFacts:
+        """The model ``name`` (None: the only one), once a scheduler is ready for it.
+
+        Waits a bounded time for one; then raises ``Unavailable``. Raises ``NotFound`` for a name nobody serves.
+        """
+        give_up_at = time.monotonic() + self._wait_for_ready_s
+        while True:
+            known = self.models
+            if known:
+                facts = self._look_up(known, name)
+                if self._ready(facts.id):
+                    return facts
+            changed = self._changed
+            try:
+                async with asyncio.timeout(give_up_at - time.monotonic()):
+                    await changed.wait()
+            except TimeoutError:
+                raise Unavailable(f"no scheduler is ready: {self.trouble or 'try again'}") from None
+
+    def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
+        """Send ``jobs``, each to the replica that suits it. The caller closes what it gets. Raises ``TokaError``."""
+        generation = Generation(jobs, streaming=streaming)
+        try:
+            for call in generation.calls:
+                ready = self._ready(call.job.model)
+                if not ready:
+                    raise Unavailable(f"no scheduler is ready: {self.trouble}")
+                replica = self._router.choose(ready, call.job.prompt_ids, call.job.settings.cache_salt)
+                replica.submit(call)
+        except TokaError:
+            generation.close()
+            raise
+        return generation
+
+    @staticmethod
+    def _look_up(known: dict[str, ModelFacts], name: str | None) -> ModelFacts:
+        if name is None and len(known) == 1:
+            return next(iter(known.values()))
+        if name is None or name not in known:
+            served = ", ".join(sorted(known))
+            problem = f"the model {name!r} does not exist" if name is not None else "name a model"
+            raise NotFound(f"{problem}; this server has {served}", field="model", reason="MODEL_NOT_FOUND")
+        return known[name]
+
+    def _ready(self, model: str) -> list[Replica]:
+        return [r for r in self.replicas if r.ready and r.model is not None and r.model.id == model]
+
+    def _on_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

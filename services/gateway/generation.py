@@ -1,0 +1,145 @@
+"""What one HTTP request has running: its choices, where their tokens come in, and how it all ends.
+
+Everything here lives on the gateway's event loop. A session feeds it (``accepted``, ``feed``, ``finish``, ``fail``);
+the HTTP handler waits on it and, whatever happens, closes it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.common.errors import TokaError
+from services.gateway.job import Job
+from services.gateway.session.codec import Ending, TokenLogprob
+
+
+class Choice:
+    """One sample: ``new_ids`` are the tokens nobody has taken yet, ``ending`` is set after the last of them."""
+
+    __slots__ = ("ending", "generation", "index", "last_token_at", "new_ids", "new_logprobs", "noticed", "prompt_index")
+
+    def __init__(self, generation: "Generation", index: int, prompt_index: int) -> None:
+        self.generation = generation
+        self.index = index
+        self.prompt_index = prompt_index
+        self.new_ids: list[int] = []
+        self.new_logprobs: list[TokenLogprob | None] = []   # beside new_ids when logprobs were asked for
+        self.ending: Ending | None = None
+        self.last_token_at = 0.0                            # of the session's clock; 0 = no token yet
+        self.noticed = False
+
+    def take(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """The new tokens, less a stop token at the very end: its text is not part of the answer."""
+        ids, logprobs = self.new_ids, self.new_logprobs
+        self.new_ids, self.new_logprobs = [], []
+        if self.ending is not None and self.ending.at_stop_token and ids:
+            ids.pop()
+            if logprobs:
+                logprobs.pop()
+        return ids, logprobs
+
+
+@dataclass(eq=False)
+class Call:
+    """One job at one scheduler: sample i of it is ``choices[i]``."""
+
+    job: Job
+    generation: "Generation"
+    choices: Sequence[Choice]
+    # Set by the session that took it: ends what is still running there.
+    cancel: Callable[[], None] = field(default=lambda: None)
+
+
+class Generation:
+    """The choices of one HTTP request, prompt by prompt: choice ``prompt_index * n + sample``.
+
+    ``streaming`` decides who is woken: a stream at every token, anything else only when all has ended.
+    """
+
+    def __init__(self, jobs: Sequence[Job], *, streaming: bool) -> None:
+        self.choices: list[Choice] = []
+        self.calls: list[Call] = []
+        for prompt_index, job in enumerate(jobs):
+            first = len(self.choices)
+            self.choices += [Choice(self, first + i, prompt_index) for i in range(job.settings.n)]
+            self.calls.append(Call(job, self, self.choices[first:]))
+        self.first_token_at: float | None = None
+        self._streaming = streaming
+        self._logprobs = any(job.settings.logprobs for job in jobs)
+        self._unaccepted = len(self.calls)
+        self._unfinished = len(self.choices)
+        self._news: list[Choice] = []
+        self._error: TokaError | None = None
+        self._wake = asyncio.Event()
+
+    # From the session.
+
+    def accepted(self) -> None:
+        """One of the calls is in a scheduler's queue."""
+        self._unaccepted -= 1
+        if self._unaccepted == 0:
+            self._wake.set()
+
+    def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
+        """New tokens of one choice."""
+        choice.new_ids += token_ids
+        if self._logprobs:  # a message that other requests share may have entries for those who did not ask
+            choice.new_logprobs += [None] * len(token_ids) if logprobs is None else logprobs
+        if self._streaming and not choice.noticed:
+            choice.noticed = True
+            self._news.append(choice)
+            self._wake.set()
+
+    def finish(self, choice: Choice, ending: Ending) -> None:
+        """The end of one choice."""
+        if ending.error is not None:
+            self.fail(ending.error)
+            return
+        choice.ending = ending
+        self._unfinished -= 1
+        if self._streaming:
+            self.feed(choice, (), None)
+        elif self._unfinished == 0:
+            self._wake.set()
+
+    def fail(self, error: TokaError) -> None:
+        """The request cannot be completed. The first error counts."""
+        if self._error is None:
+            self._error = error
+            self._wake.set()
+
+    # From the HTTP handler.
+
+    async def wait_accepted(self) -> None:
+        """Until every prompt is accepted. Raises why one was not."""
+        while self._unaccepted:
+            await self._woken()
+
+    async def wait_finished(self) -> None:
+        """Until every choice has its ending. Raises what prevented it."""
+        while self._unfinished:
+            await self._woken()
+
+    async def news(self) -> list[Choice]:
+        """The choices with new tokens or an ending, waiting for the first; empty when all is told. Streams only."""
+        while not self._news:
+            if not self._unfinished:
+                return []
+            await self._woken()
+        news, self._news = self._news, []
+        for choice in news:
+            choice.noticed = False
+        return news
+
+    def close(self) -> None:
+        """End what is still running. Whoever made the generation calls it when done with it, in any case."""
+        if self._unfinished:
+            for call in self.calls:
+                call.cancel()
+
+    async def _woken(self) -> None:
+        if self._error is None:
+            await self._wake.wait()
+            self._wake.clear()
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,65 @@
+"""What every endpoint does with HTTP itself: read a bounded body, and stop when the client has gone."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from services.common.errors import PayloadTooLarge
+
+# A client that is still sending may not look for the answer: so much more is read and thrown away first.
+_DISCARD_FACTOR = 4
+
+R = TypeVar("R")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body, of at most ``limit`` bytes, whether announced or sent in chunks.
+
+    Raises ``PayloadTooLarge``, or ``ClientDisconnect`` when the client left before its end.
+    """
+    announced = int(request.headers.get("content-length", 0))
+    if announced > limit and "expect" in request.headers:   # it waits for our word before it sends
+        raise _too_large(limit)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        else:
+            parts.clear()
+        if size > limit * _DISCARD_FACTOR:
+            break
+    if size > limit:
+        raise _too_large(limit)
+    return b"".join(parts)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, R]) -> R:
+    """The result of ``work``, which is cancelled when the client goes away: ``ClientDisconnect`` then.
+
+    The request's body must have been read.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        raise ClientDisconnect
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request's body is larger than {limit} bytes; split it, or raise max_body_bytes=")

@@ -1,0 +1,51 @@
+"""What a scheduler is asked to do, in the gateway's own terms: no HTTP and no wire format here."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+
+class Priority(Enum):
+    """Who goes first when there is not room for all."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all prompts of one HTTP request have in common. ``None`` = the model's default."""
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    priority: Priority = Priority.NORMAL
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt and ``settings.n`` samples of it. Everything a scheduler needs, so that it can be sent to another."""
+
+    request_id: str
+    model: str
+    prompt_ids: np.ndarray      # uint32 [prompt_tokens], at least one
+    max_tokens: int             # for each sample; prompt and answer fit into the context
+    seed: int | None            # unsigned 64 bits
+    settings: Settings
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens to compute if every sample runs to its limit: the prompt is computed once."""
+        return len(self.prompt_ids) + self.settings.n * self.max_tokens

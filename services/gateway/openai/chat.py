@@ -1,0 +1,54 @@
+"""``POST /v1/chat/completions``."""
+
+import time
+import uuid
+
+from fastapi import Request, Response
+
+from services.gateway.gateway import Gateway
+from services.gateway.http import read_body, while_connected
+from services.gateway.openai.answer import Answer
+from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
+from services.gateway.openai.parse import ignored_header, parse
+from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.shapes import ChatShape
+from services.gateway.openai.unsupported import CHAT
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    started_at = time.perf_counter()
+    gateway: Gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    return await while_connected(request, _chat(gateway, raw, started_at))
+
+
+async def _chat(gateway: Gateway, raw: bytes, started_at: float) -> Response:
+    body = parse(raw, ChatBody, CHAT)
+    check_choices(1, body, gateway.config.max_choices)
+    facts = await gateway.fleet.model(body.model)
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    settings = make_settings(body, facts, top_logprobs, "top_logprobs")
+    prompt = await gateway.text.encode_chat(
+        [message.render() for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        max_tokens=facts.max_context_tokens,
+    )
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    jobs = make_jobs(
+        request_id,
+        [prompt],
+        settings,
+        facts,
+        field="messages",
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        seed=body.seed,
+    )
+    shape = ChatShape(
+        request_id,
+        facts,
+        gateway.text.token_text if settings.logprobs else None,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+    )
+    answer = Answer(gateway, jobs, shape, ignored_header(body, CHAT), started_at)
+    return await answer.respond(stream=bool(body.stream))

@@ -1,0 +1,83 @@
+"""The error tree as OpenAI errors: ``{"error": {"message", "type", "param", "code"}}`` and a status."""
+
+import math
+from typing import Any, NamedTuple
+
+import orjson
+from fastapi import Response
+
+from services.common import errors
+
+# Paths in the scheduler's contract -> the parameter that the caller wrote.
+_PARAMETERS = {
+    "sampling.logit_bias_token_ids": "logit_bias",
+    "sampling.logit_bias_values": "logit_bias",
+    "stopping.strings": "stop",
+    "stopping.token_ids": "stop_token_ids",
+    "tokens": "prompt",
+    "tokens.token_ids": "prompt",
+    "text": "prompt",
+    "chat": "messages",
+    "chat.messages": "messages",
+}
+_PREFIXES = ("sampling.", "stopping.", "output.")
+
+
+class _Kind(NamedTuple):
+    status: int
+    type: str
+
+
+# The first match counts: subclasses before their bases.
+_KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
+    (errors.PayloadTooLarge, _Kind(413, "invalid_request_error")),
+    (errors.InvalidRequest, _Kind(400, "invalid_request_error")),
+    (errors.NotFound, _Kind(404, "invalid_request_error")),
+    (errors.AlreadyExists, _Kind(409, "invalid_request_error")),
+    (errors.FailedPrecondition, _Kind(409, "invalid_request_error")),
+    (errors.Overloaded, _Kind(429, "rate_limit_error")),
+    (errors.Unavailable, _Kind(503, "service_unavailable_error")),
+    (errors.DeadlineExceeded, _Kind(504, "timeout_error")),
+    (errors.TokaError, _Kind(500, "server_error")),
+)
+_UNAVAILABLE_RETRY_S = 1
+
+
+def body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON object of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def to_body(error: errors.TokaError) -> dict[str, Any]:
+    """The JSON object for ``error``: also the last event of a stream that breaks."""
+    return body(error.message, _kind(error).type, _param(getattr(error, "field", "")), error.reason.lower())
+
+
+def to_response(error: errors.TokaError) -> Response:
+    """The HTTP response for ``error``."""
+    headers = {}
+    if isinstance(error, errors.Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, errors.Unavailable):
+        headers["retry-after"] = str(_UNAVAILABLE_RETRY_S)
+    elif isinstance(error, errors.PayloadTooLarge):
+        headers["connection"] = "close"
+    return response(_kind(error).status, to_body(error), headers)
+
+
+def response(status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def _kind(error: errors.TokaError) -> _Kind:
+    return next(kind for base, kind in _KINDS if isinstance(error, base))
+
+
+def _param(field: str) -> str | None:
+    known = _PARAMETERS.get(field.partition("[")[0])
+    if known is not None:
+        return known
+    for prefix in _PREFIXES:
+        field = field.removeprefix(prefix)
+    return field or None

@@ -1,0 +1,135 @@
+"""A validated body and its token ids to the jobs that schedulers get: every check that needs the model's facts."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.gateway.job import Job, Priority, Settings
+from services.gateway.openai.schemas import GenerationBody
+from services.gateway.session.codec import ModelFacts
+from services.gateway.text import check_token_ids
+
+_U64 = 2**64
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def make_settings(body: GenerationBody, facts: ModelFacts, logprobs: int | None, logprobs_field: str) -> Settings:
+    """What all prompts of ``body`` share. ``logprobs``: None, or how many of the most likely tokens to return."""
+    if logprobs is not None and logprobs > facts.max_top_logprobs:
+        raise InvalidRequest(
+            f"{logprobs_field}={logprobs}: this server returns at most {facts.max_top_logprobs}",
+            field=logprobs_field,
+            reason="INVALID_VALUE",
+        )
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    for token in stop_token_ids:
+        _check_token(token, token, facts, "stop_token_ids")
+    return Settings(
+        n=body.n or 1,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(body.top_k, 0),
+        min_p=body.min_p,
+        logit_bias=_logit_bias(body.logit_bias or {}, facts),
+        min_tokens=body.min_tokens or 0,
+        stop_strings=body.stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs is not None,
+        top_logprobs=logprobs or 0,
+        priority=_priority(body.priority),
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
+    """Refuse more choices than one request may have."""
+    if prompts * (body.n or 1) > max_choices:
+        field = "n" if body.n and body.n > 1 else "prompt"
+        raise InvalidRequest(
+            f"{prompts} prompt(s) with n={body.n or 1} are more than {max_choices} choices; send several requests",
+            field=field,
+            reason="INVALID_VALUE",
+        )
+
+
+def make_jobs(
+    request_id: str,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    facts: ModelFacts,
+    *,
+    field: str,
+    max_tokens: int | None,
+    seed: int | None,
+) -> list[Job]:
+    """One job for each prompt. Answers are cut where the context ends; ``max_tokens`` None: there only."""
+    if max_tokens is not None and settings.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens={settings.min_tokens} is more than max_tokens={max_tokens}",
+            field="min_tokens",
+            reason="INVALID_VALUE",
+        )
+    jobs = []
+    seen: Counter[bytes] = Counter()
+    for number, prompt in enumerate(prompts):
+        check_token_ids(prompt, facts.vocab_size, facts.max_context_tokens, field)
+        ids = np.array(prompt, dtype=np.uint32)
+        repeat = 0
+        if seed is not None and len(prompts) > 1:
+            key = ids.tobytes()
+            repeat, seen[key] = seen[key], seen[key] + 1
+        room = facts.max_context_tokens - len(ids)
+        jobs.append(
+            Job(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
+                model=facts.id,
+                prompt_ids=ids,
+                max_tokens=room if max_tokens is None else min(max_tokens, room),
+                seed=None if seed is None else _seed(seed, repeat),
+                settings=settings,
+            )
+        )
+    return jobs
+
+
+def _seed(seed: int, repeat: int) -> int:
+    """The seed of a prompt's ``repeat``-th occurrence in one request: the first one's is the caller's own, so that a
+    prompt gets the same answer in a list as alone; the others get noise of their own."""
+    mixed = (seed + repeat * 0x9E3779B97F4A7C15) % _U64
+    if repeat:
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % _U64
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def _priority(value: int | None) -> Priority:
+    if not value:
+        return Priority.NORMAL
+    return Priority.HIGH if value < 0 else Priority.LOW
+
+
+def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> tuple[tuple[int, float], ...]:
+    pairs = {}
+    for key, value in bias.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(
+                f"logit_bias: {key[:40]!r} is not a token id; keys are token ids written as strings",
+                field="logit_bias",
+                reason="INVALID_VALUE",
+            )
+        _check_token(int(key), key, facts, "logit_bias")
+        pairs[int(key)] = value
+    return tuple(pairs.items())
+
+
+def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) -> None:
+    if token >= facts.vocab_size:
+        raise InvalidRequest(
+            f"{field}: token id {given} does not exist; this model has ids 0 to {facts.vocab_size - 1}",
+            field=field,
+            reason="UNKNOWN_TOKEN",
+        )

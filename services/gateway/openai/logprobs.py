@@ -1,0 +1,53 @@
+"""Log-probabilities in the two shapes OpenAI has for them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from services.gateway.openai.transcript import TokenEntry
+
+TokenText = Callable[[int], tuple[str, bytes]]
+
+# OpenAI's stand-in for minus infinity, which JSON does not have.
+_LOWEST = -9999.0
+
+
+def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[dict[str, Any]]:
+    """``logprobs.content`` of a chat choice."""
+    return [
+        _chat_token(entry.token_id, entry.logprob.logprob, token_text)
+        | {
+            "top_logprobs": [
+                _chat_token(token, value, token_text)
+                for token, value in zip(entry.logprob.top_ids, entry.logprob.top_logprobs, strict=True)
+            ]
+        }
+        for entry in entries
+    ]
+
+
+def completion_logprobs(entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
+    """``logprobs`` of a completion choice; the chosen token is always among the top ones."""
+    tokens, values, tops, offsets = [], [], [], []
+    for token_id, logprob, offset in entries:
+        token, value = _completion_token(token_id, token_text), max(logprob.logprob, _LOWEST)
+        top = {
+            _completion_token(other, token_text): max(other_value, _LOWEST)
+            for other, other_value in zip(logprob.top_ids, logprob.top_logprobs, strict=True)
+        }
+        top.setdefault(token, value)
+        tokens.append(token)
+        values.append(value)
+        tops.append(top)
+        offsets.append(offset)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _chat_token(token_id: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
+    text, data = token_text(token_id)
+    return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+
+
+def _completion_token(token_id: int, token_text: TokenText) -> str:
+    """Tokens that are not whole characters are written as bytes: as text they would all look the same."""
+    text, data = token_text(token_id)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if "\ufffd" in text else text

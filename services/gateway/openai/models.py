@@ -1,0 +1,35 @@
+"""``GET /v1/models`` and ``GET /v1/models/{id}``."""
+
+from typing import Any
+
+from fastapi import Request, Response
+
+from services.common.errors import NotFound
+from services.gateway.gateway import Gateway
+from services.gateway.openai.errors import response
+from services.gateway.session.codec import ModelFacts
+
+
+async def list_models(request: Request) -> Response:
+    """Every model that a scheduler serves."""
+    gateway: Gateway = request.app.state.gateway
+    return response(200, {"object": "list", "data": [_describe(facts) for facts in gateway.fleet.models.values()]})
+
+
+async def get_model(request: Request, model_id: str) -> Response:
+    """One of them."""
+    gateway: Gateway = request.app.state.gateway
+    facts = gateway.fleet.models.get(model_id)
+    if facts is None:
+        raise NotFound(f"the model {model_id!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
+    return response(200, _describe(facts))
+
+
+def _describe(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "id": facts.id,
+        "object": "model",
+        "created": facts.created_unix_s,
+        "owned_by": "tokasaurus",
+        "max_model_len": facts.max_context_tokens,
+    }

@@ -1,0 +1,81 @@
+"""Bytes of a request to a validated body; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
+
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import orjson
+from pydantic import ValidationError
+
+from services.common.errors import InvalidRequest
+from services.gateway.openai.schemas import Body
+from services.gateway.openai.unsupported import HARMLESS, refuse_unsupported
+
+IGNORED_HEADER = "x-toka-ignored-params"
+_LONGEST_HEADER = 1024
+_UNION_STEPS = ("str", "list[TextPart]")
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(raw: bytes, kind: type[B], unsupported: dict[str, tuple[Any, ...]]) -> B:
+    """The body ``raw`` as ``kind``. Raises ``InvalidRequest``."""
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
+    if not isinstance(document, dict):
+        raise InvalidRequest(
+            f"the body must be a JSON object, not {type(document).__name__}: {{\"model\": ...}}", reason="INVALID_JSON"
+        )
+    if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
+        del document["best_of"]     # the best n of n
+    refuse_unsupported(document, unsupported)
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise _describe(error) from None
+
+
+def ignored_header(body: Body, unsupported: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+    """The header that lists what the client sent and this server does not know; empty when there is nothing."""
+    unknown = [name for name in body.model_extra or {} if name not in HARMLESS and name not in unsupported]
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Body):
+                unknown += [f"{name}.{extra}" for extra in part.model_extra or {}]
+    if not unknown:
+        return {}
+    return {IGNORED_HEADER: ",".join(quote(name[:64], safe="._-") for name in dict.fromkeys(unknown))[:_LONGEST_HEADER]}
+
+
+def _describe(error: ValidationError) -> InvalidRequest:
+    # Of a union's branches the one that got furthest is what the client meant.
+    problem = max(error.errors(include_url=False), key=lambda problem: len(problem["loc"]))
+    message = problem["msg"].removeprefix("Value error, ")
+    field = _path(problem["loc"])
+    if not field:   # a rule about two fields: "field: what is wrong"
+        field, _, message = message.partition(": ")
+    if problem["type"] == "missing":
+        return InvalidRequest(f"missing required parameter: {field!r}", field=field, reason="MISSING_PARAMETER")
+    given = "" if problem["loc"] == () else f" (got {_short(problem['input'])})"
+    return InvalidRequest(
+        f"invalid value for {field!r}: {message[:1].lower()}{message[1:]}{given}", field=field, reason="INVALID_VALUE"
+    )
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    path = ""
+    for step in steps:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step not in _UNION_STEPS and step != "[key]":
+            path += f".{step}" if path else step
+    return path
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (str, list, dict)) and len(value) > 64:
+        return f"{type(value).__name__} of length {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 64 else text[:61] + "..."

@@ -1,0 +1,79 @@
+"""Server-sent events: the response that streams them, and ready-made JSON around what changes from chunk to chunk."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import Internal, TokaError
+from services.gateway.http import disconnected
+from services.gateway.openai.errors import to_body
+
+log = structlog.get_logger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(document: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+class Template:
+    """A JSON object with one value left open: ``{**fixed, key: <value>, **rest}`` without building it each time."""
+
+    def __init__(self, fixed: dict[str, Any], key: str, rest: dict[str, Any] | None = None) -> None:
+        self._before = b"data: " + orjson.dumps(fixed)[:-1] + b"," + orjson.dumps(key) + b":"
+        self._after = (b"," + orjson.dumps(rest)[1:] if rest else b"}") + b"\n\n"
+
+    def fill(self, value: bytes) -> bytes:
+        """The event with ``value`` (JSON) in its place."""
+        return self._before + value + self._after
+
+
+class EventStream(Response):
+    """Sends what ``events`` yields until it ends or the client goes away.
+
+    ``close`` is called in any case, and told whether the client went away. A ``TokaError`` from ``events`` becomes
+    the last event: the status line is long gone.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[bool], None], headers: dict[str, str]) -> None:
+        super().__init__(
+            headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.create_task(self._send_all(send))
+        watcher = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+        finally:
+            self._close(not sender.done())
+            for task in (sender, watcher):
+                task.cancel()
+            await asyncio.gather(sender, watcher, return_exceptions=True)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TokaError as error:
+            await send({"type": "http.response.body", "body": event(to_body(error)), "more_body": True})
+        except (asyncio.CancelledError, OSError):
+            raise
+        except Exception:
+            log.exception("stream failed")
+            body = event(to_body(Internal("internal error; the server's log has the details")))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

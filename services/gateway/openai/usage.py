@@ -1,0 +1,25 @@
+"""OpenAI's ``usage``: what a request took, from the endings of its choices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.generation import Choice
+
+
+def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Over all choices of a request, each with its ending. A prompt counts once, however many samples it has."""
+    prompts: dict[int, tuple[int, int]] = {}    # prompt index -> (tokens, cached tokens)
+    completion = 0
+    for choice in choices:
+        ending = choice.ending
+        completion += ending.completion_tokens
+        # Later samples share the first one's pages; the one with the least was the one that computed the prompt.
+        _, cached = prompts.get(choice.prompt_index, (0, ending.cached_tokens))
+        prompts[choice.prompt_index] = (ending.prompt_tokens, min(cached, ending.cached_tokens))
+    prompt = sum(tokens for tokens, _ in prompts.values())
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in prompts.values())},
+    }

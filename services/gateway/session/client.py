@@ -1,0 +1,198 @@
+"""One open Session stream to one scheduler: many requests on it, one reader, one writer, in-band heartbeats."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from services.common.errors import Overloaded, TokaError, Unavailable
+from services.common.rpc.status import from_rpc_error, from_status
+from services.gateway.generation import Call, Choice
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session import codec
+from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
+
+log = structlog.get_logger(__name__)
+
+MAX_OUTBOX = 65_536
+_HANDLES = 2**32
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How patient the gateway is with a scheduler, in seconds."""
+
+    open_timeout: float = 10.0          # for SessionOpened after the stream is made
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 10.0     # without an answer the scheduler counts as hung
+    first_backoff: float = 0.1
+    last_backoff: float = 2.0
+    wait_for_ready: float = 10.0        # how long a new request waits for a scheduler: a worker restarts in less
+
+
+class Session:
+    """Owned by a ``Replica``; all methods run on the gateway's event loop.
+
+    ``run`` returns never: it raises why the stream ended, after which ``fail_all`` tells the requests on it.
+    """
+
+    def __init__(
+        self,
+        stream: grpc.aio.StreamStreamCall,
+        metrics: RequestMetrics,
+        on_load: Callable[[observe_pb2.Load], None],
+        timings: Timings,
+    ) -> None:
+        self.unreported_tokens = 0      # submitted since the last Load
+        self._stream = stream
+        self._metrics = metrics
+        self._on_load = on_load
+        self._timings = timings
+        self._outbox: deque[session_pb2.SessionRequest] = deque()
+        self._cancels: list[int] = []
+        self._has_mail = asyncio.Event()
+        self._samples: dict[int, Choice | None] = {}    # by handle, until its Finish; None: nobody wants it any more
+        self._unaccepted: dict[int, Call] = {}          # by first handle
+        self._next_handle = 0
+        self._beats_answered = 0
+        self._last_step_at = -1.0
+
+    def submit(self, call: Call) -> None:
+        """Send ``call``; its generation hears of acceptance, tokens and ending. Raises ``Overloaded``."""
+        if len(self._outbox) >= MAX_OUTBOX:
+            raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
+        handle = self._free_handles(len(call.choices))
+        message = codec.encode_submit(handle, call.job)
+        self._samples.update(enumerate(call.choices, handle))
+        self._unaccepted[handle] = call
+        call.cancel = lambda: self._cancel(handle, call.choices)
+        self.unreported_tokens += call.job.most_tokens
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    async def run(self) -> None:
+        """Serve the stream until it ends; always raises a ``TokaError`` (or is cancelled)."""
+        tasks = [asyncio.create_task(work()) for work in (self._read, self._write, self._beat)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            raise next(error for task in done if (error := task.exception()) is not None)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.InvalidStateError as error:  # written to after its end
+            raise Unavailable("the connection to the scheduler ended") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fail_all(self, error: TokaError) -> None:
+        """The stream is gone, and with it every request on it."""
+        choices = [choice for choice in self._samples.values() if choice is not None]
+        self._samples.clear()
+        self._unaccepted.clear()
+        for choice in choices:
+            choice.generation.fail(error)
+
+    def _cancel(self, first: int, choices: Sequence[Choice]) -> None:
+        running = [handle for handle, choice in enumerate(choices, first) if self._samples.get(handle) is choice]
+        for handle in running:
+            self._samples[handle] = None
+        if running:
+            self._cancels += running
+            self._has_mail.set()
+
+    def _free_handles(self, count: int) -> int:
+        start = self._next_handle
+        while True:
+            if start + count > _HANDLES:
+                start = 0
+            if not any(handle in self._samples for handle in range(start, start + count)):
+                self._next_handle = start + count
+                return start
+            start += count
+
+    # The three tasks of ``run``.
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._stream.read()
+            if message is grpc.aio.EOF:
+                raise Unavailable("the scheduler closed the session")
+            match message.WhichOneof("payload"):
+                case "outputs":
+                    self._on_outputs(codec.decode_outputs(message.outputs))
+                case "load":
+                    self.unreported_tokens = 0
+                    self._on_load(message.load)
+                case "acceptance":
+                    call = self._unaccepted.pop(message.acceptance.handle, None)
+                    if call is not None:
+                        call.generation.accepted()
+                case "rejection":
+                    self._on_rejection(message.rejection)
+                case "heartbeat":
+                    self._beats_answered = max(self._beats_answered, message.heartbeat.nonce)
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            while self._outbox:
+                await self._stream.write(self._outbox.popleft())
+            if self._cancels:   # after the submits they are about
+                cancels, self._cancels = self._cancels, []
+                await self._stream.write(codec.encode_cancel(cancels))
+
+    async def _beat(self) -> None:
+        """Counts intervals, not wall time: a gateway that was itself stopped does not blame the scheduler."""
+        sent, answered, silent_s = 0, 0, 0.0
+        while silent_s < self._timings.heartbeat_timeout:
+            sent += 1
+            self._outbox.append(codec.encode_heartbeat(sent))
+            self._has_mail.set()
+            await asyncio.sleep(self._timings.heartbeat_interval)
+            silent_s = 0.0 if self._beats_answered > answered else silent_s + self._timings.heartbeat_interval
+            answered = self._beats_answered
+        raise Unavailable(f"the scheduler has not answered for {silent_s:.0f} s")
+
+    # What the reader hears.
+
+    def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
+        call = self._unaccepted.pop(rejection.handle, None)
+        if call is not None:
+            for handle in range(rejection.handle, rejection.handle + len(call.choices)):
+                self._samples.pop(handle, None)
+            call.generation.fail(from_status(rejection.status))
+
+    def _on_outputs(self, news: codec.StepNews) -> None:
+        now = time.perf_counter()
+        samples, ids, logprobs = self._samples, news.token_ids, news.logprobs
+        last_step_at, in_step, start = self._last_step_at, 0, 0
+        for i, handle in enumerate(news.handles):
+            end = start + 1 if news.counts is None else start + news.counts[i]
+            choice = samples.get(handle)
+            if choice is not None:
+                generation = choice.generation
+                tokens = end - start
+                if choice.last_token_at == last_step_at and tokens == 1:
+                    in_step += 1
+                elif choice.last_token_at and tokens:   # several tokens in one message came at even distances, say
+                    self._metrics.inter_token.observe((now - choice.last_token_at) / tokens, tokens)
+                elif generation.first_token_at is None:
+                    generation.first_token_at = now
+                choice.last_token_at = now
+                generation.feed(choice, ids[start:end], logprobs[start:end] if logprobs is not None else None)
+            start = end
+        if in_step:
+            self._metrics.inter_token.observe(now - last_step_at, in_step)
+        if news.handles:
+            self._last_step_at = now
+        for handle, ending in news.endings:
+            choice = samples.pop(handle, None)
+            if choice is not None:
+                self._metrics.sample_finished(ending)
+                choice.generation.finish(choice, ending)

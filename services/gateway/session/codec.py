@@ -1,0 +1,196 @@
+"""Session messages to and from the gateway's own types: the only place that knows both."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from services.common import errors
+from services.common.packed import fill, read_fixed32, read_float
+from services.common.rpc.status import from_status
+from services.gateway.job import Job, Priority
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
+
+CONTRACT_MAJOR = "1"
+
+_PRIORITIES = {
+    Priority.HIGH: generate_pb2.PRIORITY_CLASS_HIGH,
+    Priority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
+    Priority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
+}
+_REASONS = {
+    generate_pb2.FINISH_REASON_STOP: "stop",
+    generate_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a scheduler says about the model it serves."""
+
+    id: str
+    created_unix_s: int
+    max_context_tokens: int
+    vocab_size: int
+    has_chat_template: bool
+    max_top_logprobs: int
+    tokenizer_fingerprint: str
+    contract_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one sample ended. ``error`` is set when it did not end as its request asked."""
+
+    reason: Literal["stop", "length", "error"]
+    at_stop_token: bool             # the last token is not part of the answer
+    trailing_bytes: int             # at the end of the text, not part of the answer
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    error: errors.TokaError | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token's natural log-probability, and the most likely tokens in its place."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """One step's tokens: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order."""
+
+    handles: list[int]
+    counts: list[int] | None                    # None: one each
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None] | None  # beside token_ids; an entry is None where none was asked for
+    endings: list[tuple[int, Ending]]           # (handle, ending), after the tokens
+
+
+def encode_open(client_id: str) -> session_pb2.SessionRequest:
+    """The first message of a session."""
+    return session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id=client_id))
+
+
+def encode_heartbeat(nonce: int) -> session_pb2.SessionRequest:
+    """Ask the scheduler's step loop for a sign of life."""
+    return session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat(nonce=nonce))
+
+
+def encode_cancel(handles: list[int]) -> session_pb2.SessionRequest:
+    """End samples early."""
+    message = session_pb2.SessionRequest()
+    fill(message.cancel, "handles", np.array(handles, dtype=np.uint32))
+    return message
+
+
+def encode_submit(handle: int, job: Job) -> session_pb2.SessionRequest:
+    """``job``, its samples addressed from ``handle`` on."""
+    message = session_pb2.SessionRequest()
+    message.submit.handle = handle
+    request, settings = message.submit.request, job.settings
+    request.request_id, request.model, request.n = job.request_id, job.model, settings.n
+    request.priority = _PRIORITIES[settings.priority]
+    request.cache_salt = settings.cache_salt
+    fill(request.tokens, "token_ids", job.prompt_ids)
+
+    sampling = request.sampling
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = getattr(settings, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    if job.seed is not None:
+        sampling.seed = job.seed
+    if settings.logit_bias:
+        sampling.logit_bias_token_ids.extend(token for token, _ in settings.logit_bias)
+        sampling.logit_bias_values.extend(bias for _, bias in settings.logit_bias)
+
+    stopping = request.stopping
+    stopping.max_tokens, stopping.ignore_eos = job.max_tokens, settings.ignore_eos
+    if settings.min_tokens:
+        stopping.min_tokens = settings.min_tokens
+    stopping.strings.extend(settings.stop_strings)
+    stopping.token_ids.extend(settings.stop_token_ids)
+
+    request.output.logprobs = settings.logprobs
+    if settings.top_logprobs:
+        request.output.top_logprobs = settings.top_logprobs
+    return message
+
+
+def decode_model(model: observe_pb2.Model) -> ModelFacts:
+    """The facts in ``SessionOpened.model``."""
+    return ModelFacts(
+        id=model.id,
+        created_unix_s=model.created_unix_s,
+        max_context_tokens=model.max_context_tokens,
+        vocab_size=model.vocab_size,
+        has_chat_template=model.has_chat_template,
+        max_top_logprobs=model.max_top_logprobs,
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        contract_version=model.contract_version,
+    )
+
+
+def decode_outputs(outputs: session_pb2.StepOutputs) -> StepNews:
+    """One step's arrays as lists, each converted once."""
+    return StepNews(
+        handles=read_fixed32(outputs.handles).tolist(),
+        counts=read_fixed32(outputs.token_counts).tolist() if outputs.token_counts else None,
+        token_ids=read_fixed32(outputs.token_ids).tolist(),
+        logprobs=_decode_logprobs(outputs.logprobs) if outputs.HasField("logprobs") else None,
+        endings=[(finished.handle, _decode_ending(finished.finish)) for finished in outputs.finished],
+    )
+
+
+def _decode_logprobs(logprobs: generate_pb2.Logprobs) -> list[TokenLogprob | None] | None:
+    chosen = read_float(logprobs.chosen)
+    if not len(chosen):
+        return None
+    counts = read_fixed32(logprobs.top_counts)
+    if not len(counts):
+        counts = np.zeros(len(chosen), dtype=np.uint32)
+    ends = np.cumsum(counts).tolist()
+    top_ids = read_fixed32(logprobs.top_token_ids).tolist()
+    top_values = read_float(logprobs.top_logprobs).tolist()
+    asked = (~np.isnan(chosen)).tolist()
+    entries: list[TokenLogprob | None] = []
+    start = 0
+    for value, end, wanted in zip(chosen.tolist(), ends, asked, strict=True):
+        entries.append(TokenLogprob(value, top_ids[start:end], top_values[start:end]) if wanted else None)
+        start = end
+    return entries
+
+
+def _decode_ending(finish: generate_pb2.Finish) -> Ending:
+    usage, timing = finish.usage, finish.timing
+    reason = _REASONS.get(finish.reason, "error")
+    return Ending(
+        reason=reason,
+        at_stop_token=finish.HasField("stop_token_id"),
+        trailing_bytes=finish.stop_string.trailing_bytes,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_prompt_tokens,
+        queued_s=timing.queued_ns * 1e-9,
+        prefill_s=timing.prefill_ns * 1e-9,
+        decode_s=timing.decode_ns * 1e-9,
+        error=_ending_error(finish) if reason == "error" else None,
+    )
+
+
+def _ending_error(finish: generate_pb2.Finish) -> errors.TokaError:
+    if finish.HasField("error"):
+        return from_status(finish.error)
+    if finish.reason == generate_pb2.FINISH_REASON_DEADLINE:
+        return errors.DeadlineExceeded("the request's deadline passed before it was done")
+    if finish.reason == generate_pb2.FINISH_REASON_CANCELLED:
+        return errors.Unavailable("the scheduler ended the request before it was done; send it again")
+    return errors.Internal("the scheduler could not finish the request")

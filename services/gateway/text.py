@@ -1,0 +1,133 @@
+"""Prompts to token ids, off the event loop: small texts of many requests in one batch, large ones by themselves."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from services.common.errors import InvalidRequest
+from services.common.text.tokenizer import Tokenizer
+
+THREADS = 4
+BATCH_CHARACTERS = 64 * 1024    # a larger request does not wait in, nor hold up, the common batch
+_LONGEST_SPECIAL = 64           # bytes of text that a special token may stand for
+
+R = TypeVar("R")
+
+
+class TextEngine:
+    """Owned by the gateway; called on its event loop, works in its own threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = tokenizer.vocabulary
+        self._longest_token = max(_LONGEST_SPECIAL, *(len(token) for token in self.vocabulary.token_bytes))
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+        self._waiting: list[tuple[list[str], asyncio.Future[list[list[int]]]]] = []
+        self._batcher: asyncio.Task | None = None
+        self.token_text = lru_cache(maxsize=65_536)(self._token_text)
+
+    async def encode(self, texts: list[str], *, max_tokens: int, field: str) -> list[list[int]]:
+        """Token ids of each text. ``InvalidRequest`` for one that cannot fit into ``max_tokens``, found cheaply."""
+        for text in texts:
+            self.check_length(text, max_tokens, field)
+        if sum(map(len, texts)) > BATCH_CHARACTERS:
+            return await self.in_thread(self._encode_large, texts, max_tokens, field)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((texts, future))
+        if self._batcher is None:
+            self._batcher = asyncio.create_task(self._encode_waiting())
+        return await future
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, max_tokens: int
+    ) -> list[int]:
+        """Token ids of a conversation under the model's template. Raises ``InvalidRequest``."""
+        contents = "".join(message["content"] for message in messages)
+        self.check_length(contents, max_tokens, "messages")
+        if len(contents) > BATCH_CHARACTERS:
+            await self.in_thread(self._check_beginning, contents, max_tokens, "messages")
+        return await self.in_thread(self.tokenizer.encode_chat, messages, add_generation_prompt)
+
+    async def in_thread(self, work: Callable[..., R], *arguments: Any) -> R:
+        """``work(*arguments)`` in one of the engine's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def check_length(self, text: str, max_tokens: int, field: str) -> None:
+        """Refuse, without tokenising, a text with more bytes than ``max_tokens`` of the longest token."""
+        if len(text) > max_tokens * self._longest_token:
+            at_least = -(-len(text) // self._longest_token)
+            raise context_exceeded(f"at least {at_least}", max_tokens, field)
+
+    def stop(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode_waiting(self) -> None:
+        """Encode all that waits in one batch, then what has come meanwhile, until there is nothing."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                texts = [text for part, _ in batch for text in part]
+                try:
+                    encoded = iter(await self.in_thread(self.tokenizer.encode_batch, texts))
+                except Exception as error:
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
+                    continue
+                for part, future in batch:
+                    ids = [next(encoded) for _ in part]
+                    if not future.done():
+                        future.set_result(ids)
+        finally:
+            self._batcher = None
+
+    def _encode_large(self, texts: list[str], max_tokens: int, field: str) -> list[list[int]]:
+        for text in texts:
+            self._check_beginning(text, max_tokens, field)
+        return self.tokenizer.encode_batch(texts)
+
+    def _check_beginning(self, text: str, max_tokens: int, field: str) -> None:
+        """Refuse a text of which the beginning alone is far too long: megabytes need not be tokenised for that.
+
+        The cut may split a token and, rarely, change the few before it; hence the margin.
+        """
+        beginning = text[: 8 * max_tokens]
+        if len(beginning) < len(text):
+            count = len(self.tokenizer.encode(beginning))
+            if count > max_tokens + max_tokens // 8 + 64:
+                raise context_exceeded(f"more than {max_tokens}", max_tokens, field)
+
+    def _token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token by itself, as logprobs show it: text (U+FFFD for half a character) and bytes."""
+        known = self.vocabulary.token_bytes[token_id] if token_id < self.vocabulary.size else b""
+        if not known:
+            known = self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return known.decode(errors="replace"), known
+
+
+def context_exceeded(prompt_tokens: int | str, max_context_tokens: int, field: str) -> InvalidRequest:
+    """The error for a prompt that leaves no room for an answer."""
+    return InvalidRequest(
+        f"this model's context is {max_context_tokens} tokens, prompt and answer together, but the prompt has"
+        f" {prompt_tokens} tokens; shorten the prompt",
+        field=field,
+        reason="CONTEXT_LENGTH_EXCEEDED",
+    )
+
+
+def check_token_ids(prompt: Sequence[int], vocab_size: int, max_context_tokens: int, field: str) -> None:
+    """Refuse a prompt that is empty, too long, or has ids the model does not know."""
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens; give at least one", field=field, reason="EMPTY_PROMPT")
+    if len(prompt) >= max_context_tokens:
+        raise context_exceeded(len(prompt), max_context_tokens, field)
+    if max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if token >= vocab_size)
+        raise InvalidRequest(
+            f"token id {wrong} does not exist: this model has ids 0 to {vocab_size - 1}",
+            field=field,
+            reason="UNKNOWN_TOKEN",
+        )

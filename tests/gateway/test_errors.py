@@ -1,0 +1,216 @@
+"""Whatever a client sends, it gets an answer that names what was wrong: never a 500, never silence."""
+
+import httpx
+import openai
+import pytest
+
+from tests.gateway.deployment import PATIENCE_S
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000])
+def test_a_body_that_is_no_json_object(deployment, path, body):
+    assert error_of(deployment.post(path, body), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": "3"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"n": 20_000}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 101}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": [1]}, "max_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"seed": "a"}, "seed"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": 3}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 1]}, "stop"),
+        ({"stop": [str(i) for i in range(17)]}, "stop"),
+        ({"stop": "a" * 5000}, "stop"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"logit_bias": {"2048": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"model": 5}, "model"),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_wrong_value_is_named(deployment, path, body, param):
+    prompt = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
+    error = error_of(deployment.post(path, prompt | body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param.split("[")[0].split(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2048]}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": "x", "logprobs": -1}, "logprobs"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
+        ({"prompt": ["x"] * 10_000, "n": 2}, "n"),
+    ],
+)
+def test_a_wrong_completion_request(deployment, body, param):
+    assert error_of(deployment.post(COMPLETIONS, body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0]"),
+        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": 1}, "logprobs"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_a_wrong_chat_request(deployment, body, param):
+    assert error_of(deployment.post(CHAT, body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"best_of": 2},
+        {"echo": True},
+        {"suffix": "end"},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"repetition_penalty": 1.2},
+    ],
+)
+def test_a_known_completion_parameter_not_supported_yet(deployment, body):
+    error = error_of(deployment.complete(prompt="x", **body), 400)
+    assert (error["param"], error["code"]) == (next(iter(body)), "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+        {"response_format": {"type": "json_object"}},
+        {"audio": {"voice": "x"}},
+        {"modalities": ["text", "audio"]},
+        {"presence_penalty": 1},
+        {"reasoning_effort": "high"},
+        {"prediction": {"type": "content", "content": "x"}},
+        {"store": True},
+    ],
+)
+def test_a_known_chat_parameter_not_supported_yet(deployment, body):
+    error = error_of(deployment.chat(**body), 400)
+    assert (error["param"], error["code"]) == (next(iter(body)), "unsupported_parameter")
+
+
+def test_unknown_parameters_are_ignored_and_listed(deployment):
+    response = deployment.complete(prompt="x", max_tokens=2, flavour=1, **{"größe\n": None})
+    assert response.status_code == 200
+    assert response.headers["x-toka-ignored-params"] == "flavour,gr%C3%B6%C3%9Fe%0A"
+    message = {"role": "user", "content": "x", "mood": "good"}
+    response = deployment.chat(messages=[message], max_tokens=2, stream=True, colour="red", user="me")
+    assert set(response.headers["x-toka-ignored-params"].split(",")) == {"colour", "messages.mood"}
+    assert "x-toka-ignored-params" not in deployment.chat(max_tokens=2, metadata={"a": "b"}).headers
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_model_that_is_not_served(deployment, path):
+    error = error_of(deployment.post(path, {"model": "gpt-9", "prompt": "x", "messages": MESSAGES}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_the_sdk_raises_its_own_errors(sdk, model):
+    with pytest.raises(openai.NotFoundError):
+        sdk.models.retrieve("gpt-9")
+    with pytest.raises(openai.BadRequestError, match="'n'"):
+        sdk.completions.create(model=model, prompt="x", n=0)
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.completions.create(model=model, prompt=[1] * 5000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("prompt", [[5] * 2048, [5] * 100_000, "word " * 4000, "x" * 5_000_000, ["ok", "word " * 4000]])
+def test_a_prompt_longer_than_the_context(deployment, prompt):
+    error = error_of(deployment.complete(prompt=prompt), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "2048" in error["message"]
+
+
+@pytest.mark.parametrize("content", ["word " * 4000, "x" * 5_000_000])
+def test_a_conversation_longer_than_the_context(deployment, content):
+    error = error_of(deployment.chat(messages=[{"role": "user", "content": content}]), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_a_body_beyond_the_limit(deployment):
+    big = b" " * (33 * 1024 * 1024)
+    assert error_of(deployment.post(COMPLETIONS, big), 413)["code"] == "payload_too_large"
+
+    def in_chunks():
+        for start in range(0, len(big), 1 << 20):
+            yield big[start : start + (1 << 20)]
+
+    assert error_of(httpx.post(deployment.url + COMPLETIONS, content=in_chunks(), timeout=PATIENCE_S), 413)
+
+
+def test_a_path_or_method_that_does_not_exist(deployment):
+    assert error_of(httpx.get(deployment.url + "/v2/else"), 404)["code"] == "unknown_url"
+    response = httpx.get(deployment.url + COMPLETIONS)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"

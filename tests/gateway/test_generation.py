@@ -1,0 +1,68 @@
+"""What a request's choices hold while their tokens come in."""
+
+import numpy as np
+import pytest
+
+from services.common.errors import Unavailable
+from services.gateway.generation import Generation
+from services.gateway.job import Job, Settings
+from services.gateway.session.codec import Ending, TokenLogprob
+
+
+def generation(*, n: int = 1, streaming: bool = True, logprobs: bool = False) -> Generation:
+    job = Job("r", "m", np.array([1], dtype=np.uint32), 5, None, Settings(n=n, logprobs=logprobs))
+    return Generation([job], streaming=streaming)
+
+
+def ending(*, at_stop_token: bool = False) -> Ending:
+    return Ending("stop", at_stop_token, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+
+
+def test_entries_of_those_who_did_not_ask_for_logprobs_are_dropped():
+    running = generation()
+    [choice] = running.choices
+    running.feed(choice, [5], [None])
+    running.feed(choice, [6], None)
+    assert choice.take() == ([5, 6], [])
+
+
+def test_logprobs_stay_beside_their_tokens():
+    running, entry = generation(logprobs=True), TokenLogprob(-1.0, [], [])
+    [choice] = running.choices
+    running.feed(choice, [5, 6], [entry, entry])
+    running.finish(choice, ending(at_stop_token=True))
+    assert choice.take() == ([5], [entry])
+
+
+async def test_a_stream_hears_of_every_choice_once_and_then_of_the_end():
+    running = generation(n=2)
+    first, second = running.choices
+    running.feed(first, [5], None)
+    running.feed(first, [6], None)
+    running.feed(second, [7], None)
+    assert await running.news() == [first, second]
+    running.finish(first, ending())
+    running.finish(second, ending())
+    assert await running.news() == [first, second]
+    assert await running.news() == []
+
+
+async def test_what_came_before_a_failure_is_told_before_it():
+    running = generation()
+    [choice] = running.choices
+    running.feed(choice, [5], None)
+    running.fail(Unavailable("lost"))
+    assert await running.news() == [choice]
+    with pytest.raises(Unavailable):
+        await running.news()
+
+
+async def test_closing_cancels_what_still_runs_and_nothing_else():
+    cancelled = []
+    for finished in (False, True):
+        running = generation()
+        running.calls[0].cancel = lambda finished=finished: cancelled.append(finished)
+        if finished:
+            running.finish(running.choices[0], ending())
+        running.close()
+    assert cancelled == [False]

@@ -1,0 +1,204 @@
+"""Schedulers come late, die, hang and come back; the gateway says so and goes on."""
+
+import asyncio
+import signal
+
+import httpx
+import openai
+import pytest
+
+from services.common.errors import Unavailable
+from services.gateway.fleet import Fleet
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session.client import Timings
+from tests.fakes.worker import FakeWorker
+from tests.gateway.deployment import Deployment, Process, eventually, eventually_async, free_port, stop_and_wait
+
+
+@pytest.fixture
+def fragile(tmp_path):
+    """A deployment to break, with slow steps so that it can be broken in the middle of an answer."""
+    running = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
+    yield running
+    running.stop()
+
+
+def test_a_gateway_without_a_scheduler_says_so_and_waits_for_it(tmp_path):
+    port, scheduler = free_port(), free_port()
+    gateway = Process(
+        tmp_path / "gateway.log", "services.gateway", port=port, scheduler_addresses=f"127.0.0.1:{scheduler}"
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def healthy():
+        try:
+            return httpx.get(url + "/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        eventually(healthy)
+        ready = httpx.get(url + "/ready")
+        assert ready.status_code == 503
+        assert f"127.0.0.1:{scheduler}" in ready.json()["reason"]
+        refused = httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=60)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "service_unavailable_error"
+        assert httpx.get(url + "/v1/models").json()["data"] == []
+        assert stop_and_wait(gateway) == 0
+    finally:
+        gateway.kill()
+
+
+def test_a_killed_scheduler_ends_requests_with_an_error_and_a_new_one_serves(fragile):
+    with fragile.sdk() as sdk:
+        model = sdk.models.list().data[0].id
+        stream = sdk.completions.create(model=model, prompt="x", max_tokens=2000, stream=True)
+        next(iter(stream))
+        fragile.scheduler.kill()
+        with pytest.raises(openai.APIError, match="scheduler was lost"):
+            list(stream)
+        eventually(lambda: fragile.status("/ready") == 503)
+        assert fragile.status("/health") == 200
+        with pytest.raises(openai.APIStatusError) as caught:
+            sdk.completions.create(model=model, prompt="x")
+        assert caught.value.status_code == 503
+        assert "retry-after" in caught.value.response.headers
+        fragile.scheduler.start()
+        fragile.wait_ready()
+        assert sdk.completions.create(model=model, prompt="x", max_tokens=3).usage.completion_tokens == 3
+
+
+async def test_a_killed_scheduler_ends_answers_that_are_not_streamed_too(fragile):
+    async with fragile.async_sdk() as sdk:
+        model = (await sdk.models.list()).data[0].id
+        asking = asyncio.create_task(sdk.completions.create(model=model, prompt="x", max_tokens=2000))
+        await eventually_async(lambda: fragile.metric("toka_num_requests_running") > 0)
+        fragile.scheduler.kill()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await asking
+    assert caught.value.status_code == 503
+
+
+def test_a_new_request_waits_a_moment_for_a_scheduler_that_is_coming(fragile):
+    assert fragile.complete(prompt="x", max_tokens=2).status_code == 200
+    fragile.scheduler.kill()
+    eventually(lambda: fragile.status("/ready") == 503)
+    fragile.scheduler.start()
+    statuses: list[int] = []
+
+    def served():
+        statuses.append(fragile.complete(prompt="x", max_tokens=2).status_code)
+        return statuses[-1] == 200
+
+    eventually(served)
+    assert set(statuses) <= {200, 503}
+
+
+async def test_a_hung_scheduler_is_found_by_its_heartbeat(fragile, tokenizer):
+    timings = Timings(heartbeat_interval=0.1, heartbeat_timeout=1.0, wait_for_ready=0.1)
+    fleet = Fleet(
+        [fragile.scheduler_address],
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        metrics=RequestMetrics(),
+        timings=timings,
+    )
+    fleet.start()
+    try:
+        await eventually_async(lambda: fleet.trouble == "")
+        fragile.scheduler.signal(signal.SIGSTOP)
+        await eventually_async(lambda: fleet.trouble != "")
+        with pytest.raises(Unavailable, match="no scheduler is ready"):
+            await fleet.model(None)
+        fragile.scheduler.signal(signal.SIGCONT)
+        await eventually_async(lambda: fleet.trouble == "")
+    finally:
+        fragile.scheduler.signal(signal.SIGCONT)
+        await fleet.stop()
+
+
+async def test_a_scheduler_with_another_tokenizer_is_refused_with_the_reason(deployment):
+    fleet = Fleet(
+        [deployment.scheduler_address], tokenizer_fingerprint="0" * 64, metrics=RequestMetrics(), timings=Timings()
+    )
+    fleet.start()
+    try:
+        await eventually_async(lambda: "tokenizer" in fleet.trouble)
+        assert fleet.models == {}
+    finally:
+        await fleet.stop()
+
+
+async def test_a_sample_that_fails_in_the_worker_is_an_error_for_its_client_only(tmp_path):
+    worker = FakeWorker()
+    worker.fail_tokens = {33: "this prompt is cursed"}
+    running = Deployment(tmp_path, worker_address=await worker.start())
+    try:
+        await asyncio.to_thread(running.wait_ready)
+        async with running.async_sdk() as sdk:
+            model = (await sdk.models.list()).data[0].id
+            good = asyncio.create_task(sdk.completions.create(model=model, prompt=[34], max_tokens=50))
+            with pytest.raises(openai.APIStatusError) as caught:
+                await sdk.completions.create(model=model, prompt=[[35], [33]], max_tokens=50)
+            assert caught.value.status_code == 500
+            stream = await sdk.completions.create(model=model, prompt=[33], max_tokens=50, stream=True)
+            with pytest.raises(openai.APIError):
+                async for _ in stream:
+                    pass
+            assert (await good).usage.completion_tokens == 50
+    finally:
+        await asyncio.to_thread(running.stop)
+        await worker.stop()
+    assert worker.violations == []
+
+
+def test_a_full_queue_says_when_to_come_back(tmp_path):
+    running = Deployment(tmp_path, worker={"step_ms": 5}, scheduler={"max_queued_sequences": 4}).wait_ready()
+    try:
+        for stream in (False, True):
+            refused = running.complete(prompt="x", n=2000, stream=stream)
+            assert refused.status_code == 429, refused.text
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert running.complete(prompt="x", max_tokens=2).status_code == 200
+    finally:
+        running.stop()
+
+
+def test_of_two_replicas_one_may_die(tmp_path, deployment):
+    running = Deployment(tmp_path, other_schedulers=(deployment.scheduler_address,))
+    try:
+        eventually(lambda: running.status("/metrics") == 200 and running.metric("toka_replica_ready") == 2)
+        prompts = [[20 + i] * 70 for i in range(20)]
+        assert running.complete(prompt=prompts, max_tokens=5, seed=1).status_code == 200
+        running.scheduler.kill()
+        eventually(lambda: running.metric("toka_replica_ready") == 1)
+        assert running.status("/ready") == 200
+        for _ in range(3):
+            assert running.complete(prompt=prompts, max_tokens=5, seed=1).status_code == 200
+    finally:
+        running.stop()
+
+
+def test_sigterm_lets_running_requests_end(fragile):
+    with fragile.sdk() as sdk:
+        model = sdk.models.list().data[0].id
+        stream = sdk.completions.create(model=model, prompt="x", max_tokens=60, stream=True)
+        first = next(iter(stream))
+        fragile.gateway.signal(signal.SIGTERM)
+        rest = list(stream)
+    assert first.choices[0].finish_reason is None
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert fragile.gateway.wait() == 0
+
+
+def test_sigterm_ends_what_takes_too_long_with_a_reason(fragile):
+    with fragile.sdk() as sdk:
+        model = sdk.models.list().data[0].id
+        stream = sdk.completions.create(model=model, prompt="x", max_tokens=2040, stream=True)
+        next(iter(stream))
+        fragile.gateway.signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+    assert fragile.gateway.wait() == 0

@@ -1,0 +1,61 @@
+"""Which replica gets a prompt."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.gateway.routing import BLOCK_TOKENS, MAX_BLOCKS, SLACK_TOKENS, PrefixRouter
+
+
+@dataclass
+class Target:
+    address: str
+    outstanding_tokens: int = 0
+
+
+def prompt(first: int, tokens: int = 4 * BLOCK_TOKENS) -> np.ndarray:
+    return np.arange(first, first + tokens, dtype=np.uint32)
+
+
+def test_a_new_prompt_goes_where_the_least_is_to_do():
+    router, busy, idle = PrefixRouter(), Target("a", 1000), Target("b", 10)
+    assert router.choose([busy, idle], prompt(0)) is idle
+
+
+def test_a_known_prefix_goes_where_it_is_cached_though_another_has_less_to_do():
+    router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
+    assert router.choose([first, second], prompt(0)) is first
+    first.outstanding_tokens = 1000
+    longer = np.concatenate([prompt(0), prompt(9000)])
+    assert router.choose([first, second], longer) is first
+    assert router.choose([first, second], prompt(5000)) is second
+
+
+def test_a_cached_prefix_is_not_worth_any_wait():
+    router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
+    router.choose([first, second], prompt(0))
+    first.outstanding_tokens = SLACK_TOKENS + 100
+    assert router.choose([first, second], prompt(0)) is second
+    first.outstanding_tokens = 0
+    assert router.choose([first, second], prompt(0)) is second      # it moved
+
+
+def test_prefixes_of_another_salt_are_other_prefixes():
+    router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
+    router.choose([first, second], prompt(0), "mine")
+    first.outstanding_tokens = 50
+    assert router.choose([first, second], prompt(0), "mine") is first
+    assert router.choose([first, second], prompt(0), "yours") is second
+
+
+def test_a_lost_replica_is_not_waited_for():
+    router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
+    router.choose([first, second], prompt(0))
+    assert router.choose([second, Target("c", 1)], prompt(0)).address == "c"
+
+
+def test_what_the_router_remembers_is_bounded():
+    router, targets = PrefixRouter(), [Target("a"), Target("b")]
+    for first in range(0, 3 * MAX_BLOCKS, 256):
+        router.choose(targets, prompt(first, 256 * BLOCK_TOKENS))
+    assert len(router._owners) <= MAX_BLOCKS

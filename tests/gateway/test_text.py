@@ -1,0 +1,53 @@
+"""Tokenising off the event loop, and refusing what is too long without doing it."""
+
+import asyncio
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.gateway.text import TextEngine
+
+
+@pytest.fixture
+def text(tokenizer):
+    engine = TextEngine(tokenizer)
+    yield engine
+    engine.stop()
+
+
+async def test_requests_that_come_together_get_their_own_ids(text, tokenizer):
+    prompts = [[f"prompt {i}", f"and {i * i}"] for i in range(100)]
+    encoded = await asyncio.gather(*(text.encode(pair, max_tokens=100, field="prompt") for pair in prompts))
+    assert encoded == [[tokenizer.encode(part) for part in pair] for pair in prompts]
+
+
+async def test_one_that_was_cancelled_does_not_disturb_the_others(text, tokenizer):
+    tasks = [asyncio.create_task(text.encode([f"text {i}"], max_tokens=100, field="prompt")) for i in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done[0], asyncio.CancelledError)
+    assert done[1:] == [[tokenizer.encode("text 1")], [tokenizer.encode("text 2")]]
+
+
+async def test_a_large_prompt_is_encoded_as_any_other(text, tokenizer):
+    large = "Tom has 3 apples. " * 8000
+    assert await text.encode([large], max_tokens=200_000, field="prompt") == [tokenizer.encode(large)]
+
+
+@pytest.mark.parametrize("prompt", ["word " * 1_000_000, "x" * 100_000])
+async def test_a_hopeless_prompt_is_refused_without_encoding_all_of_it(text, monkeypatch, prompt):
+    seen = []
+    encode = text.tokenizer.encode
+    monkeypatch.setattr(text.tokenizer, "encode", lambda part: seen.append(len(part)) or encode(part))
+    monkeypatch.setattr(text.tokenizer, "encode_batch", lambda parts: pytest.fail("all of it was encoded"))
+    for max_tokens in (1000, 10_000 if len(prompt) > 1_000_000 else 1000):
+        with pytest.raises(InvalidRequest) as caught:
+            await text.encode([prompt], max_tokens=max_tokens, field="prompt")
+        assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert sum(seen) <= 80_000
+
+
+def test_a_token_by_itself_is_text_and_bytes(text, tokenizer):
+    [token] = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
+    assert text.token_text(token) == ("<|endoftext|>", b"<|endoftext|>")
