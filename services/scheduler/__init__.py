@@ -1,0 +1,1 @@
+"""The scheduler: one replica's queue, pages and plans. ``core`` decides; the rest carries messages to and fro."""

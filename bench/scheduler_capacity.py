@@ -1,0 +1,199 @@
+"""How many tokens one scheduler process plans and delivers: ``python -m bench.scheduler_capacity sequences=8192``.
+
+A fake worker that answers at once, stop strings on, GSM8K-like lengths, all results delivered to one session. Three
+processes: worker, scheduler, client. Then the same work inside one process without sockets, timed stage by stage. The
+last line is one JSON object.
+"""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+
+from services.common.packed import read_fixed32
+from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.text.tokenizer import Tokenizer
+from services.scheduler.api.encoding import encode_outputs
+from services.scheduler.api.mailbox import MergedDelta
+from services.scheduler.core.request import Request, SamplingSettings, WorkerShape
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.workers.codec import decode_result, encode_plan
+from tests.fakes.model import FakeModel, FakeShape
+from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2
+
+STOPS = ("\n\nQuestion:", "Question:", "</s>")
+MAX_TOKENS, PROMPT_TOKENS, SAMPLES = 320, 100, 8
+
+
+def worker_shape(sequences: int) -> FakeShape:
+    pages = sequences * -(-(MAX_TOKENS + PROMPT_TOKENS) // 16) + 64
+    return FakeShape(page_count=pages, max_slots=sequences, max_tokens_per_step=2 * sequences + 512, eos_every=150)
+
+
+def prompt(number: int) -> np.ndarray:
+    """A few-shot head in common, then a question of its own."""
+    tokens = np.arange(PROMPT_TOKENS) % 900 + 20
+    tokens[-20:] = np.random.default_rng(number).integers(20, 2000, 20)
+    return tokens.astype(np.uint32)
+
+
+def submit_message(handle: int) -> session_pb2.SessionRequest:
+    request = generate_pb2.GenerateRequest(
+        tokens=generate_pb2.TokenPrompt(token_ids=prompt(handle)),
+        stopping=generate_pb2.Stopping(max_tokens=MAX_TOKENS, strings=STOPS),
+        n=SAMPLES,
+    )
+    return session_pb2.SessionRequest(submit=session_pb2.Submit(handle=handle, request=request))
+
+
+async def deliver(address: str, sequences: int, seconds: float) -> dict[str, float]:
+    """Keep ``sequences`` running and count what arrives."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session(wait_for_ready=True)
+        await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="bench")))
+        submitted = finished = tokens = messages = 0
+        begun = counted = steps = last_step = 0.0
+        owed = sequences + sequences // 8
+        outstanding = 0
+        while True:
+            while outstanding < owed:
+                await call.write(submit_message(submitted))
+                submitted += SAMPLES
+                outstanding += SAMPLES
+            message = await call.read()
+            if message is grpc.aio.EOF:
+                raise SystemExit(f"the session ended: {await call.code()} {await call.details()}")
+            if message.WhichOneof("payload") == "rejection":
+                raise SystemExit(f"rejected: {message.rejection.status.message}")
+            if not begun and message.load.running_sequences >= 0.97 * sequences:
+                begun = time.perf_counter() + 1.0       # settle for a moment, then count
+            if message.WhichOneof("payload") != "outputs":
+                continue
+            outputs = message.outputs
+            finished += len(outputs.finished)
+            outstanding -= len(outputs.finished)
+            fresh = len(read_fixed32(outputs.token_ids))
+            now = time.perf_counter()
+            if not begun:
+                continue
+            if now < begun:
+                last_step = outputs.step
+                continue
+            tokens += fresh
+            messages += 1
+            steps = outputs.step - last_step
+            counted = now - begun
+            if counted > seconds:
+                call.cancel()
+                return {"tokens_per_second": tokens / counted, "steps_per_second": steps / counted,
+                        "messages_per_second": messages / counted, "finished": finished}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def processes(sequences: int):
+    """Worker and scheduler; yields the scheduler's address."""
+    worker, scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    shape = worker_shape(sequences)
+    sizes = ("page_count", "max_slots", "max_tokens_per_step", "eos_every")
+    flags = [f"{name}={getattr(shape, name)}" for name in sizes]
+    children = [
+        subprocess.Popen([sys.executable, "-m", "tests.fakes.worker", f"listen={worker}", *flags]),
+        subprocess.Popen(
+            [sys.executable, "-m", "services.scheduler", f"scheduler_listen={scheduler}", f"worker_address={worker}"]
+        ),
+    ]
+    try:
+        yield scheduler
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait()
+
+
+def stages(sequences: int, steps: int = 200) -> dict[str, float]:
+    """Milliseconds per step of each stage, in one process, without sockets."""
+    shape, vocabulary = worker_shape(sequences), Tokenizer.load("builtin").vocabulary
+    core = Scheduler(vocabulary.token_bytes, shape.vocab_size, max_queued=10**9)
+    sizes = (shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step)
+    core.attach(WorkerShape(*sizes, max_context_tokens=2048, vocab_size=shape.vocab_size))
+    core.open_sink(1)
+    model, automaton, spent = FakeModel(shape), Automaton(STOPS), defaultdict(float)
+    handle = done = tokens = 0
+
+    @contextmanager
+    def timed(name: str):
+        begun = time.perf_counter()
+        yield
+        spent[name] += time.perf_counter() - begun
+
+    def turn() -> None:
+        nonlocal handle, tokens
+        with timed("submit"):
+            while core.live(1) < sequences + sequences // 8:
+                request = Request(f"r{handle}", prompt(handle), SamplingSettings(seed=handle), MAX_TOKENS)
+                request.stop_token_ids, request.automaton = frozenset({0}), automaton
+                request.n, request.sink, request.handle = SAMPLES, 1, handle
+                core.submit(request, time.monotonic_ns())
+                handle += SAMPLES
+        with timed("plan"):
+            plan = core.plan(time.monotonic_ns())
+        with timed("encode_plan"):
+            message = encode_plan(plan)
+        answer = model.apply(message)
+        with timed("decode_result"):
+            result = decode_result(answer)
+        with timed("take_result"):
+            core.take(result, time.monotonic_ns())
+        with timed("deliver"):
+            for _, delta in core.take_output():
+                tokens += len(delta.tokens)
+                encode_outputs(MergedDelta([delta])).SerializeToString()
+
+    while core.state.slots.running < sequences and done < 4000:
+        turn()
+        done += 1
+    for _ in range(50):
+        turn()
+    spent.clear()
+    tokens = 0
+    for _ in range(steps):
+        turn()
+    found = {name: 1000 * seconds / steps for name, seconds in spent.items() if name != "submit"}
+    found["total"] = sum(found.values())
+    found["submit"] = 1000 * spent["submit"] / steps
+    found["tokens_per_step"] = tokens / steps
+    return found
+
+
+def main() -> None:
+    flags = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    unknown = set(flags) - {"sequences", "seconds"}
+    if unknown:
+        raise SystemExit(f"unknown flags {sorted(unknown)}; known: sequences=8192 seconds=10")
+    sequences, seconds = int(flags.get("sequences", 8192)), float(flags.get("seconds", 10))
+    milliseconds = stages(sequences)
+    for name, value in milliseconds.items():
+        print(f"{name:>16} {value:9.3f}")
+    with processes(sequences) as address:
+        delivered = asyncio.run(asyncio.wait_for(deliver(address, sequences, seconds), 300))
+    result = {"sequences": sequences, **delivered, "step_ms_by_stage": milliseconds}
+    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()

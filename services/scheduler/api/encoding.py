@@ -1,0 +1,105 @@
+"""The core's news as messages of the public contract."""
+
+import dataclasses
+
+import numpy as np
+from google.rpc import code_pb2, status_pb2
+
+from services.common.packed import fill
+from services.common.rpc.status import to_status
+from services.scheduler.api.mailbox import MergedDelta
+from services.scheduler.core.load import Load
+from services.scheduler.core.plan import NO_SLOTS
+from services.scheduler.core.request import Finish, FinishReason, Request
+from services.scheduler.engine_loop import Accepted, HeartbeatAnswer, PlanNews, Rejected
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
+
+
+def encode_news(item: object) -> session_pb2.SessionResponse:
+    """Anything a session's mailbox holds."""
+    match item:
+        case MergedDelta():
+            return session_pb2.SessionResponse(outputs=encode_outputs(item))
+        case Accepted(request=request):
+            acceptance = session_pb2.Acceptance(handle=request.handle, accepted=encode_accepted(request))
+            return session_pb2.SessionResponse(acceptance=acceptance)
+        case Rejected(handle=handle, error=error):
+            rejection = session_pb2.Rejection(handle=handle, status=to_status(error))
+            return session_pb2.SessionResponse(rejection=rejection)
+        case HeartbeatAnswer(nonce=nonce):
+            return session_pb2.SessionResponse(heartbeat=session_pb2.Heartbeat(nonce=nonce))
+        case Load():
+            return session_pb2.SessionResponse(load=encode_load(item))
+    raise TypeError(f"no message for {type(item).__name__}")
+
+
+def encode_accepted(request: Request) -> generate_pb2.Accepted:
+    return generate_pb2.Accepted(request_id=request.request_id, prompt_tokens=request.prompt_tokens)
+
+
+def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
+    """Parallel arrays, filled as packed bytes."""
+    message = session_pb2.StepOutputs(step=delta.step)
+    fill(message, "handles", delta.handles)
+    fill(message, "token_counts", NO_SLOTS if delta.counts is None else delta.counts)
+    fill(message, "token_ids", delta.tokens)
+    if len(delta.logprobs):
+        fill(message.logprobs, "chosen", delta.logprobs)
+        fill(message.logprobs, "top_counts", delta.top_counts)
+        fill(message.logprobs, "top_token_ids", delta.top_token_ids)
+        fill(message.logprobs, "top_logprobs", delta.top_logprobs)
+    for finish in delta.finished:
+        message.finished.add(handle=finish.handle).finish.CopyFrom(encode_finish(finish))
+    return message
+
+
+def encode_finish(finish: Finish) -> generate_pb2.Finish:
+    message = generate_pb2.Finish(
+        reason=int(finish.reason),
+        usage=generate_pb2.Usage(
+            prompt_tokens=finish.prompt_tokens,
+            completion_tokens=finish.completion_tokens,
+            cached_prompt_tokens=finish.cached_prompt_tokens,
+        ),
+        timing=generate_pb2.Timing(
+            queued_ns=finish.queued_ns, prefill_ns=finish.prefill_ns, decode_ns=finish.decode_ns
+        ),
+    )
+    if finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    elif finish.stop_string is not None:
+        message.stop_string.index, message.stop_string.trailing_bytes = finish.stop_string
+    if finish.reason is FinishReason.ERROR:
+        message.error.CopyFrom(status_pb2.Status(code=code_pb2.INTERNAL, message=finish.error))
+    return message
+
+
+def encode_load(load: Load) -> observe_pb2.Load:
+    values = {field.name: getattr(load, field.name) for field in dataclasses.fields(load) if field.name != "counters"}
+    return observe_pb2.Load(**values, counters=observe_pb2.Counters(**dataclasses.asdict(load.counters)))
+
+
+def encode_plan_news(news: PlanNews) -> observe_pb2.WatchPlansResponse:
+    plan = news.plan
+    return observe_pb2.WatchPlansResponse(
+        step=plan.step,
+        sequences=plan.sequences,
+        tokens=plan.tokens,
+        prefill_tokens=plan.prefill_tokens,
+        waiting_sequences=news.waiting_sequences,
+        in_use_pages=news.in_use_pages,
+        plans_in_flight=news.plans_in_flight,
+        admitted_request_ids=plan.admitted_ids,
+        released_request_ids=plan.released_ids,
+    )
+
+
+def encode_curve(pages: np.ndarray, total: int, horizon: int) -> observe_pb2.PageCurve:
+    """Only the steps at which the number changes."""
+    pages = pages[:horizon]
+    steps = np.flatnonzero(np.diff(pages, prepend=-1))
+    message = observe_pb2.PageCurve(total_pages=total)
+    fill(message, "steps", steps)
+    fill(message, "pages", pages[steps])
+    return message
+

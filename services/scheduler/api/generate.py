@@ -1,0 +1,116 @@
+"""One Generate call: one request, one stream, text in and out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import numpy as np
+
+from services.common.packed import fill
+from services.common.text.detokenizer import Detokenizer
+from services.scheduler.api.encoding import encode_accepted, encode_finish
+from services.scheduler.api.hub import Hub
+from services.scheduler.api.mailbox import MergedDelta
+from services.scheduler.api.model import ServedModel
+from services.scheduler.api.prompt import needs_tokenizing, read_prompt
+from services.scheduler.api.validation import read_request
+from services.scheduler.core.output import ragged_rows
+from services.scheduler.core.request import Finish
+from services.scheduler.engine_loop import Accepted, Rejected
+from tokasaurus.scheduler.v1 import generate_pb2
+
+
+class Generation:
+    """Owned by its RPC, on the asyncio loop. Handles are the samples' numbers."""
+
+    def __init__(self, hub: Hub, model: ServedModel) -> None:
+        self._hub = hub
+        self._model = model
+        self._texts: dict[int, Detokenizer] = {}
+        self._wants_logprobs = False
+
+    async def run(
+        self, message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        """Acceptance, then news, until every sample has its Finish. Raises what the request is refused for."""
+        model = self._model
+        model.check_name(message.model)
+        model.shape     # noqa: B018 (Unavailable before anything else)
+        tokens = await asyncio.to_thread(read_prompt, message, model) if needs_tokenizing(message) else read_prompt(
+            message, model
+        )
+        request = read_request(message, tokens, model, sink=0, handle=0)
+        request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
+        self._wants_logprobs = request.sampling.logprobs
+        self._first_index = request.first_sample_index
+        wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)
+        if wants_text:
+            self._texts = {
+                index: Detokenizer(model.tokenizer.vocabulary, message.stopping.strings) for index in range(request.n)
+            }
+        request.sink, mailbox = self._hub.open(session=False)
+        try:
+            self._hub.engine.submit(request)
+            unfinished = request.n
+            while unfinished:
+                item = await mailbox.get()
+                match item:
+                    case Rejected(error=error):
+                        raise error
+                    case Accepted():
+                        yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
+                    case MergedDelta():
+                        unfinished -= len(item.finished)
+                        yield generate_pb2.GenerateResponse(outputs=self._outputs(item))
+        finally:
+            self._hub.close(request.sink)
+
+    def _outputs(self, delta: MergedDelta) -> generate_pb2.SampleOutputs:
+        finished = {finish.handle: finish for finish in delta.finished}
+        counts = np.ones(len(delta.handles), np.int64) if delta.counts is None else delta.counts
+        ends = np.cumsum(counts)
+        message = generate_pb2.SampleOutputs()
+        for index, end, count in zip(delta.handles.tolist(), ends.tolist(), counts.tolist(), strict=True):
+            self._add(message.samples.add(), delta, index, slice(end - count, end), finished.pop(index, None))
+        for index, finish in finished.items():
+            self._add(message.samples.add(), delta, index, slice(0), finish)
+        return message
+
+    def _add(
+        self, sample: generate_pb2.SampleOutput, delta: MergedDelta, index: int, rows: slice, finish: Finish | None
+    ) -> None:
+        sample.sample_index = index
+        tokens = delta.tokens[rows]
+        fill(sample, "token_ids", tokens)
+        if (text := self._texts.get(index)) is not None:
+            sample.text = self._text(text, tokens.tolist(), finish)
+        if self._wants_logprobs and len(tokens):
+            _add_logprobs(sample.logprobs, delta, rows)
+        if finish is not None:
+            sample.finish.CopyFrom(encode_finish(finish))
+
+    def _text(self, text: Detokenizer, tokens: list[int], finish: Finish | None) -> str:
+        if finish is None:
+            return text.push(tokens)
+        if finish.stop_token_id is not None:
+            tokens = tokens[:-1]        # its text is not part of the answer
+        trailing = finish.stop_string[1] if finish.stop_string is not None else 0
+        return text.push(tokens) + text.finish(trailing)
+
+
+def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slice) -> None:
+    fill(message, "chosen", delta.logprobs[rows])
+    if len(delta.top_counts):
+        at = ragged_rows(delta.top_counts, np.arange(len(delta.tokens))[rows])
+        fill(message, "top_counts", delta.top_counts[rows])
+        fill(message, "top_token_ids", delta.top_token_ids[at])
+        fill(message, "top_logprobs", delta.top_logprobs[at])
+
+
+def _earlier(deadline_ms: int | None, remaining_s: float | None) -> int | None:
+    """The request's own deadline or the call's, whichever comes first."""
+    if remaining_s is None:
+        return deadline_ms
+    call_ms = int((time.time() + remaining_s) * 1000)
+    return call_ms if deadline_ms is None else min(deadline_ms, call_ms)

@@ -1,0 +1,70 @@
+"""Hands what the step loop says to the streams it is for."""
+
+import asyncio
+from itertools import count
+
+from services.scheduler.api.mailbox import Mailbox
+from services.scheduler.core.load import Load
+from services.scheduler.engine_loop import EngineLoop, News, PlanNews
+
+_WATCHED_PLANS = 256        # a watcher that is further behind misses plans
+
+
+class Hub:
+    """Owned by the asyncio loop. A sink is a mailbox with a number."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count(1)
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._sessions: set[int] = set()
+        self._watchers: set[asyncio.Queue[PlanNews]] = set()
+        self.engine: EngineLoop                     # set once, by the server
+
+    def deliver(self, news: News) -> None:
+        """Called by the step loop, on its thread: one wake-up for each turn."""
+        self._loop.call_soon_threadsafe(self._dispatch, news)
+
+    def open(self, *, session: bool) -> tuple[int, Mailbox]:
+        """A new sink for the calling stream, known to the core before anything that is posted later."""
+        sink = next(self._numbers)
+        # A client that does not read: its samples end now, its stream when its last write comes back.
+        mailbox = Mailbox(lambda: self.engine.ask(lambda core: core.close_sink(sink)))
+        self._mailboxes[sink] = mailbox
+        if session:
+            self._sessions.add(sink)
+        self.engine.ask(lambda core: core.open_sink(sink))
+        return sink, mailbox
+
+    def close(self, sink: int) -> None:
+        """The stream is gone: its samples end."""
+        self._mailboxes.pop(sink, None)
+        self._sessions.discard(sink)
+        self.engine.ask(lambda core: core.close_sink(sink))
+
+    def watch(self) -> "asyncio.Queue[PlanNews]":
+        queue: asyncio.Queue[PlanNews] = asyncio.Queue(_WATCHED_PLANS)
+        self._watchers.add(queue)
+        self.engine.watchers = len(self._watchers)
+        return queue
+
+    def unwatch(self, queue: "asyncio.Queue[PlanNews]") -> None:
+        self._watchers.discard(queue)
+        self.engine.watchers = len(self._watchers)
+
+    async def ask(self, question):
+        """``question(core)`` answered by the step loop."""
+        return await asyncio.wrap_future(self.engine.ask(question))
+
+    def _dispatch(self, news: News) -> None:
+        for sink, item in news:
+            if sink is not None:
+                if (mailbox := self._mailboxes.get(sink)) is not None:
+                    mailbox.put(item)
+            elif isinstance(item, Load):
+                for session in self._sessions:
+                    self._mailboxes[session].put_load(item)
+            else:
+                for queue in self._watchers:
+                    if not queue.full():
+                        queue.put_nowait(item)

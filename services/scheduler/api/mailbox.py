@@ -1,0 +1,134 @@
+"""What waits to be sent on one stream: bounded, and merged when the client is slow."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import Overloaded
+from services.scheduler.core.load import Load
+from services.scheduler.core.output import Delta, ragged_rows
+from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
+
+_MOST_BYTES = 64 * 1024 * 1024          # beyond it the client is given up
+_MESSAGE_BYTES = 1024 * 1024            # merged into one message at most (a client's default receive limit is 4 MiB)
+
+
+class MergedDelta:
+    """One or several deltas of one sink: tokens grouped by handle, in order within each. Arrays as in ``Delta``, and
+    ``counts``: tokens of each handle, or None when each has one."""
+
+    def __init__(self, deltas: list[Delta]) -> None:
+        self.step = deltas[-1].step
+        self.finished = [finish for delta in deltas for finish in delta.finished]
+        if len(deltas) == 1:
+            delta = deltas[0]
+            self.handles, self.counts, self.tokens = delta.handles, None, delta.tokens
+            self.logprobs, self.top_counts = delta.logprobs, delta.top_counts
+            self.top_token_ids, self.top_logprobs = delta.top_token_ids, delta.top_logprobs
+            return
+        of_token = np.concatenate([delta.handles for delta in deltas])
+        order = np.argsort(of_token, kind="stable")
+        self.handles, self.counts = np.unique(of_token, return_counts=True)
+        self.tokens = np.concatenate([delta.tokens for delta in deltas])[order]
+        self.logprobs = _join(deltas, "logprobs", NO_FLOATS, np.float32(np.nan))
+        self.top_counts = _join(deltas, "top_counts", NO_SLOTS, 0)
+        self.top_token_ids, self.top_logprobs = NO_TOKENS, NO_FLOATS
+        if len(self.logprobs):
+            self.logprobs = self.logprobs[order]
+        if len(self.top_counts):
+            at = ragged_rows(self.top_counts, order)
+            self.top_counts = self.top_counts[order]
+            self.top_token_ids = np.concatenate([delta.top_token_ids for delta in deltas])[at]
+            self.top_logprobs = np.concatenate([delta.top_logprobs for delta in deltas])[at]
+
+
+class Mailbox:
+    """Filled by ``put``, emptied by one reader; both on the asyncio loop.
+
+    ``overflowed`` is called once when the reader is given up: it may be stuck in a write, and does not ask again.
+    """
+
+    def __init__(self, overflowed: Callable[[], None] = lambda: None, most_bytes: int | None = None) -> None:
+        self._items: deque[Any] = deque()
+        self._load: Load | None = None          # only the newest counts
+        self._bytes = 0
+        self._most_bytes = most_bytes or _MOST_BYTES
+        self._on_overflow = overflowed
+        self._news = asyncio.Event()
+        self._overflowed = False
+        self._closed = False
+
+    def put(self, item: Any) -> None:
+        """A ``Delta`` or anything else; order is kept."""
+        if self._overflowed:
+            return
+        self._items.append(item)
+        self._bytes += _size(item)
+        if self._bytes > self._most_bytes:
+            self._overflowed = True
+            self._items.clear()
+            self._on_overflow()
+        self._news.set()
+
+    def put_load(self, load: Load) -> None:
+        self._load = load
+        self._news.set()
+
+    def close(self) -> None:
+        """Nothing more will come: ``get`` returns None once all is fetched."""
+        self._closed = True
+        self._news.set()
+
+    async def get(self) -> Any:
+        """The next item; deltas come as a ``MergedDelta``. ``Overloaded`` when the reader was too slow."""
+        while True:
+            if self._overflowed:
+                raise Overloaded(
+                    "the client reads too slowly: more than"
+                    f" {self._most_bytes} bytes wait to be sent; read faster, or ask for less at once",
+                    retry_after_s=1.0,
+                    reason="SLOW_READER",
+                )
+            if self._items:
+                return self._next()
+            if self._load is not None:
+                load, self._load = self._load, None
+                return load
+            if self._closed:
+                return None
+            self._news.clear()
+            await self._news.wait()
+
+    def _next(self) -> Any:
+        item = self._items.popleft()
+        taken = _size(item)
+        if isinstance(item, Delta):
+            deltas = [item]
+            while self._items and isinstance(self._items[0], Delta) and taken < _MESSAGE_BYTES:
+                deltas.append(self._items.popleft())
+                taken += _size(deltas[-1])
+            item = MergedDelta(deltas)
+        self._bytes -= taken
+        return item
+
+
+def _size(item: Any) -> int:
+    """About what it takes on the wire."""
+    if not isinstance(item, Delta):
+        return 64
+    tokens = len(item.tokens)
+    return 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * len(item.top_token_ids) + 64 * len(item.finished)
+
+
+def _join(deltas: list[Delta], name: str, none: np.ndarray, missing: Any) -> np.ndarray:
+    """Field ``name`` of all deltas beside their tokens, ``missing`` where a delta has none; ``none`` if all do."""
+    parts = [getattr(delta, name) for delta in deltas]
+    if not any(map(len, parts)):
+        return none
+    filled = [
+        part if len(part) else np.full(len(delta.tokens), missing) for part, delta in zip(parts, deltas, strict=True)
+    ]
+    return np.concatenate(filled)

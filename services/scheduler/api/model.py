@@ -1,0 +1,75 @@
+"""The served model as the API sees it."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from services.common.errors import NotFound, Unavailable
+from services.common.model_files import ModelCard
+from services.common.text.tokenizer import Tokenizer
+from services.scheduler.core.request import WorkerShape
+from services.scheduler.core.stop_automaton import Automaton
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
+
+CONTRACT_VERSION = "1.0"
+_AUTOMATA = 256             # compiled stop strings kept for the next request that has the same
+
+
+class ServedModel:
+    """Facts that never change, but for ``shape``, which the worker brings. Safe to share between threads."""
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, max_samples: int) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+        self.max_samples = max_samples
+        self.created_unix_s = int(time.time())
+        self._shape: WorkerShape | None = None
+        self._automata: OrderedDict[tuple[str, ...], Automaton] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def shape(self) -> WorkerShape:
+        """Raises ``Unavailable`` until a worker was there."""
+        if self._shape is None:
+            raise Unavailable("the worker is not there yet; try again")
+        return self._shape
+
+    def set_shape(self, shape: WorkerShape) -> None:
+        self._shape = shape
+
+    def check_name(self, name: str) -> None:
+        """Empty or the served model's id; else ``NotFound``."""
+        if name and name != self.card.name:
+            raise NotFound(f"model {name!r} is not served here; this is {self.card.name!r}", field="model")
+
+    def automaton(self, strings: Sequence[str]) -> Automaton:
+        """The stop strings, compiled."""
+        key = tuple(strings)
+        with self._lock:
+            if key in self._automata:
+                self._automata.move_to_end(key)
+                return self._automata[key]
+        automaton = Automaton(key)
+        with self._lock:
+            self._automata[key] = automaton
+            while len(self._automata) > _AUTOMATA:
+                self._automata.popitem(last=False)
+        return automaton
+
+    def message(self) -> observe_pb2.Model:
+        card, shape = self.card, self.shape
+        return observe_pb2.Model(
+            id=card.name,
+            created_unix_s=self.created_unix_s,
+            max_context_tokens=shape.max_context_tokens,
+            vocab_size=card.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+            has_chat_template=self.tokenizer.has_chat_template,
+            max_top_logprobs=shape.max_top_logprobs,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            contract_version=CONTRACT_VERSION,
+            default_sampling=generate_pb2.Sampling(
+                temperature=card.default_temperature, top_p=card.default_top_p, top_k=card.default_top_k, min_p=0.0
+            ),
+        )

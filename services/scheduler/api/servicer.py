@@ -1,0 +1,114 @@
+"""The public service: each RPC in a few lines, its work elsewhere."""
+
+import asyncio
+
+from services.common.errors import InvalidRequest, NotFound, Unavailable
+from services.common.packed import read_fixed32
+from services.scheduler.api.encoding import encode_curve, encode_load, encode_plan_news
+from services.scheduler.api.generate import Generation
+from services.scheduler.api.hub import Hub
+from services.scheduler.api.model import ServedModel
+from services.scheduler.api.prompt import check_tokens, encode_chat, read_prompt
+from services.scheduler.api.session import Session
+from services.scheduler.api.validation import read_request
+from services.scheduler.core.outlook import Outlook, look_ahead
+from services.scheduler.core.scheduler import Scheduler, resolve_limit
+from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+
+_LONGEST_HORIZON = 65536
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Owned by the asyncio loop."""
+
+    def __init__(self, hub: Hub, model: ServedModel, scheduler_id: str) -> None:
+        self._hub = hub
+        self._model = model
+        self._scheduler_id = scheduler_id
+
+    async def Generate(self, request, context):
+        stream = Generation(self._hub, self._model).run(request, context)
+        try:
+            async for response in stream:
+                yield response
+        finally:
+            await stream.aclose()
+
+    async def Session(self, request_iterator, context):
+        stream = Session(self._hub, self._model, self._scheduler_id).run(request_iterator)
+        try:
+            async for response in stream:
+                yield response
+        finally:
+            await stream.aclose()
+
+    async def GetModel(self, request, context):
+        self._model.check_name(request.model)
+        return observe_pb2.GetModelResponse(model=self._model.message())
+
+    async def GetLoad(self, request, context):
+        load = await self._hub.ask(lambda core: self._hub.engine.load())
+        return observe_pb2.GetLoadResponse(load=encode_load(load))
+
+    async def Forecast(self, request, context):
+        if request.horizon_steps > _LONGEST_HORIZON:
+            raise InvalidRequest(
+                f"horizon_steps is {request.horizon_steps}: expected 0 to {_LONGEST_HORIZON}", field="horizon_steps"
+            )
+        shape = self._model.shape
+        match request.WhichOneof("subject"):
+            case "request_id":
+                outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id))
+            case "request":
+                tokens = await asyncio.to_thread(read_prompt, request.request, self._model)
+                subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
+                subject.limit = resolve_limit(subject, shape)
+                outlook, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
+            case _:
+                raise InvalidRequest("set request_id or request", field="subject")
+        response = observe_pb2.ForecastResponse(start_step=outlook.start, finish_step=outlook.finish)
+        if step_s:
+            response.start_seconds, response.finish_seconds = outlook.start * step_s, outlook.finish * step_s
+        if request.horizon_steps:
+            response.curve.CopyFrom(encode_curve(outlook.curve, shape.page_count, request.horizon_steps))
+        return response
+
+    async def WatchPlans(self, request, context):
+        plans = self._hub.watch()
+        try:
+            while True:
+                yield encode_plan_news(await plans.get())
+        finally:
+            self._hub.unwatch(plans)
+
+    async def Tokenize(self, request, context):
+        tokenizer = self._model.tokenizer
+        match request.WhichOneof("input"):
+            case "text":
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                ids = await asyncio.to_thread(tokenizer.encode, request.text, special)
+            case "chat":
+                ids = await asyncio.to_thread(encode_chat, tokenizer, request.chat, "chat.messages")
+            case _:
+                raise InvalidRequest("set text or chat", field="input")
+        return observe_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(self, request, context):
+        tokens = read_fixed32(request.token_ids)
+        check_tokens(tokens, self._model.card.vocab_size, "token_ids")
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await asyncio.to_thread(self._model.tokenizer.decode, tokens.tolist(), skip)
+        return observe_pb2.DetokenizeResponse(text=text)
+
+
+def _of_accepted(core: Scheduler, request_id: str) -> tuple[Outlook, float]:
+    request = core.state.requests.get(request_id)
+    if request is None:
+        raise NotFound(f"no unfinished request has the id {request_id!r}", field="request_id")
+    return _look(core, request), core.step_s
+
+
+def _look(core: Scheduler, subject) -> Outlook:
+    if not core.state.attached:
+        raise Unavailable("the worker is not there yet; try again")
+    return look_ahead(core.state, subject)

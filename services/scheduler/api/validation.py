@@ -1,0 +1,180 @@
+"""A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
+
+import secrets
+import uuid
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.common.packed import read_fixed32, read_float
+from services.scheduler.api.model import ServedModel
+from services.scheduler.api.prompt import check_tokens
+from services.scheduler.core.request import Priority, Request, SamplingSettings
+from tokasaurus.scheduler.v1 import generate_pb2
+
+_MOST_STOP_STRINGS = 16
+_LONGEST_STOP_BYTES = 4096
+_MOST_TOP_LOGPROBS = 20
+_LONGEST_ID = 256
+_PRIORITIES = {
+    generate_pb2.PRIORITY_CLASS_UNSPECIFIED: Priority.NORMAL,
+    generate_pb2.PRIORITY_CLASS_LOW: Priority.LOW,
+    generate_pb2.PRIORITY_CLASS_NORMAL: Priority.NORMAL,
+    generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
+}
+
+
+def read_request(
+    message: generate_pb2.GenerateRequest, tokens: np.ndarray, model: ServedModel, *, sink: int, handle: int
+) -> Request:
+    """Raises ``InvalidRequest`` or ``NotFound`` naming the field. ``tokens``: what ``read_prompt`` returned."""
+    model.check_name(message.model)
+    if len(message.request_id) > _LONGEST_ID:
+        raise InvalidRequest(f"request_id is longer than {_LONGEST_ID} characters", field="request_id")
+    if message.priority not in _PRIORITIES:
+        raise InvalidRequest(f"priority {message.priority} is not a PriorityClass", field="priority")
+    n = _number(message, "n", 1)
+    if not 1 <= n <= model.max_samples:
+        raise InvalidRequest(f"n is {n}: expected 1 to {model.max_samples} (max_samples_per_request)", field="n")
+    if handle + n > 2**32:
+        raise InvalidRequest(f"handle {handle} + n={n} is beyond 32 bits: choose a smaller handle", field="handle")
+    stopping = message.stopping
+    strings = _stop_strings(stopping)
+    request = Request(
+        request_id=message.request_id or f"req-{uuid.uuid4().hex}",
+        tokens=tokens,
+        sampling=_sampling(message, model),
+        max_tokens=_max_tokens(stopping),
+        min_tokens=_min_tokens(stopping),
+        stop_token_ids=_stop_tokens(stopping, model),
+        automaton=model.automaton(strings) if strings else None,
+        n=n,
+        priority=_PRIORITIES[message.priority],
+        deadline_ms=message.deadline_unix_ms if message.HasField("deadline_unix_ms") else None,
+        cache_salt=message.cache_salt,
+        sink=sink,
+        handle=handle,
+    )
+    if message.HasField("resume"):
+        _resume(request, message, model)
+    return request
+
+
+def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> SamplingSettings:
+    sampling, card = message.sampling, model.card
+    temperature = _number(sampling, "temperature", card.default_temperature)
+    top_p = _number(sampling, "top_p", card.default_top_p)
+    min_p = _number(sampling, "min_p", 0.0)
+    # Written so that NaN fails.
+    if not 0 <= temperature <= 100:
+        raise InvalidRequest(f"temperature is {temperature:g}: expected 0 to 100", field="sampling.temperature")
+    if not 0 < top_p <= 1:
+        raise InvalidRequest(f"top_p is {top_p:g}: expected more than 0 and at most 1", field="sampling.top_p")
+    if not 0 <= min_p <= 1:
+        raise InvalidRequest(f"min_p is {min_p:g}: expected 0 to 1", field="sampling.min_p")
+    bias_tokens, bias_values = _logit_bias(sampling, model)
+    logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
+    most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
+    if top > most:
+        raise InvalidRequest(f"top_logprobs is {top}: expected 0 to {most}", field="output.top_logprobs")
+    if top and not logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: set output.logprobs", field="output.top_logprobs")
+    return SamplingSettings(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=_number(sampling, "top_k", card.default_top_k),
+        min_p=min_p,
+        seed=_number(sampling, "seed", secrets.randbits(64)),
+        logprobs=logprobs,
+        top_logprobs=top,
+        logit_bias_token_ids=bias_tokens,
+        logit_bias_values=bias_values,
+    )
+
+
+def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel) -> tuple[np.ndarray, np.ndarray]:
+    tokens, values = read_fixed32(sampling.logit_bias_token_ids), read_float(sampling.logit_bias_values)
+    if len(tokens) != len(values):
+        raise InvalidRequest(
+            f"{len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: expected as many of each",
+            field="sampling.logit_bias_values",
+        )
+    check_tokens(tokens, model.card.vocab_size, "sampling.logit_bias_token_ids")
+    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+        raise InvalidRequest("a bias is not a finite number", field=f"sampling.logit_bias_values[{index}]")
+    first = np.unique(tokens, return_index=True)[1]
+    if len(first) < len(tokens):
+        index = int(np.setdiff1d(np.arange(len(tokens)), first)[0])
+        raise InvalidRequest(
+            f"token id {int(tokens[index])} is biased twice", field=f"sampling.logit_bias_token_ids[{index}]"
+        )
+    return tokens, values
+
+
+def _max_tokens(stopping: generate_pb2.Stopping) -> int | None:
+    if not stopping.HasField("max_tokens"):
+        return None
+    if stopping.max_tokens < 1:
+        raise InvalidRequest("max_tokens is 0: expected at least 1", field="stopping.max_tokens")
+    return stopping.max_tokens
+
+
+def _min_tokens(stopping: generate_pb2.Stopping) -> int:
+    if stopping.HasField("max_tokens") and stopping.min_tokens > stopping.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {stopping.min_tokens}: expected at most max_tokens, {stopping.max_tokens}",
+            field="stopping.min_tokens",
+        )
+    return stopping.min_tokens
+
+
+def _stop_strings(stopping: generate_pb2.Stopping) -> tuple[str, ...]:
+    strings = tuple(stopping.strings)
+    if len(strings) > _MOST_STOP_STRINGS:
+        raise InvalidRequest(
+            f"{len(strings)} stop strings: expected at most {_MOST_STOP_STRINGS}", field="stopping.strings"
+        )
+    for index, string in enumerate(strings):
+        if not string:
+            raise InvalidRequest("a stop string is empty", field=f"stopping.strings[{index}]")
+        if len(string.encode()) > _LONGEST_STOP_BYTES:
+            raise InvalidRequest(
+                f"a stop string has {len(string.encode())} bytes: expected at most {_LONGEST_STOP_BYTES}",
+                field=f"stopping.strings[{index}]",
+            )
+    return strings
+
+
+def _stop_tokens(stopping: generate_pb2.Stopping, model: ServedModel) -> frozenset[int]:
+    tokens = read_fixed32(stopping.token_ids)
+    check_tokens(tokens, model.card.vocab_size, "stopping.token_ids")
+    return frozenset(tokens.tolist()) | (frozenset() if stopping.ignore_eos else frozenset(model.card.eos_token_ids))
+
+
+def _resume(request: Request, message: generate_pb2.GenerateRequest, model: ServedModel) -> None:
+    generated = message.resume.generated_tokens
+    if message.WhichOneof("prompt") != "tokens":
+        raise InvalidRequest("resume needs a prompt of token ids: set tokens", field="resume")
+    if request.n != 1:
+        raise InvalidRequest(f"resume continues one sample and n is {request.n}: expected 1", field="n")
+    if generated >= len(request.tokens):
+        raise InvalidRequest(
+            f"generated_tokens is {generated} and the prompt has {len(request.tokens)} tokens: at least one must have"
+            " been there before",
+            field="resume.generated_tokens",
+        )
+    if request.max_tokens is not None and generated >= request.max_tokens:
+        raise InvalidRequest(
+            f"generated_tokens is {generated} and max_tokens {request.max_tokens}: the sample is complete",
+            field="resume.generated_tokens",
+        )
+    request.resumed_tokens = generated
+    request.first_sample_index = message.resume.sample_index
+    if request.automaton is not None and generated:
+        tail = request.tokens[len(request.tokens) - generated :].tolist()
+        request.stop_state = request.automaton.run(0, model.tokenizer.vocabulary.text_bytes(tail))
+
+
+def _number(message, name: str, default):
+    """The value of an optional scalar, or its default."""
+    return getattr(message, name) if message.HasField(name) else default

@@ -1,0 +1,21 @@
+"""What happened since the scheduler started."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """Named as in the contract. Owned by the core."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    wasted_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    requests_accepted: int = 0
+    requests_rejected: int = 0
+    sequences_finished: int = 0
+    sequences_cancelled: int = 0
+    worker_restarts: int = 0

@@ -1,0 +1,37 @@
+"""Requests that end by themselves at a given time."""
+
+import heapq
+from itertools import count
+
+from services.scheduler.core.request import Request
+
+
+class Deadlines:
+    """A heap; entries of finished requests are skipped, and swept out when they are the most. Owned by the core."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._order = count()
+        self._sweep_at = 1024
+
+    def add(self, request: Request) -> None:
+        if request.deadline_ms is None:
+            return
+        heapq.heappush(self._heap, (request.deadline_ms, next(self._order), request))
+        if len(self._heap) > self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2].unfinished]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(1024, 2 * len(self._heap))
+
+    def next_ms(self) -> int | None:
+        """The earliest deadline of an unfinished request, in milliseconds since the epoch."""
+        while self._heap and not self._heap[0][2].unfinished:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now_ms: int) -> list[Request]:
+        """Unfinished requests whose time has come; each is returned once."""
+        found = []
+        while (earliest := self.next_ms()) is not None and earliest <= now_ms:
+            found.append(heapq.heappop(self._heap)[2])
+        return found

@@ -1,0 +1,47 @@
+"""How loaded the scheduler is, as numbers."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from services.scheduler.core.counters import Counters
+from services.scheduler.core.state import State
+
+
+@dataclass(frozen=True)
+class Load:
+    """A snapshot, named as in the contract."""
+
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    total_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    in_use_pages: int = 0
+    page_size: int = 0
+    outstanding_tokens: int = 0
+    ready: bool = False
+    plans_in_flight: int = 0
+    counters: Counters = field(default_factory=Counters)
+
+
+def read_load(state: State, *, ready: bool, plans_in_flight: int) -> Load:
+    """The present load."""
+    waiting, counters = len(state.waiting), dataclasses.replace(state.counters)
+    if not state.attached:
+        return Load(
+            waiting_sequences=waiting, outstanding_tokens=state.waiting.tokens, ready=ready, counters=counters
+        )
+    pool = state.pool
+    return Load(
+        running_sequences=state.slots.running,
+        waiting_sequences=waiting,
+        total_pages=pool.size,
+        free_pages=pool.free,
+        cached_pages=pool.cached,
+        in_use_pages=pool.in_use,
+        page_size=pool.page_size,
+        outstanding_tokens=state.slots.outstanding_tokens() + state.waiting.tokens,
+        ready=ready,
+        plans_in_flight=plans_in_flight,
+        counters=counters,
+    )

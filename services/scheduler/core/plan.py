@@ -1,0 +1,71 @@
+"""What goes to the worker and what comes back, as arrays: the core's side of the worker's contract."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.request import SamplingSettings
+
+NO_SLOTS = np.zeros(0, np.int64)
+NO_FLOATS = np.zeros(0, np.float32)
+NO_TOKENS = np.zeros(0, np.uint32)
+
+
+def no_slots() -> np.ndarray:
+    return NO_SLOTS
+
+
+def no_floats() -> np.ndarray:
+    return NO_FLOATS
+
+
+def no_tokens() -> np.ndarray:
+    return NO_TOKENS
+
+
+@dataclass(frozen=True, eq=False)
+class SlotAdmission:
+    """A sequence enters a slot."""
+
+    slot: int
+    token_ids: np.ndarray           # uint32, every token known
+    cached_tokens: int
+    pages: np.ndarray               # int32, page table so far
+    sampling: SamplingSettings
+    sample_index: int
+
+
+@dataclass(eq=False)
+class Plan:
+    """One step. Empty arrays mean that nothing of the kind happens."""
+
+    step: int
+    released: list[int] = field(default_factory=list)           # slots
+    admissions: list[SlotAdmission] = field(default_factory=list)
+    append_slots: np.ndarray = field(default_factory=no_slots)
+    append_pages: np.ndarray = field(default_factory=no_slots)
+    copies: list[tuple[int, int]] = field(default_factory=list)     # (source page, target page)
+    # The batch in order; both None = as in the previous plan. `counts` None with `slots` given = one token each.
+    slots: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    # For observers.
+    sequences: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    sampled: int = 0                # rows that sample a token
+    admitted_ids: list[str] = field(default_factory=list)
+    released_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A worker's answer to one plan. Arrays stand beside ``slots``; empty when nobody asked for them."""
+
+    step: int
+    slots: np.ndarray                           # int64 [rows that sampled]
+    tokens: np.ndarray                          # int64
+    logprobs: np.ndarray = field(default_factory=no_floats)  # float32, NaN where not asked
+    top_counts: np.ndarray = field(default_factory=no_slots)
+    top_token_ids: np.ndarray = field(default_factory=no_tokens)  # concatenated
+    top_logprobs: np.ndarray = field(default_factory=no_floats)
+    failures: tuple[tuple[int, str], ...] = ()  # (slot, message)

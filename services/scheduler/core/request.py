@@ -1,0 +1,160 @@
+"""What is asked for, in the scheduler's own words: a request, and the samples it is made of."""
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.stop_automaton import Automaton
+
+
+class Priority(enum.IntEnum):
+    """Classes of the waiting queue; the order of the enum is the order of service, lowest value first."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+class FinishReason(enum.IntEnum):
+    """Numbered as in the contract."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingSettings:
+    """Resolved: nothing is left to a default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    logit_bias_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+    logit_bias_values: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+
+@dataclass(eq=False)
+class Request:
+    """One accepted request. Immutable but for ``share``, which the scheduler's core sets."""
+
+    request_id: str
+    tokens: np.ndarray                          # [all tokens known at submission] uint32; a resumed tail included
+    sampling: SamplingSettings
+    max_tokens: int | None = None               # None: what is left of the context
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()    # the model's own set included unless it is ignored
+    automaton: Automaton | None = None          # of the stop strings
+    n: int = 1
+    priority: Priority = Priority.NORMAL
+    deadline_ms: int | None = None              # milliseconds since the epoch
+    cache_salt: str = ""
+    resumed_tokens: int = 0                     # tail of `tokens` that an earlier scheduler generated
+    first_sample_index: int = 0                 # what the noise of sample 0 is drawn for
+    stop_state: int = 0                         # of the automaton after the resumed tail
+    sink: int = 0                               # where the output goes: the owner of the handles
+    handle: int = 0                             # sample i answers to handle + i
+    limit: int = 0                              # length at which a sample ends; set at submission
+    samples: list["Sample"] = field(default_factory=list)
+    unfinished: int = 0                         # samples without a Finish
+    waiting: int = 0                            # samples in the queue
+    share: "PromptShare | None" = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt proper, without a resumed tail."""
+        return len(self.tokens) - self.resumed_tokens
+
+
+@dataclass(eq=False)
+class PromptShare:
+    """The prompt's pages, computed once by a request's first sample and held for the siblings still waiting."""
+
+    leader: "Sample"
+    ready_step: int = 0                         # first step whose plan may use the pages; 0 while being computed
+    pages: np.ndarray | None = None             # all pages of the prompt, the partly filled last one included
+
+
+class Sample:
+    """One answer in the making. The step path works on the slot arrays; this is its life before and after."""
+
+    __slots__ = (
+        "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
+        "generated", "handle", "index", "last_token_ns", "request", "slot", "stop_state",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
+        self.request = request
+        self.handle = request.handle + offset
+        self.index = request.first_sample_index + offset    # what the noise is drawn for
+        self.arrival = arrival                  # order of service within a class
+        self.accepted_ns = accepted_ns
+        self.slot = -1                          # -1 while waiting
+        self.finished = False
+        self.generated = np.zeros(0, np.uint32)     # of an interrupted sample: tokens behind request.tokens
+        self.stop_state = request.stop_state    # of the automaton, local numbering
+        self.computed_before = 0                # tokens that were computed before the interruption
+        self.cached_tokens = -1                 # -1 until first admitted
+        self.first_plan_ns = 0
+        self.first_token_ns = 0
+        self.last_token_ns = 0
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Everything known: prompt and what was generated before an interruption."""
+        return np.concatenate((self.request.tokens, self.generated)) if len(self.generated) else self.request.tokens
+
+    @property
+    def given(self) -> int:
+        return len(self.request.tokens) + len(self.generated)
+
+    @property
+    def outstanding(self) -> int:
+        """Prompt tokens to compute and answer tokens to generate at most."""
+        return self.request.limit
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of one sample; everything about it that is sent once."""
+
+    handle: int
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    queued_ns: int
+    prefill_ns: int
+    decode_ns: int
+    stop_token_id: int | None = None
+    stop_string: tuple[int, int] | None = None      # (index, trailing bytes)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerShape:
+    """Sizes the worker announces; every limit of the core follows from them."""
+
+    page_size: int
+    page_count: int
+    max_slots: int
+    max_tokens_per_step: int
+    max_context_tokens: int
+    vocab_size: int
+    max_top_logprobs: int = 20
+
+    @property
+    def max_running(self) -> int:
+        """A sequence that decodes takes a token of every step, so no more run than a step has tokens."""
+        return min(self.max_slots, self.max_tokens_per_step)
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.page_count * self.page_size

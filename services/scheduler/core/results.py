@@ -1,0 +1,104 @@
+"""Takes in a worker's answer to one plan."""
+
+import dataclasses
+
+import numpy as np
+
+from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.output import ragged_rows
+from services.scheduler.core.plan import Result
+from services.scheduler.core.request import FinishReason
+from services.scheduler.core.state import State
+
+
+class Results:
+    """Owned by the core."""
+
+    def __init__(self, state: State, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+
+    def take(self, result: Result, now_ns: int) -> None:
+        """Advance every sequence that still runs, and end those that are through."""
+        state, slots = self._state, self._state.slots
+        live = slots.active[result.slots] & (slots.admitted_step[result.slots] <= result.step)
+        if not live.all():
+            state.counters.wasted_tokens += int(len(live) - np.count_nonzero(live))
+            result = select_rows(result, np.flatnonzero(live))
+        self._fail(result)
+        rows, tokens = result.slots, result.tokens
+        if len(rows) == 0:
+            return
+        state.counters.generated_tokens += len(rows)
+        self._write(rows, tokens, now_ns)
+        before = slots.stop_state[rows]
+        matched = self._match_strings(rows, tokens, before)
+        in_set = state.stop_tokens.contain(slots.stop_set[rows], tokens)
+        known = slots.known[rows]
+        late_enough = known >= slots.min_known[rows]
+        state.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
+        for row in np.flatnonzero(matched & ~late_enough).tolist():
+            self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
+        ended = ((matched | in_set) & late_enough) | (known >= slots.limit[rows])
+        for row in np.flatnonzero(ended).tolist():
+            token, at = int(tokens[row]), bool(late_enough[row])
+            self._end(int(rows[row]), token, at and bool(in_set[row]), at and bool(matched[row]), int(before[row]))
+
+    def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
+        state, slots = self._state, self._state.slots
+        position = slots.known[rows]
+        slots.known[rows] = position + 1
+        slots.last_token[rows] = tokens
+        index, offset = np.divmod(position, state.shape.page_size)
+        paged = index < slots.page_count[rows]      # else it is written when its page is taken
+        if paged.all():
+            state.pool.tokens[slots.table[rows, index], offset] = tokens
+        else:
+            pages = slots.table[rows[paged], index[paged]]
+            state.pool.tokens[pages, offset[paged]] = tokens[paged]
+        first = slots.first_token_ns[rows]
+        slots.first_token_ns[rows] = np.where(first == 0, now_ns, first)
+        slots.last_token_ns[rows] = now_ns
+
+    def _match_strings(self, rows: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """bool beside ``rows``: a stop string ended in this token."""
+        matched = np.zeros(len(rows), bool)
+        watched = np.flatnonzero(states >= 0)
+        if len(watched):
+            moved, matched[watched] = self._state.matcher.advance(states[watched], tokens[watched])
+            self._state.slots.stop_state[rows[watched]] = moved
+        return matched
+
+    def _pass_over(self, slot: int, state_before: int, token: int) -> None:
+        """A stop string ended before min_tokens: it does not count."""
+        automaton = self._state.slots.samples[slot].request.automaton
+        self._state.slots.stop_state[slot] = self._state.matcher.pass_over(automaton, state_before, token)
+
+    def _end(self, slot: int, token: int, by_token: bool, by_string: bool, state_before: int) -> None:
+        sample = self._state.slots.samples[slot]
+        if by_token:
+            self._lifecycle.finish(sample, FinishReason.STOP, stop_token_id=token)
+        elif by_string:
+            match = self._state.matcher.first_match(sample.request.automaton, state_before, token)
+            self._lifecycle.finish(sample, FinishReason.STOP, stop_string=match)
+        else:
+            self._lifecycle.finish(sample, FinishReason.LENGTH)
+
+    def _fail(self, result: Result) -> None:
+        slots = self._state.slots
+        for slot, message in result.failures:
+            if slots.active[slot] and slots.admitted_step[slot] <= result.step:
+                error = f"the worker could not compute this sequence: {message}"
+                self._lifecycle.finish(slots.samples[slot], FinishReason.ERROR, error=error)
+
+
+def select_rows(result: Result, rows: np.ndarray) -> Result:
+    """``result`` with these of its rows only."""
+    chosen = {"slots": result.slots[rows], "tokens": result.tokens[rows]}
+    if len(result.logprobs):
+        chosen["logprobs"] = result.logprobs[rows]
+    if len(result.top_counts):
+        at = ragged_rows(result.top_counts, rows)
+        chosen["top_counts"] = result.top_counts[rows]
+        chosen["top_token_ids"], chosen["top_logprobs"] = result.top_token_ids[at], result.top_logprobs[at]
+    return dataclasses.replace(result, **chosen)

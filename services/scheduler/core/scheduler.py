@@ -1,0 +1,224 @@
+"""The core as its shell sees it: submit, cancel, plan, take results; attach and detach the worker."""
+
+from collections.abc import Sequence
+from itertools import count
+
+from services.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
+from services.scheduler.core.deadlines import Deadlines
+from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.load import Load, read_load
+from services.scheduler.core.outlook import first_release_step
+from services.scheduler.core.output import Delta
+from services.scheduler.core.plan import Plan, Result
+from services.scheduler.core.planner import Planner
+from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
+from services.scheduler.core.results import Results
+from services.scheduler.core.state import State
+
+_SHORTEST_RETRY_S = 0.1
+
+
+class Scheduler:
+    """Owned and driven by one thread. Times come in as arguments: ``now_ns`` of a monotonic clock, ``now_ms`` since the
+    epoch. A sink is the owner of a set of handles: a session, or one Generate call.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        vocab_size: int,
+        *,
+        steps_ahead: int = 2,
+        prefix_caching: bool = True,
+        max_queued: int = 65536,
+    ) -> None:
+        self.state = State(token_bytes, vocab_size, steps_ahead=steps_ahead, prefix_caching=prefix_caching)
+        self._lifecycle = Lifecycle(self.state)
+        self._deadlines = Deadlines()
+        self._max_queued = max_queued
+        self._arrivals = count()
+        self._sinks: dict[int, dict[int, Sample]] = {}
+        self._pending: dict[int, int] = {}          # step -> rows that will sample, of plans in flight
+        self.step_s = 0.0                           # recent time of a step, kept by the shell
+
+    # -- the worker
+
+    def attach(self, shape: WorkerShape) -> None:
+        """A worker that holds nothing is there. Samples that cannot run on it end with an error."""
+        state = self.state
+        state.attach(shape)
+        self._planner, self._results = Planner(state, self._lifecycle), Results(state, self._lifecycle)
+        for sample in list(state.waiting):
+            if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
+                error = "the worker came back smaller than the one that accepted this request; send it again"
+                self._lifecycle.finish(sample, FinishReason.ERROR, error=error)
+
+    def detach(self) -> None:
+        """The worker is gone and its pages with it: running samples go back to the head of the queue, tokens kept."""
+        state = self.state
+        if not state.attached:
+            return
+        running = [sample for sample in state.slots.samples if sample is not None]
+        for sample in sorted(running, key=lambda sample: sample.arrival, reverse=True):
+            self._lifecycle.interrupt(sample)
+        for request in list(state.sharing):
+            request.share = None
+        shape = state.shape
+        state.attach(shape)         # an empty pool until the next worker says otherwise
+        self._pending.clear()
+
+    # -- requests
+
+    def open_sink(self, sink: int) -> None:
+        self._sinks[sink] = {}
+
+    def close_sink(self, sink: int) -> None:
+        """Nobody listens any more: all its samples end. Closing it again does nothing."""
+        for sample in list(self._sinks.get(sink, {}).values()):
+            self._end(sample, FinishReason.CANCELLED)
+        self._sinks.pop(sink, None)
+
+    def live(self, sink: int) -> int:
+        """Unfinished samples of a sink."""
+        return len(self._sinks[sink])
+
+    def submit(self, request: Request, now_ns: int) -> None:
+        """Queue a request. After ``InvalidRequest``, ``AlreadyExists`` or ``Overloaded`` nothing happened."""
+        state, handles = self.state, self._sinks.get(request.sink)
+        if handles is None:
+            raise Unavailable("the stream of this request is closed")
+        try:
+            self._check(request, handles)
+            if request.automaton is not None:
+                state.matcher.acquire(request.automaton)
+        except (InvalidRequest, AlreadyExists, Overloaded):
+            state.counters.requests_rejected += 1
+            raise
+        request.unfinished = request.n
+        for offset in range(request.n):
+            sample = Sample(request, offset, next(self._arrivals), now_ns)
+            request.samples.append(sample)
+            handles[sample.handle] = sample
+            state.waiting.push(sample)
+        state.requests[request.request_id] = request
+        self._deadlines.add(request)
+        state.counters.requests_accepted += 1
+        state.counters.prompt_tokens += request.prompt_tokens
+
+    def _check(self, request: Request, handles: dict[int, Sample]) -> None:
+        shape = self.state.shape
+        request.limit = resolve_limit(request, shape)
+        if request.request_id in self.state.requests:
+            raise AlreadyExists(f"request_id {request.request_id!r} names an unfinished request; choose another")
+        wanted = range(request.handle, request.handle + request.n)
+        taken = next((handle for handle in wanted if handle in handles), None)
+        if taken is not None:
+            raise AlreadyExists(f"handle {taken} belongs to an unfinished sample of this session; choose another")
+        if len(self.state.waiting) + request.n > self._max_queued:
+            raise Overloaded(
+                f"{len(self.state.waiting)} sequences wait and {request.n} more would pass max_queued_sequences="
+                f"{self._max_queued}; come back later, or raise it",
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def retry_after_s(self) -> float:
+        """When the queue should next become shorter: the first release that the forecast sees."""
+        return max(_SHORTEST_RETRY_S, first_release_step(self.state) * self.step_s)
+
+    def cancel(self, sink: int, handles: Sequence[int]) -> None:
+        """End samples early; unknown handles finished before and are passed over."""
+        live = self._sinks.get(sink, {})
+        for handle in handles:
+            sample = live.get(handle)
+            if sample is not None:
+                self._end(sample, FinishReason.CANCELLED)
+
+    def end_overdue(self, now_ms: int) -> None:
+        """End what is past its deadline."""
+        for request in self._deadlines.due(now_ms):
+            for sample in request.samples:
+                if not sample.finished:
+                    self._end(sample, FinishReason.DEADLINE)
+
+    def next_deadline_ms(self) -> int | None:
+        return self._deadlines.next_ms()
+
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
+        if not sample.finished:         # it may have finished since the last `take_output`
+            self._lifecycle.finish(sample, reason)
+
+    # -- steps
+
+    @property
+    def plans_in_flight(self) -> int:
+        return len(self._pending)
+
+    def plan(self, now_ns: int) -> Plan | None:
+        """The next plan, if another may be in flight and there is something to compute."""
+        if len(self._pending) >= self.state.steps_ahead:
+            return None
+        plan = self._planner.build(now_ns)
+        if plan is not None:
+            self._pending[plan.step] = plan.sampled
+        return plan
+
+    def take(self, result: Result, now_ns: int) -> None:
+        """Take in the answer to the oldest plan in flight. ``ValueError`` when it answers something else."""
+        expected, sampled = next(iter(self._pending.items()), (None, None))
+        if result.step != expected:
+            raise ValueError(f"the worker answered step {result.step}, expected was {expected}")
+        if len(result.slots) + len(result.failures) != sampled:
+            raise ValueError(
+                f"step {result.step}: {len(result.slots)} tokens and {len(result.failures)} failures for {sampled} rows"
+            )
+        del self._pending[result.step]
+        self._results.take(result, now_ns)
+
+    def take_output(self) -> list[tuple[int, Delta]]:
+        """News since the last call, as (sink, delta). A finished sample's handle is free from here on."""
+        news = self.state.outbox.take(self.state.step)
+        for sink, delta in news:
+            live = self._sinks.get(sink, {})
+            for finish in delta.finished:
+                live.pop(finish.handle, None)
+        return news
+
+    def load(self, *, ready: bool) -> Load:
+        return read_load(self.state, ready=ready, plans_in_flight=self.plans_in_flight)
+
+
+def resolve_limit(request: Request, shape: WorkerShape) -> int:
+    """The length at which samples of ``request`` end. ``InvalidRequest`` when the worker can never run them."""
+    prompt, context, pool = request.prompt_tokens, shape.max_context_tokens, shape.pool_tokens
+    if len(request.tokens) >= context:
+        raise InvalidRequest(
+            f"the prompt has {len(request.tokens)} tokens and the model's context is {context}: at least one token must"
+            " be left for the answer; shorten the prompt",
+            field="prompt",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    if len(request.tokens) > pool:
+        raise InvalidRequest(
+            f"the prompt has {len(request.tokens)} tokens and the KV cache holds {pool}: shorten the prompt, or raise"
+            " kv_cache_num_tokens of the worker",
+            field="prompt",
+            reason="KV_CACHE_TOO_SMALL",
+        )
+    if request.max_tokens is None:
+        return min(context, pool + 1)       # the last token of an answer is sampled, never computed
+    limit = prompt + request.max_tokens
+    if limit > context:
+        raise InvalidRequest(
+            f"prompt and answer would have {limit} tokens ({prompt} in the prompt, max_tokens={request.max_tokens}) and"
+            f" the model's context is {context}; lower max_tokens to {context - prompt} or shorten the prompt",
+            field="stopping.max_tokens",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    if limit - 1 > pool:
+        raise InvalidRequest(
+            f"prompt and answer would have {limit} tokens ({prompt} in the prompt, max_tokens={request.max_tokens}) and"
+            f" the KV cache holds {pool}: lower max_tokens, or raise kv_cache_num_tokens of the worker",
+            field="stopping.max_tokens",
+            reason="KV_CACHE_TOO_SMALL",
+        )
+    return limit

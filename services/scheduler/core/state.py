@@ -1,0 +1,45 @@
+"""What the parts of the core share. One object for as long as one worker lives, and what outlives workers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.scheduler.core.counters import Counters
+from services.scheduler.core.output import Outbox
+from services.scheduler.core.pages import PagePool
+from services.scheduler.core.prefix_tree import PrefixTree
+from services.scheduler.core.request import Request, WorkerShape
+from services.scheduler.core.slots import Slots
+from services.scheduler.core.stop_matcher import StopMatcher
+from services.scheduler.core.stop_tokens import StopTokens
+from services.scheduler.core.waiting import WaitingQueue
+
+
+class State:
+    """``attach`` begins a new worker's life with an empty pool; queue, stop tables and counters stay."""
+
+    def __init__(
+        self, token_bytes: Sequence[bytes], vocab_size: int, *, steps_ahead: int, prefix_caching: bool
+    ) -> None:
+        self.steps_ahead = steps_ahead
+        self.prefix_caching = prefix_caching
+        self.waiting = WaitingQueue()
+        self.requests: dict[str, Request] = {}          # unfinished ones, by id
+        self.outbox = Outbox()
+        self.counters = Counters()
+        self.matcher = StopMatcher(token_bytes, vocab_size)
+        self.stop_tokens = StopTokens(vocab_size)
+        self.attached = False
+        self.step = 0                                   # of the last plan built
+
+    def attach(self, shape: WorkerShape) -> None:
+        """Begin with a worker that holds nothing."""
+        self.shape = shape
+        self.slots = Slots(shape)
+        self.pool = PagePool(shape.page_count, shape.page_size)
+        self.tree = PrefixTree(self.pool)
+        self.step = 0
+        self.prefilling: list[int] = []                 # slots whose prompt is not computed yet, in order; at most one
+        self.to_release: list[tuple[int, str]] = []     # (slot, request id): freed here, to be told to the worker
+        self.sharing: dict[Request, np.ndarray] = {}    # pages held for siblings that wait
+        self.attached = True

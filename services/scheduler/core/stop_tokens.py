@@ -1,0 +1,42 @@
+"""Sets of tokens that end a sample, tested for a whole step at once."""
+
+import numpy as np
+
+
+class StopTokens:
+    """Interned sets as rows of bits; set 0 is empty. Rows are reused when no request names their set any more."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._width = vocab_size // 8 + 1
+        self._bits = np.zeros((4, self._width), np.uint8)
+        self._rows: dict[frozenset[int], int] = {frozenset(): 0}
+        self._users = [1, 0, 0, 0]
+        self._free = [3, 2, 1]
+
+    def acquire(self, tokens: frozenset[int]) -> int:
+        """The number of the set, for one more user."""
+        row = self._rows.get(tokens)
+        if row is None:
+            if not self._free:
+                size = len(self._bits)
+                self._bits = np.concatenate((self._bits, np.zeros_like(self._bits)))
+                self._users += [0] * size
+                self._free = list(range(2 * size - 1, size - 1, -1))
+            row = self._rows[tokens] = self._free.pop()
+            for token in tokens:
+                self._bits[row, token >> 3] |= 1 << (token & 7)
+        self._users[row] += 1
+        return row
+
+    def release(self, tokens: frozenset[int]) -> None:
+        """One user less."""
+        row = self._rows[tokens]
+        self._users[row] -= 1
+        if self._users[row] == 0:
+            del self._rows[tokens]
+            self._bits[row] = 0
+            self._free.append(row)
+
+    def contain(self, sets: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """bool ``[rows]``: whether ``tokens[i]`` is in set ``sets[i]``."""
+        return (self._bits[sets, tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 != 0

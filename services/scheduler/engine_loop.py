@@ -1,0 +1,295 @@
+"""The step loop: one OS thread that owns the core and turns whenever something happened."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from services.common.errors import Internal, TokaError, Unavailable
+from services.scheduler.core.load import Load
+from services.scheduler.core.plan import Plan, Result
+from services.scheduler.core.request import Request, WorkerShape
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.workers.codec import decode_shape, encode_plan
+from services.scheduler.workers.link import WorkerStream
+from tokasaurus.worker.v1 import worker_pb2
+
+log = structlog.get_logger(__name__)
+
+_LOAD_PERIOD_S = 0.2
+_SILENCE_S = 120.0              # a worker that owes an answer for so long does not answer
+_EVENTS_AT_ONCE = 512           # between two looks at whether a plan can go out
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The request is in the queue."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Rejected:
+    handle: int
+    error: TokaError
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    nonce: int
+
+
+@dataclass(frozen=True)
+class PlanNews:
+    """One plan, for those who watch."""
+
+    plan: Plan
+    waiting_sequences: int
+    in_use_pages: int
+    plans_in_flight: int
+
+
+# (sink, news): a Delta or one of the above; sink None = for everybody who wants that kind.
+News = list[tuple[int | None, Any]]
+
+
+class EngineLoop:
+    """Other threads talk to it through ``post`` and ``ask``; what it says goes to ``deliver``, once for each turn.
+
+    ``deliver`` and ``failed`` are called on the loop's thread and must only pass things on.
+    """
+
+    def __init__(
+        self,
+        core: Scheduler,
+        max_context_tokens: int,
+        deliver: Callable[[News], None],
+        failed: Callable[[BaseException], None],
+        *,
+        stats_report_seconds: float = 0.0,
+    ) -> None:
+        self._core = core
+        self._max_context_tokens = max_context_tokens
+        self._deliver = deliver
+        self._failed = failed
+        self._stats_period = stats_report_seconds
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stream: WorkerStream | None = None
+        self._news: News = []
+        self._stopping = False
+        self._load_due = False
+        self._last_load = self._last_stats = self._last_answer = time.monotonic()
+        self._last_counts = (0, 0)
+        self._answer_times: list[float] = []
+        self.watchers = 0                       # set by the API: plans are reported while it is not 0
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+
+    # -- from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the present turn."""
+        self.post(self._stop)
+        self._thread.join()
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Run ``event`` on the loop's thread."""
+        self._inbox.put(event)
+
+    def ask(self, question: Callable[[Scheduler], Any]) -> Future:
+        """``question(core)``, answered on the loop's thread."""
+        answer: Future = Future()
+
+        def event() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question(self._core))
+                except Exception as error:  # the asker's trouble, not the loop's
+                    answer.set_exception(error)
+
+        self.post(event)
+        return answer
+
+    def submit(self, request: Request) -> None:
+        """Queue ``request``; its sink is told Accepted or Rejected before anything else about it."""
+        self.post(lambda: self._submit(request))
+
+    def reject(self, sink: int, handle: int, error: TokaError) -> None:
+        """Tell a sink that its request never got here, in order with everything else it is told."""
+        self.post(lambda: self._reject(sink, handle, error))
+
+    def cancel(self, sink: int, handles: list[int]) -> None:
+        self.post(lambda: self._core.cancel(sink, handles))
+
+    def heartbeat(self, sink: int, nonce: int) -> None:
+        self.post(lambda: self._news.append((sink, HeartbeatAnswer(nonce))))
+
+    def worker_connected(self, stream: WorkerStream) -> None:
+        self.post(lambda: self._attach(stream))
+
+    def worker_answered(self, stream: WorkerStream, result: Result) -> None:
+        self.post(lambda: self._take_result(stream, result))
+
+    def worker_lost(self, stream: WorkerStream, reason: str) -> None:
+        self.post(lambda: self._detach(stream, reason))
+
+    def shape_of(self, info: worker_pb2.WorkerInfo) -> WorkerShape:
+        return decode_shape(info, self._max_context_tokens)
+
+    # -- on the loop's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_events()
+                self._core.end_overdue(time.time_ns() // 1_000_000)
+                self._send_plans()
+                self._report()
+                self._hand_over()
+        except BaseException as error:
+            log.error("the step loop failed", exc_info=error)
+            self._failed(error)
+
+    def _take_events(self) -> None:
+        """Wait for the first event, or until something is due; take those that are there."""
+        try:
+            self._inbox.get(timeout=self._until_due())()
+            for _ in range(min(self._inbox.qsize(), _EVENTS_AT_ONCE)):
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+        self._load_due = True
+
+    def _until_due(self) -> float | None:
+        """Seconds until a deadline, a load report or a log line; None when only an event can bring news."""
+        due = []
+        if (deadline_ms := self._core.next_deadline_ms()) is not None:
+            due.append(deadline_ms / 1000 - time.time())
+        if self._load_due:
+            due.append(self._last_load + _LOAD_PERIOD_S - time.monotonic())
+        if self._stats_period and self._busy():
+            due.append(self._last_stats + self._stats_period - time.monotonic())
+        return min(max(0.0, min(due)), 3600.0) if due else None
+
+    def _send_plans(self) -> None:
+        """Keep the worker's queue full."""
+        while self._stream is not None and (plan := self._core.plan(time.monotonic_ns())) is not None:
+            self._stream.send(encode_plan(plan))
+            if self._core.plans_in_flight == 1:
+                self._last_answer = time.monotonic()
+            if self.watchers:
+                state = self._core.state
+                news = PlanNews(plan, len(state.waiting), state.pool.in_use, self._core.plans_in_flight)
+                self._news.append((None, news))
+
+    def _hand_over(self) -> None:
+        self._news.extend(self._core.take_output())
+        if self._news:
+            self._deliver(self._news)
+            self._news = []
+
+    def _take_result(self, stream: WorkerStream, result: Result) -> None:
+        if stream is not self._stream:
+            return
+        now = time.monotonic()
+        self._note_step_time(now)
+        self._last_answer = now
+        try:
+            self._core.take(result, time.monotonic_ns())
+        except ValueError as error:     # it does not do what the contract says: a fresh start is all that helps
+            log.error("the worker answered wrongly", reason=str(error))
+            stream.end()
+            self._detach(stream, str(error))
+            return
+        # What this step brought goes out before the next result is taken in: one message for each step.
+        self._news.extend(self._core.take_output())
+
+    def _note_step_time(self, now: float) -> None:
+        """The recent time of a step, smoothed, from answers that followed one another without a pause."""
+        if self._core.plans_in_flight > 1:
+            took = now - self._last_answer
+            self._core.step_s = took if not self._core.step_s else 0.9 * self._core.step_s + 0.1 * took
+        elif not self._core.step_s:
+            self._core.step_s = now - self._last_answer
+
+    def _attach(self, stream: WorkerStream) -> None:
+        if self._stream is not None:
+            self._detach(self._stream, "a new stream began")
+        core = self._core
+        core.state.steps_ahead = stream.plans_in_flight
+        core.attach(self.shape_of(stream.info))
+        self._stream = stream
+        self._last_answer = time.monotonic()
+
+    def _detach(self, stream: WorkerStream, reason: str) -> None:
+        if stream is not self._stream:
+            return
+        self._stream = None
+        self._core.detach()
+        self._core.state.counters.worker_restarts += 1
+        log.warning("worker lost", reason=reason, waiting=len(self._core.state.waiting))
+
+    def _submit(self, request: Request) -> None:
+        try:
+            if not self._core.state.attached:
+                raise Unavailable("the worker is not there yet; try again")
+            self._core.submit(request, time.monotonic_ns())
+        except TokaError as error:
+            self._news.append((request.sink, Rejected(request.handle, error)))
+        except Exception as error:      # one request's trouble is not the others'
+            log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
+            internal = Internal("internal error; the server's log has the details")
+            self._news.append((request.sink, Rejected(request.handle, internal)))
+        else:
+            self._news.append((request.sink, Accepted(request)))
+
+    def _reject(self, sink: int, handle: int, error: TokaError) -> None:
+        self._core.state.counters.requests_rejected += 1
+        self._news.append((sink, Rejected(handle, error)))
+
+    # -- what others may know
+
+    @property
+    def ready(self) -> bool:
+        """The worker is there and answers."""
+        silent = self._core.plans_in_flight and time.monotonic() - self._last_answer > _SILENCE_S
+        return self._stream is not None and not silent
+
+    def load(self) -> Load:
+        """On the loop's thread."""
+        return self._core.load(ready=self.ready)
+
+    def _busy(self) -> bool:
+        return bool(self._core.state.attached and (self._core.state.slots.running or self._core.state.waiting))
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if self._load_due and now - self._last_load >= _LOAD_PERIOD_S:
+            self._load_due, self._last_load = False, now
+            self._news.append((None, self.load()))
+        if self._stats_period and now - self._last_stats >= self._stats_period and self._busy():
+            self._log_stats(now)
+
+    def _log_stats(self, now: float) -> None:
+        load, passed = self.load(), now - self._last_stats
+        tokens, steps = load.counters.generated_tokens, load.counters.steps
+        log.info(
+            "load",
+            running=load.running_sequences,
+            waiting=load.waiting_sequences,
+            pages_in_use=f"{load.in_use_pages}/{load.total_pages}",
+            tokens_per_second=round((tokens - self._last_counts[0]) / passed),
+            steps_per_second=round((steps - self._last_counts[1]) / passed, 1),
+            step_ms=round(self._core.step_s * 1000, 2),
+        )
+        self._last_stats, self._last_counts = now, (tokens, steps)
+
+    def _stop(self) -> None:
+        self._stopping = True

@@ -1,0 +1,135 @@
+"""Puts the scheduler together: model, core, step loop, worker link, gRPC server; and takes it apart again."""
+
+import asyncio
+import sys
+import uuid
+
+import structlog
+
+from services.common.config import SchedulerConfig
+from services.common.errors import Internal, Unavailable
+from services.common.model_files import read_card
+from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
+from services.common.rpc.server import RpcServer
+from services.common.text.tokenizer import Tokenizer
+from services.scheduler.api.hub import Hub
+from services.scheduler.api.model import ServedModel
+from services.scheduler.api.servicer import SchedulerServicer
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.workers.link import WorkerLink
+from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
+from tokasaurus.worker.v1 import worker_pb2
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "tokasaurus.scheduler.v1.SchedulerService"
+_PULSE_S = 1.0              # between two looks at whether the step loop turns
+_PULSE_TIMEOUT_S = 10.0     # a loop that does not answer for so long is stuck
+# The step loop's thread must not wait for the event loop's long Python runs: 5 ms, the default, is a third of a step.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class SchedulerServer:
+    """One scheduler process's worth of objects. Owned by the asyncio loop."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.scheduler_id = uuid.uuid4().hex
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopped = False
+        self.address = ""
+
+    async def start(self) -> str:
+        """Listen; returns the real address. Ready (health) once the worker answers."""
+        config, loop = self._config, asyncio.get_running_loop()
+        card = await asyncio.to_thread(read_card, config.model, config.served_model_name)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer or str(card.directory))
+        self.model = ServedModel(card, tokenizer, config.max_samples_per_request)
+        self._core = Scheduler(
+            tokenizer.vocabulary.token_bytes,
+            card.vocab_size,
+            steps_ahead=config.scheduling_steps_ahead,
+            prefix_caching=config.prefix_caching,
+            max_queued=config.max_queued_sequences,
+        )
+        self._hub = Hub()
+        self.engine = self._hub.engine = EngineLoop(
+            self._core,
+            card.max_context_tokens,
+            self._hub.deliver,
+            lambda error: loop.call_soon_threadsafe(self._fail, error),
+            stats_report_seconds=config.stats_report_seconds,
+        )
+        self._link = WorkerLink(
+            config.worker_address, self.scheduler_id, config.scheduling_steps_ahead, self.engine, self._check_worker
+        )
+        self._rpc = RpcServer(SERVICE, max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES)
+        servicer = SchedulerServicer(self._hub, self.model, self.scheduler_id)
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
+        self.address = await self._rpc.start(config.scheduler_listen)
+        self.engine.start()
+        self._link.start()
+        self._pulse = asyncio.create_task(self._watch_pulse())
+        log.info("scheduler listening", address=self.address, model=card.name, worker=config.worker_address)
+        return self.address
+
+    async def wait(self, stop: asyncio.Event) -> None:
+        """Until ``stop`` is set. Raises ``Internal`` when the step loop failed."""
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((stopping, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if self._failure.done():
+            self._failure.result()
+
+    async def stop(self) -> None:
+        """Refuse new calls, cut the running ones, let the worker go."""
+        self._stopped = True
+        self._pulse.cancel()
+        await self._rpc.stop(0.5)
+        await asyncio.to_thread(self._link.stop)
+        await asyncio.to_thread(self.engine.stop)
+        self._failure.cancel()
+
+    def _check_worker(self, info: worker_pb2.WorkerInfo) -> None:
+        """Runs on the link's thread."""
+        card = self.model.card
+        if info.vocab_size != card.vocab_size:
+            raise ValueError(
+                f"the worker's vocabulary has {info.vocab_size} tokens and that of model={self._config.model!r} has"
+                f" {card.vocab_size}: start both with the same model"
+            )
+        self.model.set_shape(self.engine.shape_of(info))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(Internal(f"the step loop failed: {type(error).__name__}: {error}"))
+
+    async def _watch_pulse(self) -> None:
+        """Health is what the step loop says, and what its silence says."""
+        ready = False
+        while not self._failure.done():
+            now = await self._pulse_of_loop()
+            if now != ready:
+                ready = now
+                await self._rpc.set_ready(ready)
+                log.info("ready" if ready else "not ready")
+            await asyncio.sleep(_PULSE_S if ready else _PULSE_S / 10)
+        await self._rpc.set_ready(False)
+
+    async def _pulse_of_loop(self) -> bool:
+        try:
+            return await asyncio.wait_for(self._hub.ask(lambda core: self.engine.ready), _PULSE_TIMEOUT_S)
+        except (TimeoutError, Unavailable):
+            return False
+
+
+async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
+    """Run one scheduler until ``stop``."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    server = SchedulerServer(config)
+    await server.start()
+    try:
+        await server.wait(stop)
+    finally:
+        await server.stop()

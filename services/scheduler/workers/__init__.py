@@ -1,0 +1,1 @@
+"""The link to the replica's worker."""

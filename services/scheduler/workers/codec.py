@@ -1,0 +1,64 @@
+"""Plans and results as the worker's messages."""
+
+import numpy as np
+
+from services.common.packed import fill, read_fixed32, read_float
+from services.scheduler.core.plan import NO_SLOTS, Plan, Result, SlotAdmission
+from services.scheduler.core.request import WorkerShape
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2
+
+
+def encode_plan(plan: Plan) -> plan_pb2.StepPlan:
+    """Arrays go in as packed bytes: no Python object for each row."""
+    message = plan_pb2.StepPlan(step=plan.step)
+    message.release_slots.extend(plan.released)
+    for admission in plan.admissions:
+        _encode_admission(message.admissions.add(), admission)
+    fill(message, "append_slots", plan.append_slots)
+    fill(message, "append_pages", plan.append_pages)
+    message.copy_source_pages.extend(source for source, _ in plan.copies)
+    message.copy_target_pages.extend(target for _, target in plan.copies)
+    if plan.slots is not None:
+        message.batch.SetInParent()
+        fill(message.batch, "slots", plan.slots)
+        fill(message.batch, "token_counts", NO_SLOTS if plan.counts is None else plan.counts)
+    return message
+
+
+def _encode_admission(message: plan_pb2.Admission, admission: SlotAdmission) -> None:
+    message.slot, message.cached_tokens = admission.slot, admission.cached_tokens
+    fill(message, "token_ids", admission.token_ids)
+    fill(message, "pages", admission.pages)
+    wanted, sampling = admission.sampling, message.sampling
+    sampling.SetInParent()
+    sampling.temperature, sampling.top_p, sampling.top_k = wanted.temperature, wanted.top_p, wanted.top_k
+    sampling.min_p, sampling.seed, sampling.sample_index = wanted.min_p, wanted.seed, admission.sample_index
+    sampling.logprobs, sampling.top_logprobs = wanted.logprobs, wanted.top_logprobs
+    fill(sampling, "logit_bias_token_ids", wanted.logit_bias_token_ids)
+    fill(sampling, "logit_bias_values", wanted.logit_bias_values)
+
+
+def decode_result(message: plan_pb2.StepResult) -> Result:
+    return Result(
+        step=message.step,
+        slots=read_fixed32(message.slots).astype(np.int64),
+        tokens=read_fixed32(message.token_ids).astype(np.int64),
+        logprobs=read_float(message.logprobs),
+        top_counts=read_fixed32(message.top_counts).astype(np.int64),
+        top_token_ids=read_fixed32(message.top_token_ids),
+        top_logprobs=read_float(message.top_logprobs),
+        failures=tuple((failure.slot, failure.message) for failure in message.failures),
+    )
+
+
+def decode_shape(info: worker_pb2.WorkerInfo, max_context_tokens: int) -> WorkerShape:
+    """The worker's sizes; the context is what both the model and the worker allow."""
+    return WorkerShape(
+        page_size=info.page_size,
+        page_count=info.page_count,
+        max_slots=info.max_slots,
+        max_tokens_per_step=info.max_tokens_per_step,
+        max_context_tokens=min(info.max_context_tokens, max_context_tokens),
+        vocab_size=info.vocab_size,
+        max_top_logprobs=info.max_top_logprobs,
+    )

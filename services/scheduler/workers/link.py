@@ -1,0 +1,141 @@
+"""The step stream to one worker, kept up: connect, say hello, carry plans and results, and begin again when lost."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+
+from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.scheduler.core.plan import Result
+from services.scheduler.workers.codec import decode_result
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+_INFO_TIMEOUT_S = 10.0
+
+
+class WorkerEvents(Protocol):
+    """What the link reports, from its own thread. ``stream`` counts connections: late news of an old one shows."""
+
+    def worker_connected(self, stream: "WorkerStream") -> None: ...
+
+    def worker_answered(self, stream: "WorkerStream", result: Result) -> None: ...
+
+    def worker_lost(self, stream: "WorkerStream", reason: str) -> None: ...
+
+
+@dataclass(eq=False)
+class WorkerStream:
+    """One connection. ``send`` may be called by one thread."""
+
+    info: worker_pb2.WorkerInfo
+    plans_in_flight: int
+    requests: "queue.SimpleQueue[worker_pb2.RunStepsRequest | None]"
+    call: grpc.Call | None = None
+
+    def send(self, plan: plan_pb2.StepPlan) -> None:
+        self.requests.put(worker_pb2.RunStepsRequest(plan=plan))
+
+    def end(self) -> None:
+        """Give this connection up; the link begins a new one."""
+        if self.call is not None:
+            self.call.cancel()
+
+
+class WorkerLink:
+    """Runs on a thread of its own: the blocking API costs no event loop and disturbs none."""
+
+    def __init__(
+        self,
+        address: str,
+        scheduler_id: str,
+        plans_in_flight: int,
+        events: WorkerEvents,
+        check: Callable[[worker_pb2.WorkerInfo], None],
+    ) -> None:
+        """``check`` raises ``ValueError`` for a worker that this scheduler cannot use."""
+        self._address = address
+        self._scheduler_id = scheduler_id
+        self._plans_in_flight = plans_in_flight
+        self._events = events
+        self._check = check
+        self._stopping = threading.Event()
+        self._channel: grpc.Channel | None = None
+        self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the stream and the thread."""
+        self._stopping.set()
+        if self._channel is not None:
+            self._channel.close()       # ends whatever waits on it
+        self._thread.join()
+
+    def _run(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        said = ""
+        while not self._stopping.is_set():
+            reason, was_up = self._connect_once()
+            if was_up:
+                backoff = _FIRST_BACKOFF_S
+            if reason != said and not self._stopping.is_set():
+                log.warning("no worker", address=self._address, reason=reason)
+            said = "" if was_up else reason
+            self._stopping.wait(backoff)
+            backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+    def _connect_once(self) -> tuple[str, bool]:
+        """One connection from beginning to end: (why it ended, whether it was up)."""
+        stream, was_up, reason = None, False, ""
+        with grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            self._channel = channel
+            if self._stopping.is_set():
+                return "", False
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            try:
+                info = stub.GetWorkerInfo(
+                    worker_pb2.GetWorkerInfoRequest(), timeout=_INFO_TIMEOUT_S, wait_for_ready=True
+                ).info
+                self._check(info)
+                stream = self._open(stub, info)
+                for response in stream.call:
+                    kind = response.WhichOneof("payload")
+                    if kind == "ready":
+                        was_up = True
+                        log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
+                        self._events.worker_connected(stream)
+                    elif kind == "result":
+                        self._events.worker_answered(stream, decode_result(response.result))
+                reason = "the worker ended the stream"
+            except grpc.RpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    log.error("the worker refuses a plan", reason=error.details())
+            except ValueError as error:     # a worker we cannot use; or, when stopping, a closed channel
+                reason = str(error)
+            finally:
+                if stream is not None:
+                    stream.requests.put(None)
+                    stream.call.cancel()
+        if was_up:
+            self._events.worker_lost(stream, reason)
+        return reason, was_up
+
+    def _open(self, stub: worker_pb2_grpc.WorkerServiceStub, info: worker_pb2.WorkerInfo) -> WorkerStream:
+        plans = min(self._plans_in_flight, info.max_plans_in_flight)
+        hello = worker_pb2.Hello(
+            scheduler_id=self._scheduler_id, expected_incarnation_id=info.incarnation_id, plans_in_flight=plans
+        )
+        requests: queue.SimpleQueue = queue.SimpleQueue()
+        requests.put(worker_pb2.RunStepsRequest(hello=hello))
+        stream = WorkerStream(info, plans, requests)
+        stream.call = stub.RunSteps(iter(requests.get, None))
+        return stream

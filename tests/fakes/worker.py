@@ -1,0 +1,203 @@
+"""A deterministic fake worker behind a real gRPC server: no torch, no model, no waiting.
+
+In a test: ``worker = FakeWorker(FakeShape(...)); address = await worker.start("127.0.0.1:0")``. As a process:
+``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50`` (fields of ``FakeShape``, and ``reply_ids=5,6,7``
+to answer every prompt with these tokens, and ``step_ms=20`` for the time of a step).
+"""
+
+import asyncio
+import signal
+import sys
+import uuid
+from dataclasses import fields
+
+import grpc
+
+from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.rpc.server import RpcServer
+from tests.fakes.model import FakeModel, FakeShape, Script, Violation, reply_script
+from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
+
+SERVICE = "tokasaurus.worker.v1.WorkerService"
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """One worker at one address. Owned and driven by one asyncio loop.
+
+    ``violations`` collects broken contracts: a test asserts that it stays empty.
+    """
+
+    def __init__(self, shape: FakeShape | None = None, script: Script | None = None, step_s: float = 0.0) -> None:
+        self.shape = shape or FakeShape()
+        self.script = script
+        self.step_s = step_s
+        self.model = FakeModel(self.shape, script)
+        self.violations: list[str] = []
+        self.plans = []                             # every StepPlan received, when `record` is set
+        self.record = False
+        self.streams = 0
+        self.answered = 0
+        self.fail_tokens: dict[int, str] = {}       # a prompt that begins with this token: its slot fails
+        self._incarnation = uuid.uuid4().hex
+        self._open = asyncio.Event()                # answers go out while it is set
+        self._open.set()
+        self._permits = 0
+        self._progress = asyncio.Condition()
+        self._received = 0
+        self._stream: asyncio.Task | None = None
+        self._end: asyncio.Future | None = None
+        self._server: RpcServer | None = None
+
+    # -- lifetime
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        """Listen; returns the real address."""
+        self._server = RpcServer(SERVICE)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc_server)
+        self.address = await self._server.start(address)
+        await self._server.set_ready(True)
+        return self.address
+
+    async def stop(self) -> None:
+        """Close the port, as a process that dies does."""
+        self.crash()
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    def crash(self) -> None:
+        """End the stream without a word and forget everything, as a process that died and came back."""
+        self._incarnation = uuid.uuid4().hex
+        if self._end is not None and not self._end.done():
+            self._end.set_exception(Unavailable("the fake worker crashed"))
+
+    # -- control from tests
+
+    def hold(self) -> None:
+        """Answer nothing until ``release``: the way to look at a state that would pass too quickly, and a hang."""
+        self._open.clear()
+
+    def release(self, plans: int | None = None) -> None:
+        """Answer ``plans`` more plans, or everything from now on."""
+        if plans is not None:
+            self._permits += plans
+        self._open.set()
+
+    async def received(self, plans: int) -> None:
+        """Wait until so many plans have arrived in all."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self._received >= plans)
+
+    # -- the contract
+
+    async def GetWorkerInfo(self, request, context):
+        shape = self.shape
+        rank = worker_pb2.Rank(rank=0, size=1)
+        info = worker_pb2.WorkerInfo(
+            model="fake", incarnation_id=self._incarnation, contract_version="1.0", page_size=shape.page_size,
+            page_count=shape.page_count, max_slots=shape.max_slots, max_tokens_per_step=shape.max_tokens_per_step,
+            max_context_tokens=shape.max_context_tokens, vocab_size=shape.vocab_size,
+            max_top_logprobs=shape.max_top_logprobs, max_plans_in_flight=shape.max_plans_in_flight,
+            tensor_parallel=rank, pipeline_parallel=rank, device="fake", dtype="float32",
+        )  # fmt: skip
+        return worker_pb2.GetWorkerInfoResponse(info=info)
+
+    async def RunSteps(self, request_iterator, context):
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("payload") != "hello":
+            raise InvalidRequest("the first message must be a hello")
+        hello = first.hello
+        if hello.expected_incarnation_id != self._incarnation:
+            raise FailedPrecondition(f"this is incarnation {self._incarnation}")
+        if not 1 <= hello.plans_in_flight <= self.shape.max_plans_in_flight:
+            raise InvalidRequest(f"plans_in_flight={hello.plans_in_flight}")
+        if self._end is not None and not self._end.done():
+            self._end.set_exception(TokaError("a new hello ended this stream"))
+        end = self._end = asyncio.get_running_loop().create_future()
+        self.model = FakeModel(self.shape, self.script)
+        self.model.fail_tokens = self.fail_tokens
+        self.streams += 1
+        plans: asyncio.Queue = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, plans, hello.plans_in_flight))
+        try:
+            yield worker_pb2.RunStepsResponse(ready=worker_pb2.Ready(incarnation_id=self._incarnation))
+            while (result := await self._next_result(plans, end)) is not None:
+                yield worker_pb2.RunStepsResponse(result=result)
+        except Violation as violation:
+            self.violations.append(str(violation))
+            raise InvalidRequest(str(violation)) from violation
+        finally:
+            reader.cancel()
+            end.cancel()
+            if end.done() and not end.cancelled():
+                end.exception()
+
+    async def _read(self, request_iterator, plans: asyncio.Queue, most: int) -> None:
+        try:
+            async for request in request_iterator:
+                if request.WhichOneof("payload") != "plan":
+                    plans.put_nowait(Violation("something other than a plan after hello"))
+                    continue
+                if self.record:
+                    self.plans.append(request.plan)
+                plans.put_nowait(request.plan)
+                if plans.qsize() > most:
+                    plans.put_nowait(Violation(f"{plans.qsize()} plans in flight, {most} were announced"))
+                async with self._progress:
+                    self._received += 1
+                    self._progress.notify_all()
+        finally:
+            plans.put_nowait(None)
+
+    async def _next_result(self, plans: asyncio.Queue, end: asyncio.Future):
+        plan = await _first(plans.get(), end)
+        if plan is None:
+            return None
+        if isinstance(plan, Violation):
+            raise plan
+        await _first(self._open.wait(), end)
+        if self._permits:
+            self._permits -= 1
+            if not self._permits:
+                self._open.clear()
+        if self.step_s:
+            await asyncio.sleep(self.step_s)
+        result = self.model.apply(plan)
+        result.queued_plans = plans.qsize()
+        self.answered += 1
+        return result
+
+
+async def _first(work, end: asyncio.Future):
+    """``work``'s result, unless the stream is to end first."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
+    if end.done():
+        task.cancel()
+        return end.result()
+    return task.result()
+
+
+async def _serve(arguments: list[str]) -> None:
+    values = dict(argument.split("=", 1) for argument in arguments)
+    known = {field.name for field in fields(FakeShape)}
+    shape = FakeShape(**{name: int(value) for name, value in values.items() if name in known})
+    reply = values.get("reply_ids")
+    script = reply_script([int(token) for token in reply.split(",")]) if reply else None
+    unknown = set(values) - known - {"listen", "reply_ids", "step_ms"}
+    if unknown:
+        raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, listen, reply_ids, step_ms")
+    worker = FakeWorker(shape, script, float(values.get("step_ms", 0)) / 1000)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    print(f"listening on {await worker.start(values.get('listen', '127.0.0.1:10410'))}", flush=True)
+    await stop.wait()
+    if worker.violations:
+        print(f"violations: {worker.violations}", file=sys.stderr, flush=True)
+    await worker.stop()
+
+
+if __name__ == "__main__":
+    grpc.aio.init_grpc_aio()
+    asyncio.run(_serve(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Random histories of arrivals, cancels, finishes and lost workers: nothing leaks, nothing is lost or doubled, every
+sample says what it would have said alone."""
+
+import contextlib
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequest
+from services.scheduler.core.request import FinishReason, Priority
+from tests.fakes.model import FakeShape
+from tests.scheduler.core.driver import Driver
+
+PREFIXES = [[2, 3, 4, 5] * 6, [2, 3, 4, 5] * 3 + [9] * 12, [7] * 30]
+
+
+@st.composite
+def shapes(draw):
+    page_size = draw(st.sampled_from([1, 2, 4, 5, 8, 16]))
+    slots = draw(st.integers(1, 6))
+    return FakeShape(
+        vocab_size=62,
+        page_size=page_size,
+        page_count=draw(st.integers(1, 60)),
+        max_slots=slots,
+        max_tokens_per_step=draw(st.integers(1, 24)),
+        max_context_tokens=draw(st.integers(8, 64)),
+        first_token=2,
+        eos_token_id=0,
+        eos_every=draw(st.sampled_from([0, 5, 30])),
+    )
+
+
+@st.composite
+def prompts(draw):
+    prefix = draw(st.sampled_from(PREFIXES))
+    return prefix[: draw(st.integers(0, len(prefix)))] + draw(st.lists(st.integers(2, 61), min_size=1, max_size=8))
+
+
+@st.composite
+def requests(draw):
+    most = draw(st.none() | st.integers(1, 30))
+    return {
+        "tokens": draw(prompts()),
+        "n": draw(st.sampled_from([1, 1, 1, 2, 3, 7])),
+        "max_tokens": most,
+        "min_tokens": draw(st.sampled_from([0, 0, 3])) if most is None or most >= 3 else 0,
+        "priority": draw(st.sampled_from(list(Priority))),
+        "cache_salt": draw(st.sampled_from(["", "", "salt"])),
+        "stop": draw(st.sampled_from([(), (), ("abcab",), ("aa", "ab"), ("bcc", "cab", "bcc")])),
+        "stop_token_ids": draw(st.sampled_from([frozenset(), frozenset({0}), frozenset({0, 5, 6})])),
+    }
+
+
+moves = st.lists(
+    st.one_of(
+        requests(),
+        st.tuples(st.just("cancel"), st.integers(0, 40)),
+        st.sampled_from(["plan", "plan", "plan", "answer", "answer", "step", "step", "lose"]),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes(), moves, st.integers(2, 5), st.booleans())
+def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, steps_ahead, prefix_caching):
+    driver = Driver(shape, steps_ahead=steps_ahead, prefix_caching=prefix_caching)
+    for move in moves:
+        match move:
+            case dict():
+                with contextlib.suppress(InvalidRequest):       # too long for this context or pool
+                    driver.submit(**move)
+            case ("cancel", handle):
+                driver.cancel(handle)
+            case "plan":
+                driver.plan()
+            case "answer":
+                driver.answer()
+            case "step":
+                driver.step()
+            case "lose":
+                driver.lose_worker()
+    driver.run()
+    for handle, seen in driver.seen.items():
+        tokens, reason = driver.expected(handle)
+        if seen.finish.reason is FinishReason.CANCELLED:
+            assert seen.tokens == tokens[: len(seen.tokens)]
+        else:
+            assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error
+        assert seen.finish.completion_tokens == len(seen.tokens)
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.slots.running == 0
+    assert not driver.core.state.requests
+    assert driver.core.state.counters.sequences_finished == len(driver.seen)

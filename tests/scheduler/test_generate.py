@@ -1,0 +1,158 @@
+"""Generate: prompts of every kind in, tokens and text out."""
+
+import asyncio
+import contextlib
+import time
+
+import grpc
+import pytest
+
+from services.common.text.tokenizer import Tokenizer
+from tests.fakes.model import FakeShape, chosen_logprob, continuation, reply_script, top_token_ids
+from tests.fakes.worker import FakeWorker
+from tests.scheduler.service import PROMPT, start
+from tokasaurus.scheduler.v1 import generate_pb2 as g
+
+SEED = g.Sampling(seed=11)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load("builtin")
+
+
+def tokens_prompt(tokens=PROMPT):
+    return g.TokenPrompt(token_ids=tokens)
+
+
+async def test_a_token_prompt_gets_the_tokens_it_always_gets(service):
+    samples = await service.generate(tokens=tokens_prompt(), sampling=SEED, stopping=g.Stopping(max_tokens=30), n=3)
+    for index in range(3):
+        expected = continuation(service.worker.shape, PROMPT, 30, seed=11, sample_index=index)
+        assert samples[index].tokens == expected
+        assert samples[index].text == ""
+        finish = samples[index].finish
+        assert finish.reason == g.FINISH_REASON_LENGTH
+        assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (43, 30)
+        assert finish.usage.cached_prompt_tokens == (42 if index else 0)
+    assert service.worker.model.prefilled_tokens == 43 + 2
+
+
+async def test_acceptance_comes_first_and_names_the_request(service):
+    call = service.stub.Generate(
+        g.GenerateRequest(request_id="mine", tokens=tokens_prompt(), stopping=g.Stopping(max_tokens=1))
+    )
+    first = await call.read()
+    assert (first.accepted.request_id, first.accepted.prompt_tokens) == ("mine", 43)
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_text_goes_in_and_comes_out(tokenizer):
+    reply = tokenizer.encode(" The answer is 4 — naïve, n'est-ce pas? 漢字", add_special_tokens=False)
+    worker = FakeWorker(script=reply_script([*reply, 0]))
+    async with start(worker=worker) as service:
+        samples = await service.generate(text="What is 2 + 2?")
+        assert samples[0].text == " The answer is 4 — naïve, n'est-ce pas? 漢字"
+        assert samples[0].tokens == [*reply, 0]
+        assert samples[0].finish.stop_token_id == 0
+        assert samples[0].finish.usage.prompt_tokens == len(tokenizer.encode("What is 2 + 2?"))
+
+
+async def test_a_chat_is_rendered_with_the_models_template(service, tokenizer):
+    chat = g.ChatPrompt(messages=[g.ChatMessage(role="user", content="Hi")])
+    samples = await service.generate(chat=chat, sampling=SEED, stopping=g.Stopping(max_tokens=3))
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert samples[0].tokens == continuation(service.worker.shape, prompt, 3, seed=11)
+
+
+async def test_a_stop_string_ends_the_text_before_it_also_across_tokens(tokenizer):
+    reply = tokenizer.encode("one two three four five", add_special_tokens=False)
+    async with start(worker=FakeWorker(script=reply_script(reply))) as service:
+        stopping = g.Stopping(max_tokens=50, strings=["nope", "ee fo"])
+        samples = await service.generate(text="Count", stopping=stopping)
+        assert samples[0].text == "one two thr"
+        assert samples[0].finish.reason == g.FINISH_REASON_STOP
+        assert samples[0].finish.stop_string.index == 1
+        whole = tokenizer.vocabulary.text_bytes(samples[0].tokens)
+        assert whole[: len(whole) - samples[0].finish.stop_string.trailing_bytes] == b"one two thr"
+
+
+async def test_a_stop_string_in_the_prompt_does_not_count(tokenizer):
+    reply = tokenizer.encode(" b c", add_special_tokens=False)
+    async with start(worker=FakeWorker(script=reply_script([*reply, 1]))) as service:
+        samples = await service.generate(text="stop here", stopping=g.Stopping(strings=["here"]))
+        assert samples[0].text == " b c"
+
+
+async def test_min_tokens_ignores_what_would_end_the_answer_sooner():
+    async with start(worker=FakeWorker(FakeShape(), script=reply_script([500, 0, 501, 502, 0]))) as service:
+        samples = await service.generate(tokens=tokens_prompt(), stopping=g.Stopping(min_tokens=3))
+        assert samples[0].tokens == [500, 0, 501, 502, 0]
+
+
+async def test_ignore_eos_and_stop_tokens(service):
+    expected = continuation(service.worker.shape, PROMPT, 20, seed=11)
+    stopping = g.Stopping(max_tokens=20, token_ids=[expected[6]], ignore_eos=True)
+    samples = await service.generate(tokens=tokens_prompt(), sampling=SEED, stopping=stopping)
+    assert samples[0].tokens == expected[:7]
+    assert samples[0].finish.stop_token_id == expected[6]
+
+
+async def test_logprobs_come_beside_their_tokens(service):
+    output = g.Output(logprobs=True, top_logprobs=3)
+    samples = await service.generate(
+        tokens=tokens_prompt(), sampling=SEED, stopping=g.Stopping(max_tokens=8), output=output, n=2
+    )
+    for sample in samples.values():
+        assert sample.chosen == pytest.approx(chosen_logprob(sample.tokens).tolist())
+        assert sample.top_counts == [3] * 8
+        assert sample.top_ids == [t for token in sample.tokens for t in top_token_ids(token, 3, 2048).tolist()]
+
+
+async def test_cancelling_the_call_ends_the_request(service):
+    service.worker.hold()
+    call = service.stub.Generate(g.GenerateRequest(tokens=tokens_prompt(), n=4))
+    await call.read()
+    await service.worker.received(1)
+    call.cancel()
+    load = await service.until_load(lambda load: not load.running_sequences and not load.waiting_sequences)
+    assert load.in_use_pages == 0
+    assert load.counters.sequences_cancelled == 4
+    service.worker.release()
+
+
+async def test_deadlines_of_requests_and_calls(service):
+    service.worker.hold()
+    past = int(time.time() * 1000) - 1
+    samples = await service.generate(tokens=tokens_prompt(), deadline_unix_ms=past)
+    assert samples[0].finish.reason == g.FINISH_REASON_DEADLINE
+    call = service.stub.Generate(g.GenerateRequest(tokens=tokens_prompt()), timeout=0.2)
+    reasons = []
+    with contextlib.suppress(grpc.aio.AioRpcError):     # the client's own timer may come first
+        reasons = [sample.finish.reason async for news in call for sample in news.outputs.samples]
+    assert reasons == [g.FINISH_REASON_DEADLINE] or await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    service.worker.release()
+
+
+async def test_many_at_once_each_get_their_own(service):
+    async def one(number: int) -> None:
+        prompt = [*PROMPT[: number % 40], 50 + number]
+        samples = await service.generate(
+            tokens=tokens_prompt(prompt), sampling=g.Sampling(seed=number), stopping=g.Stopping(max_tokens=12)
+        )
+        assert samples[0].tokens == continuation(service.worker.shape, prompt, 12, seed=number)
+
+    await asyncio.gather(*(one(number) for number in range(96)))
+
+
+async def test_a_resumed_sample_goes_on_without_a_gap(service):
+    expected = continuation(service.worker.shape, PROMPT, 20, seed=11, sample_index=2)
+    samples = await service.generate(
+        tokens=tokens_prompt([*PROMPT, *expected[:8]]),
+        sampling=SEED,
+        stopping=g.Stopping(max_tokens=20),
+        resume=g.Resume(generated_tokens=8, sample_index=2),
+    )
+    assert samples[0].tokens == expected[8:]
+    assert samples[0].finish.usage.completion_tokens == 20

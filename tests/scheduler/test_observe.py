@@ -1,0 +1,110 @@
+"""GetModel, GetLoad, Forecast, WatchPlans, Tokenize, Detokenize."""
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from services.common.text.tokenizer import Tokenizer
+from tests.fakes.model import FakeShape
+from tests.scheduler.service import PROMPT, session, start
+from tokasaurus.scheduler.v1 import generate_pb2 as g
+from tokasaurus.scheduler.v1 import observe_pb2 as o
+
+TOKENS = g.TokenPrompt(token_ids=PROMPT)
+
+
+async def test_the_model_is_described(service):
+    model = (await service.stub.GetModel(o.GetModelRequest())).model
+    assert (model.id, model.vocab_size, list(model.eos_token_ids)) == ("tokasaurus-builtin", 2048, [0, 1])
+    assert model.max_context_tokens == 2048
+    assert model.tokenizer_fingerprint == Tokenizer.load("builtin").fingerprint
+    for field in ("temperature", "top_p", "top_k", "min_p"):
+        assert model.default_sampling.HasField(field)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await service.stub.GetModel(o.GetModelRequest(model="x"))
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_counters_count(service):
+    await service.generate(tokens=TOKENS, n=3, stopping=g.Stopping(max_tokens=5))
+    counters = (await service.load()).counters
+    assert counters.requests_accepted == 1
+    assert counters.prompt_tokens == 43
+    assert counters.generated_tokens == 15
+    assert counters.cached_prompt_tokens == 2 * 42
+    assert counters.sequences_finished == 3
+    assert counters.wasted_tokens == counters.sequences_cancelled == counters.preemptions == 0
+
+
+async def test_text_becomes_tokens_and_text_again(service):
+    ids = (await service.stub.Tokenize(o.TokenizeRequest(text="Hello there"))).token_ids
+    assert (await service.stub.Detokenize(o.DetokenizeRequest(token_ids=ids))).text == "Hello there"
+    chat = g.ChatPrompt(messages=[g.ChatMessage(role="user", content="Hello")])
+    ids = (await service.stub.Tokenize(o.TokenizeRequest(chat=chat))).token_ids
+    shown = o.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)
+    assert "<|user|>Hello" in (await service.stub.Detokenize(shown)).text
+    with pytest.raises(grpc.aio.AioRpcError, match=r"vocabulary"):
+        await service.stub.Detokenize(o.DetokenizeRequest(token_ids=[5000]))
+
+
+async def test_a_forecast_before_and_after_acceptance():
+    async with start(FakeShape(page_count=10, max_slots=4)) as service:
+        service.worker.hold()
+        async with session(service) as client:
+            await client.submit(0, tokens=TOKENS, request_id="first", stopping=g.Stopping(max_tokens=80))
+            await client.submit(1, tokens=TOKENS, request_id="second", stopping=g.Stopping(max_tokens=80))
+            await client.decided(1)
+            first = await service.stub.Forecast(o.ForecastRequest(request_id="first", horizon_steps=500))
+            second = await service.stub.Forecast(o.ForecastRequest(request_id="second"))
+            asked = o.ForecastRequest(request=g.GenerateRequest(tokens=TOKENS, stopping=g.Stopping(max_tokens=80)))
+            third = await service.stub.Forecast(asked)
+            assert first.start_step < second.start_step < third.start_step
+            assert first.finish_step >= 78
+            assert first.curve.total_pages == 10
+            assert first.curve.steps[0] == 0
+            assert max(first.curve.pages) <= 10
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await service.stub.Forecast(o.ForecastRequest(request_id="nobody"))
+            assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+            service.worker.release()
+            await client.finished(0, 1)
+
+
+async def test_plans_can_be_watched(service):
+    call = service.stub.WatchPlans(o.WatchPlansRequest())
+    async with session(service) as client:
+        # The watcher is there once a plan of some request reaches it.
+        handle = 0
+        while not service.server.engine.watchers:
+            await client.submit(handle, tokens=TOKENS, stopping=g.Stopping(max_tokens=1))
+            await client.finished(handle)
+            handle += 1
+        await client.submit(handle, tokens=TOKENS, request_id="seen", stopping=g.Stopping(max_tokens=3))
+        await client.finished(handle)
+    seen = []
+    while not any("seen" in plan.admitted_request_ids for plan in seen):
+        seen.append(await call.read())
+    assert seen[-1].sequences == 1
+    assert seen[-1].prefill_tokens == seen[-1].tokens
+    call.cancel()
+
+
+def test_neither_torch_nor_another_service_is_loaded():
+    code = (
+        "import sys, services.scheduler.server\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers')"
+        " or m.startswith(('services.gateway', 'services.worker', 'services.launcher'))]\n"
+        "sys.exit(repr(bad) if bad else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_core_knows_no_wire_and_no_clock():
+    code = (
+        "import sys, services.scheduler.core.scheduler\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('grpc', 'tokasaurus', 'google')]\n"
+        "sys.exit(repr(bad) if bad else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,110 @@
+"""A worker that is late, lost, restarted, or wrong: clients notice a pause at most."""
+
+import grpc
+import pytest
+
+from services.common.config import SchedulerConfig
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.server import SchedulerServer, serve
+from tests.fakes.model import FakeShape, continuation
+from tests.fakes.worker import FakeWorker
+from tests.scheduler.service import PROMPT, Service, session, start, status_of
+from tokasaurus.scheduler.v1 import generate_pb2 as g
+from tokasaurus.scheduler.v1 import observe_pb2
+
+
+def request(seed: int, most: int = 60) -> dict:
+    return {
+        "tokens": g.TokenPrompt(token_ids=PROMPT),
+        "sampling": g.Sampling(seed=seed),
+        "stopping": g.Stopping(max_tokens=most, strings=["never to be seen"]),
+    }
+
+
+@pytest.mark.parametrize("steps_ahead", [2, 5])
+async def test_a_crash_in_the_middle_changes_no_token(steps_ahead):
+    async with start(scheduling_steps_ahead=steps_ahead) as service:
+        worker = service.worker
+        async with session(service) as client:
+            worker.hold()
+            for handle in range(0, 40, 4):
+                await client.submit(handle, **request(handle), n=4)
+            await client.decided(36)
+            worker.release(25)
+            await worker.received(25 + steps_ahead)
+            worker.crash()
+            worker.release()
+            await client.finished(*range(40))
+            for handle in range(40):
+                first = handle - handle % 4
+                expected = continuation(worker.shape, PROMPT, 60, seed=first, sample_index=handle % 4)
+                assert client.samples[handle].tokens == expected
+        load = await service.load()
+        assert load.counters.worker_restarts == 1
+        assert load.counters.recomputed_tokens > 0
+        assert worker.streams == 2
+
+
+async def test_requests_wait_for_a_worker_that_is_gone():
+    async with start() as service:
+        worker = service.worker
+        await worker.stop()
+        await service.until_health(False)
+        async with session(service) as client:
+            await client.submit(0, **request(1, most=5))
+            await client.decided(0)
+            assert not (await service.load()).ready
+            await worker.start(worker.address)
+            await client.finished(0)
+            assert client.samples[0].tokens == continuation(worker.shape, PROMPT, 5, seed=1)
+        await service.until_health(True)
+
+
+async def test_without_a_worker_there_is_no_service_yet():
+    server = SchedulerServer(SchedulerConfig(worker_address="127.0.0.1:1", scheduler_listen="127.0.0.1:0"))
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        service = Service(None, server, channel)
+        await service.until_health(False)
+        error = await status_of(service.stub.Generate(g.GenerateRequest(**request(1))))
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        load = (await service.stub.GetLoad(observe_pb2.GetLoadRequest())).load
+        assert not load.ready
+    await server.stop()
+
+
+async def test_a_worker_with_another_vocabulary_is_not_used():
+    worker = FakeWorker(FakeShape(vocab_size=100))
+    address = await worker.start()
+    server = SchedulerServer(SchedulerConfig(worker_address=address, scheduler_listen="127.0.0.1:0"))
+    await server.start()
+    with pytest.raises(ValueError, match="same model"):
+        server._check_worker((await worker.GetWorkerInfo(None, None)).info)
+    assert worker.streams == 0
+    await server.stop()
+    await worker.stop()
+
+
+async def test_one_bad_sequence_does_not_hurt_the_others():
+    async with start() as service:
+        service.worker.fail_tokens = {77: "logits are not numbers"}
+        async with session(service) as client:
+            service.worker.crash()          # the next stream's model knows what fails
+            await client.submit(0, tokens=g.TokenPrompt(token_ids=[77, 78, 79]))
+            await client.submit(1, **request(5, most=8))
+            await client.finished(0, 1)
+            assert client.samples[0].finish.reason == g.FINISH_REASON_ERROR
+            assert "not numbers" in client.samples[0].finish.error.message
+            assert client.samples[1].tokens == continuation(service.worker.shape, PROMPT, 8, seed=5)
+
+
+async def test_a_step_loop_that_fails_ends_the_process(monkeypatch):
+    import asyncio
+
+    from services.common.errors import Internal
+
+    def broken(self, now_ms):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(Scheduler, "end_overdue", broken)
+    with pytest.raises(Internal, match="boom"):
+        await serve(SchedulerConfig(worker_address="127.0.0.1:1", scheduler_listen="127.0.0.1:0"), asyncio.Event())
