@@ -66,7 +66,7 @@ class WorkerLink:
         self._events = events
         self._check = check
         self._stopping = threading.Event()
-        self._channel: grpc.Channel | None = None
+        self._call: grpc.Future | None = None   # what the thread waits for
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
     def start(self) -> None:
@@ -75,9 +75,16 @@ class WorkerLink:
     def stop(self) -> None:
         """End the stream and the thread."""
         self._stopping.set()
-        if self._channel is not None:
-            self._channel.close()       # ends whatever waits on it
+        if self._call is not None:
+            self._call.cancel()     # closing the channel under a running call, from here, would not be safe
         self._thread.join()
+
+    def _waiting_for(self, call: grpc.Future) -> grpc.Future:
+        """``call``, which ``stop`` will cancel: it sets the flag first and looks for the call then."""
+        self._call = call
+        if self._stopping.is_set():
+            call.cancel()
+        return call
 
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -96,14 +103,12 @@ class WorkerLink:
         """One connection from beginning to end: (why it ended, whether it was up)."""
         stream, was_up, reason = None, False, ""
         with grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            self._channel = channel
-            if self._stopping.is_set():
-                return "", False
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
-                info = stub.GetWorkerInfo(
+                asking = stub.GetWorkerInfo.future(
                     worker_pb2.GetWorkerInfoRequest(), timeout=_INFO_TIMEOUT_S, wait_for_ready=True
-                ).info
+                )
+                info = self._waiting_for(asking).result().info
                 self._check(info)
                 stream = self._open(stub, info)
                 for response in stream.call:
@@ -119,7 +124,9 @@ class WorkerLink:
                 reason = f"{error.code().name}: {error.details()}"
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     log.error("the worker refuses a plan", reason=error.details())
-            except ValueError as error:     # a worker we cannot use; or, when stopping, a closed channel
+            except grpc.FutureCancelledError:
+                reason = "stopping"
+            except ValueError as error:     # a worker we cannot use
                 reason = str(error)
             finally:
                 if stream is not None:
@@ -137,5 +144,5 @@ class WorkerLink:
         requests: queue.SimpleQueue = queue.SimpleQueue()
         requests.put(worker_pb2.RunStepsRequest(hello=hello))
         stream = WorkerStream(info, plans, requests)
-        stream.call = stub.RunSteps(iter(requests.get, None))
+        stream.call = self._waiting_for(stub.RunSteps(iter(requests.get, None)))
         return stream
