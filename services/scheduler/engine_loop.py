@@ -249,6 +249,13 @@ class EngineLoop:
             self._news.append((request.sink, Rejected(request.handle, internal)))
         else:
             self._news.append((request.sink, Accepted(request)))
+            log.debug(
+                "request accepted",
+                request_id=request.request_id,
+                samples=request.n,
+                prompt_tokens=request.prompt_tokens,
+                traceparent=request.traceparent,
+            )
 
     def _reject(self, sink: int, handle: int, error: TokaError) -> None:
         self._core.state.counters.requests_rejected += 1

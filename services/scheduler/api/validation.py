@@ -52,6 +52,7 @@ def read_request(
         priority=_PRIORITIES[message.priority],
         deadline_ms=message.deadline_unix_ms if message.HasField("deadline_unix_ms") else None,
         cache_salt=message.cache_salt,
+        traceparent=message.traceparent,
         sink=sink,
         handle=handle,
     )

@@ -56,6 +56,7 @@ class Request:
     priority: Priority = Priority.NORMAL
     deadline_ms: int | None = None              # milliseconds since the epoch
     cache_salt: str = ""
+    traceparent: str = ""                       # of the caller, for logs
     resumed_tokens: int = 0                     # tail of `tokens` that an earlier scheduler generated
     first_sample_index: int = 0                 # what the noise of sample 0 is drawn for
     stop_state: int = 0                         # of the automaton after the resumed tail
