@@ -1,16 +1,24 @@
-"""This server against transformers' ``generate``: same model, dtype, prompts, lengths and machine, one after the other.
+"""This server against transformers' ``generate``: same model, dtype, prompts and machine, one after the other.
 
-``python -m bench.serve_cpu [model=builtin] [sequences=64] [max_tokens=128] [repeats=3]``
+``python -m bench.serve_cpu [model=builtin] [sequences=64] [dtype=float32] [max_tokens=256] [repeats=3]``
 
 transformers runs the prompts as one left-padded batch; the server gets them as concurrent HTTP requests through the
-openai SDK. Both decode greedily to exactly ``max_tokens`` tokens, so neither wins by stopping early. Then, for one
-request alone: time to the first token and time per token after it. Times are medians over ``repeats``.
+openai SDK. Both decode greedily, in two workloads:
+
+* ``answers``: every sequence runs to its own end (at most ``max_tokens``), and only tokens of answers count. A batch
+  of transformers lasts as long as its longest answer. ``ratio_to_transformers`` is about this one.
+* ``fixed``: every sequence runs to exactly half of ``max_tokens``: ``ratio_fixed_length``.
+
+Then, for one request alone: time to the first token and time per token after it. Times are medians over ``repeats``.
 """
 
 import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import openai
 import torch
@@ -20,106 +28,139 @@ from pydantic import Field
 from bench.problems import read_problems
 from bench.server import Server, report, serve
 from services.common.flags import Config, Int, load
-from services.common.model_files import resolve
+from services.common.model_files import read_card
 
 
 class BenchConfig(Config):
     model: str = "builtin"
     sequences: Int = Field(64, ge=1)
-    max_tokens: Int = Field(128, ge=2)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_tokens: Int = Field(256, ge=4)
     repeats: Int = Field(3, ge=1)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of both sides."""
+
+    prompts: list[str]
+    max_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Median seconds for all sequences, from text to text, and what they said."""
+
+    seconds: float
+    tokens: int
+    texts: list[str]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
 def main() -> None:
     config = load(BenchConfig, sys.argv[1:], {})
     problems = read_problems()
     prompts = [problems[index % len(problems)].prompt for index in range(config.sequences)]
-    total = config.sequences * config.max_tokens
-
-    baseline_s, expected = run_transformers(config, prompts)
-    print(f"transformers generate: {total / baseline_s:8.0f} tok/s")
-    with serve(model=config.model, dtype="float32", max_seqs_per_forward=max(256, config.sequences)) as server:
-        server_s, texts = asyncio.run(run_server(server, config, prompts))
-        print(f"this server:           {total / server_s:8.0f} tok/s, {baseline_s / server_s:.2f} times transformers")
+    workloads = {
+        "answers": Workload(prompts, config.max_tokens, ignore_eos=False),
+        "fixed": Workload(prompts, config.max_tokens // 2, ignore_eos=True),
+    }
+    baselines = measure_transformers(config, workloads)
+    with serve(model=config.model, dtype=config.dtype, max_seqs_per_forward=max(256, config.sequences)) as server:
+        outcomes = {name: asyncio.run(measure_server(server, config, work)) for name, work in workloads.items()}
         first_s, per_token_s = measure_latency(server, config, prompts[0])
-    print(f"one request alone:     {first_s * 1e3:.1f} ms to the first token, {per_token_s * 1e3:.2f} ms per token")
-    equal = sum(a == b for a, b in zip(texts, expected, strict=True))
-    print(f"equal greedy texts:    {equal} of {len(texts)}")
-    report(
-        {
-            "model": config.model,
-            "sequences": config.sequences,
-            "max_tokens": config.max_tokens,
-            "threads": torch.get_num_threads(),
-            "transformers_tokens_per_second": total / baseline_s,
-            "tokens_per_second": total / server_s,
-            "ratio_to_transformers": baseline_s / server_s,
-            "first_token_ms": first_s * 1e3,
-            "per_token_ms": per_token_s * 1e3,
-            "equal_greedy_texts": equal,
-        }
-    )
+
+    figures = {"model": config.model, "sequences": config.sequences, "dtype": config.dtype}
+    figures["threads"] = torch.get_num_threads()
+    for name, outcome in outcomes.items():
+        baseline, ratio = baselines[name], outcome.rate / baselines[name].rate
+        equal = sum(a == b for a, b in zip(outcome.texts, baseline.texts, strict=True))
+        print(
+            f"{name:8} transformers {baseline.rate:6.0f} tok/s, this server {outcome.rate:6.0f}: {ratio:.2f} times;"
+            f" {equal} of {len(prompts)} texts equal"
+        )
+        figures["ratio_to_transformers" if name == "answers" else "ratio_fixed_length"] = ratio
+        figures |= {f"{name}_tokens_per_second": outcome.rate, f"{name}_transformers": baseline.rate}
+        figures[f"{name}_equal_texts"] = equal
+    print(f"one request alone: {first_s * 1e3:.1f} ms to the first token, {per_token_s * 1e3:.2f} ms per token")
+    report(figures | {"first_token_ms": first_s * 1e3, "per_token_ms": per_token_s * 1e3})
 
 
-def run_transformers(config: BenchConfig, prompts: list[str]) -> tuple[float, list[str]]:
-    """Median seconds for the whole batch (tokenising and decoding included), and the texts."""
-    directory = resolve(config.model, weights=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, padding_side="left")
+def measure_transformers(config: BenchConfig, workloads: dict[str, Workload]) -> dict[str, Outcome]:
+    """``generate`` on one batch, tokenising and decoding included."""
+    card = read_card(config.model, weights=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(card.directory, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # run to max_tokens, as ignore_eos does
+    dtype = getattr(torch, config.dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(card.directory, dtype=dtype).eval()
+    ends = torch.tensor(card.eos_token_ids)
 
-    def generate() -> list[str]:
-        batch = tokenizer(prompts, padding=True, return_tensors="pt")
-        tokens = model.generate(**batch, do_sample=False, max_new_tokens=config.max_tokens)
-        return tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    def generate(work: Workload) -> tuple[int, list[str]]:
+        model.generation_config.eos_token_id = None if work.ignore_eos else list(card.eos_token_ids)
+        batch = tokenizer(work.prompts, padding=True, return_tensors="pt")
+        tokens = model.generate(**batch, do_sample=False, max_new_tokens=work.max_tokens)
+        tokens = tokens[:, batch["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        # Behind its end-of-sequence token a row is padding: not part of the answer.
+        behind_end = torch.isin(tokens, ends).int().cumsum(dim=1).roll(1, dims=1)
+        behind_end[:, 0] = 0
+        return tokens.numel() if work.ignore_eos else int((behind_end == 0).sum()), texts
 
-    generate()
-    seconds = []
-    for _ in range(config.repeats):
-        start = time.perf_counter()
-        texts = generate()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), texts
+    return {name: repeat(config, lambda work=work: generate(work)) for name, work in workloads.items()}
 
 
-async def run_server(server: Server, config: BenchConfig, prompts: list[str]) -> tuple[float, list[str]]:
-    """Median seconds until all concurrent requests are answered, and the texts."""
+async def measure_server(server: Server, config: BenchConfig, work: Workload) -> Outcome:
+    """All prompts at once, as requests of their own."""
     model = server.model
     async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
 
-        async def complete(prompt: str) -> str:
+        async def complete(prompt: str) -> tuple[int, str]:
             answer = await client.completions.create(
                 model=model,
                 prompt=prompt,
-                max_tokens=config.max_tokens,
+                max_tokens=work.max_tokens,
                 temperature=0,
-                extra_body={"ignore_eos": True},
+                extra_body={"ignore_eos": work.ignore_eos},
             )
-            if answer.usage.completion_tokens != config.max_tokens:
-                raise RuntimeError(f"{answer.usage.completion_tokens} tokens came back, not {config.max_tokens}")
-            return answer.choices[0].text
+            return answer.usage.completion_tokens, answer.choices[0].text
 
-        await asyncio.gather(*map(complete, prompts))
+        await asyncio.gather(*map(complete, work.prompts))
         seconds = []
         for _ in range(config.repeats):
             start = time.perf_counter()
-            texts = await asyncio.gather(*map(complete, prompts))
+            answers = await asyncio.gather(*map(complete, work.prompts))
             seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), texts
+    tokens, texts = zip(*answers, strict=True)
+    return Outcome(statistics.median(seconds), sum(tokens), list(texts))
+
+
+def repeat(config: BenchConfig, run: Callable[[], tuple[int, list[str]]]) -> Outcome:
+    """``run`` once to warm up, then ``repeats`` times."""
+    run()
+    seconds = []
+    for _ in range(config.repeats):
+        start = time.perf_counter()
+        tokens, texts = run()
+        seconds.append(time.perf_counter() - start)
+    return Outcome(statistics.median(seconds), tokens, texts)
 
 
 def measure_latency(server: Server, config: BenchConfig, prompt: str) -> tuple[float, float]:
     """Median seconds to the first streamed token, and per token after it, of one request with nothing beside it."""
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
-    model, firsts, rests = server.model, [], []
-    for repeat in range(config.repeats + 1):
+    model, tokens, firsts, rests = server.model, config.max_tokens // 2, [], []
+    for number in range(config.repeats + 1):
         start = time.perf_counter()
         stream = client.completions.create(
             model=model,
-            prompt=f"{repeat} {prompt}",  # another prefix each time: nothing of it is cached
-            max_tokens=config.max_tokens,
+            prompt=f"{number} {prompt}",  # another prefix each time: nothing of it is cached
+            max_tokens=tokens,
             temperature=0,
             stream=True,
             extra_body={"ignore_eos": True},
@@ -128,7 +169,7 @@ def measure_latency(server: Server, config: BenchConfig, prompt: str) -> tuple[f
         for _ in stream:
             first = first or time.perf_counter()
         firsts.append(first - start)
-        rests.append((time.perf_counter() - first) / (config.max_tokens - 1))
+        rests.append((time.perf_counter() - first) / (tokens - 1))
     return statistics.median(firsts[1:]), statistics.median(rests[1:])
 
 

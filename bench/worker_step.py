@@ -1,0 +1,115 @@
+"""Time of one decode step, in this process, against transformers on the same model in the same run.
+
+``python -m bench.worker_step [model=builtin] [threads=2] [steps=30] [rounds=3] [batches=1,16,64,256] [contexts=64,256]
+[temperature=0]``
+
+Both sides decode greedily from a full cache; each round measures both, and the fastest round counts, since other work
+on the machine only ever adds time. The last line printed is one JSON object.
+"""
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the worker's own process
+
+import numpy as np
+import torch
+import transformers
+
+from services.common import model_files
+from services.common.config import WorkerConfig
+from services.worker.boot import boot
+from services.worker.runner.plan import Admission, Batch, Plan, SamplingSettings
+from services.worker.runner.runner import StepRunner
+
+DEFAULTS = {
+    "model": "builtin",
+    "threads": "2",
+    "steps": "30",
+    "rounds": "3",
+    "batches": "1,16,64,256",
+    "contexts": "64,256",
+    "compare_batch": "64",
+    "temperature": "0",
+}
+NONE = np.empty(0, np.int64)
+
+
+def main() -> None:
+    """Measure, print a table, and a JSON object as the last line."""
+    options = DEFAULTS | dict(argument.split("=", 1) for argument in sys.argv[1:])
+    if unknown := set(options) - set(DEFAULTS):
+        sys.exit(f"unknown options {sorted(unknown)}; known are {sorted(DEFAULTS)}")
+    threads, steps, rounds = (int(options[name]) for name in ("threads", "steps", "rounds"))
+    batches, contexts = ([int(part) for part in options[name].split(",")] for name in ("batches", "contexts"))
+    largest = max(batches) * -(-(max(contexts) + steps + 1) // 16) * 16
+    config = WorkerConfig(
+        model=options["model"],
+        torch_num_threads=threads,
+        kv_cache_num_tokens=largest,
+        max_seqs_per_forward=max(batches),
+    )
+    runner = boot(config).runner
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        model_files.resolve(options["model"], weights=True), dtype=torch.float32
+    ).eval()
+
+    report = {"model": options["model"], "threads": threads, "temperature": float(options["temperature"]), "steps": []}
+    for batch in batches:
+        for context in contexts:
+            times, theirs = [], []
+            for _ in range(rounds):
+                times.append(decode_ms(runner, batch, context, steps, float(options["temperature"])))
+                if batch == int(options["compare_batch"]):
+                    theirs.append(transformers_ms(reference, batch, context, steps, threads))
+            row = {"batch": batch, "context": context, "ms": round(min(times), 3)}
+            row["tokens_per_s"] = round(1000 * batch / row["ms"])
+            if theirs:
+                row |= {"transformers_ms": round(min(theirs), 3), "ratio": round(min(theirs) / min(times), 2)}
+            print("  ".join(f"{name} {value}" for name, value in row.items()))
+            report["steps"].append(row)
+    print(json.dumps(report))
+
+
+def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperature: float) -> float:
+    """Mean milliseconds of a step for ``batch`` sequences that have ``context`` tokens at the start."""
+    torch.set_num_threads(1)  # the runner has threads of its own
+    runner.reset()
+    pages = -(-(context + steps + 1) // runner.limits.page_size)
+    token_ids = np.arange(context) % runner.limits.vocab_size
+    admissions = tuple(
+        Admission(
+            slot,
+            token_ids,
+            context - 1,
+            np.arange(slot * pages, (slot + 1) * pages),
+            SamplingSettings(temperature, 1.0, 0, 0.0, slot, 0, False, 0, NONE, np.empty(0, np.float32)),
+        )
+        for slot in range(batch)
+    )
+    everyone = Batch(np.arange(batch), np.ones(batch, np.int64))
+    runner.run(Plan(1, NONE, admissions, NONE, NONE, NONE, NONE, everyone))
+    started = time.perf_counter()
+    for step in range(steps):
+        runner.run(Plan(step + 2, NONE, (), NONE, NONE, NONE, NONE, None))
+    return 1000 * (time.perf_counter() - started) / steps
+
+
+@torch.inference_mode()
+def transformers_ms(model: torch.nn.Module, batch: int, context: int, steps: int, threads: int) -> float:
+    """The same through ``model(..., past_key_values=...)`` and argmax: no more than generate() must do."""
+    torch.set_num_threads(threads)
+    token_ids = (torch.arange(context) % model.config.vocab_size).expand(batch, -1)
+    output = model(token_ids, use_cache=True, logits_to_keep=1)
+    tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+    started = time.perf_counter()
+    for _ in range(steps):
+        output = model(tokens, past_key_values=output.past_key_values, use_cache=True)
+        tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+    return 1000 * (time.perf_counter() - started) / steps
+
+
+if __name__ == "__main__":
+    main()

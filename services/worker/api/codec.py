@@ -1,0 +1,80 @@
+"""Wire messages to the runner's plain values and back."""
+
+import numpy as np
+
+from services.common.packed import fill, read_fixed32, read_float
+from services.worker.runner.plan import Admission, Batch, Plan, SamplingSettings, StepOutput
+from tokasaurus.worker.v1 import plan_pb2
+
+
+def decode_plan(message: plan_pb2.StepPlan) -> Plan:
+    """Values are taken over as they are: whether they make sense is for ``runner.checks``."""
+    return Plan(
+        step=message.step,
+        releases=_integers(message.release_slots),
+        admissions=tuple(_decode_admission(admission) for admission in message.admissions),
+        append_slots=_integers(message.append_slots),
+        append_pages=_integers(message.append_pages),
+        copy_sources=_integers(message.copy_source_pages),
+        copy_targets=_integers(message.copy_target_pages),
+        batch=_decode_batch(message.batch) if message.HasField("batch") else None,
+        shared_groups=len(message.hydragen.starts),
+    )
+
+
+def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan_pb2.StepResult:
+    """``queued_ns``: from the plan's arrival to its start; ``queued_plans``: received and not yet started."""
+    sampled, timing = output.sampled, output.timing
+    message = plan_pb2.StepResult(
+        step=output.step,
+        queued_plans=queued_plans,
+        timing=plan_pb2.StepTiming(
+            queued_ns=queued_ns, prepare_ns=timing.prepare, forward_ns=timing.forward, sample_ns=timing.sample
+        ),
+    )
+    good = sampled.finite
+    if not good.all():
+        for slot in sampled.slots[~good].tolist():
+            message.failures.add(slot=slot, message="the model's logits are not numbers")
+    fill(message, "slots", sampled.slots[good])
+    fill(message, "token_ids", sampled.token_ids[good])
+    if sampled.logprobs is not None:
+        fill(message, "logprobs", sampled.logprobs[good])
+    if sampled.top_counts is not None:
+        kept = np.repeat(good, sampled.top_counts)
+        fill(message, "top_counts", sampled.top_counts[good])
+        fill(message, "top_token_ids", sampled.top_token_ids[kept])
+        fill(message, "top_logprobs", sampled.top_logprobs[kept])
+    return message
+
+
+def _decode_admission(message: plan_pb2.Admission) -> Admission:
+    sampling = message.sampling
+    return Admission(
+        slot=message.slot,
+        token_ids=_integers(message.token_ids),
+        cached_tokens=message.cached_tokens,
+        pages=_integers(message.pages),
+        sampling=SamplingSettings(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            sample_index=sampling.sample_index,
+            logprobs=sampling.logprobs,
+            top_logprobs=sampling.top_logprobs,
+            bias_token_ids=_integers(sampling.logit_bias_token_ids),
+            bias_values=read_float(sampling.logit_bias_values),
+        ),
+    )
+
+
+def _decode_batch(message: plan_pb2.Batch) -> Batch:
+    slots, counts = _integers(message.slots), _integers(message.token_counts)
+    return Batch(slots, counts if len(counts) else np.ones_like(slots))
+
+
+def _integers(field) -> np.ndarray:
+    """Signed and wide, so that arithmetic on indices cannot wrap."""
+    return read_fixed32(field).astype(np.int64)

@@ -1,0 +1,42 @@
+"""What an attention backend is: something that stores a step's keys and values in pages and attends over them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One shard of a step's flattened tokens. A row is a run of consecutive tokens of one slot.
+
+    All arrays are numpy on the host; ``page_table`` is the whole table of all slots, on host and device.
+    """
+
+    token_slots: np.ndarray  # [tokens] int64
+    positions: np.ndarray  # [tokens] int64, place in its sequence; a token sees positions 0 to its own
+    row_slots: np.ndarray  # [rows] int64
+    row_starts: np.ndarray  # [rows] int64, index of the row's first token in this shard
+    row_counts: np.ndarray  # [rows] int64, tokens
+    page_table: np.ndarray  # [max_slots, max_pages] int32
+
+
+class AttentionStep(ABC):
+    """One shard of one step, made by a backend; used by one thread, layer by layer."""
+
+    @abstractmethod
+    def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Store ``keys`` and ``values``, wait until every shard has, and attend.
+
+        ``queries [tokens, heads, head_dim]``, ``keys`` and ``values [tokens, kv_heads, head_dim]``, all rotated already
+        and possibly strided views; returns ``[tokens, heads * head_dim]``.
+        """
+
+
+class AttentionBackend(ABC):
+    """Bound to one KV cache. ``step`` is called by the thread that will use what it returns."""
+
+    @abstractmethod
+    def step(self, batch: AttentionBatch, stored) -> AttentionStep:
+        """``stored()`` returns once every shard of the step has stored its keys and values of the layer."""

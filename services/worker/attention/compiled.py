@@ -1,0 +1,39 @@
+"""Attention as one opaque operator, so that a compiled model is a single graph whatever the backend does inside."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep
+
+# The operator takes tensors and numbers only; the step that it runs in is the calling thread's.
+_active = threading.local()
+
+
+@torch.library.custom_op("tokasaurus::attention", mutates_args=())
+def _attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+    return _active.step.run(layer, queries, keys, values)
+
+
+@_attention.register_fake
+def _(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+    return queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+
+
+class TraceableAttention(AttentionBackend):
+    """``backend`` for a compiled model."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend, self._step = backend, TraceableStep()
+
+    def step(self, batch: AttentionBatch, stored: Callable[[], None]) -> "TraceableStep":
+        _active.step = self._backend.step(batch, stored)
+        return self._step
+
+
+class TraceableStep(AttentionStep):
+    """Without state, so that compiled code has nothing of a step to guard on."""
+
+    def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.ops.tokasaurus.attention(queries, keys, values, layer)

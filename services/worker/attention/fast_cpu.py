@@ -1,0 +1,79 @@
+"""The attention backend for CPUs in float32: compiled kernels, and torch for the long rows of a prefill."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep
+from services.worker.attention.kernels import kernels, score_rows
+from services.worker.attention.plain import attend, gather
+from services.worker.kv_cache import KvCache
+
+# From so many tokens on, copying a row's context for a matrix product beats going through it once for each token.
+LONG_ROW = 48
+
+
+class FastCpuAttention(AttentionBackend):
+    """Compiles on creation, for ``heads`` query heads on ``cache``."""
+
+    def __init__(self, cache: KvCache, heads: int) -> None:
+        self.cache, self.heads = cache, heads
+        _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
+        self.group = heads // self.kv_heads
+        self.kernels = kernels(self.head_dim, self.group, cache.page_size)
+        self.key_pages = [pages.numpy() for pages in cache.keys]
+        self.value_pages = [pages.numpy() for pages in cache.values]
+
+    def step(self, batch: AttentionBatch, stored: Callable[[], None]) -> "FastCpuStep":
+        return FastCpuStep(self, batch, stored)
+
+
+class FastCpuStep(AttentionStep):
+    def __init__(self, backend: FastCpuAttention, batch: AttentionBatch, stored: Callable[[], None]) -> None:
+        self._backend, self._batch, self._stored = backend, batch, stored
+        size, long = backend.cache.page_size, batch.row_counts >= LONG_ROW
+        self._tokens, self._long = np.arange(len(batch.positions)), []
+        if long.any():
+            self._tokens = self._tokens[~np.repeat(long, batch.row_counts)]
+            for row in np.flatnonzero(long).tolist():
+                start, end = int(batch.row_starts[row]), int(batch.row_starts[row] + batch.row_counts[row])
+                context = int(batch.positions[end - 1]) + 1
+                pages = batch.page_table[batch.row_slots[row], : -(-context // size)].astype(np.int64)
+                self._long.append((start, end, context, torch.from_numpy(pages)))
+        self._slots, self._lengths = batch.token_slots[self._tokens], batch.positions[self._tokens] + 1
+        longest = int(self._lengths.max(initial=1))
+        self._scores = np.empty((score_rows(backend.group), longest), np.float32)
+
+    def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        backend, batch = self._backend, self._batch
+        key_pages, value_pages = backend.key_pages[layer], backend.value_pages[layer]
+        backend.kernels.store(
+            keys.numpy(),
+            values.numpy(),
+            key_pages,
+            value_pages,
+            batch.token_slots,
+            batch.positions,
+            batch.page_table,
+        )
+        self._stored()
+        output = np.empty((queries.shape[0], backend.heads * backend.head_dim), np.float32)
+        if len(self._tokens):
+            backend.kernels.attend(
+                queries.numpy(),
+                key_pages,
+                value_pages,
+                self._tokens,
+                self._slots,
+                self._lengths,
+                batch.page_table,
+                self._scores,
+                output,
+            )
+        attended = torch.from_numpy(output)
+        for start, end, context, pages in self._long:
+            key_context = gather(backend.cache.keys[layer], pages, context)
+            value_context = gather(backend.cache.values[layer], pages, context)
+            attended[start:end] = attend(queries[start:end], key_context, value_context).flatten(1)
+        return attended

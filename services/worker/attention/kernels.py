@@ -1,0 +1,135 @@
+"""Paged attention for CPUs in float32: pages are read where they are, each key and value once for each kv head.
+
+Compiled for one head size, group size and page size, so that the inner loops have constant bounds and vectorise.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from services.worker.compiled_cpu import compile_function
+from services.worker.prefetch_cpu import prefetch
+
+# Queries and keys are views into one projection: any strides, even where a single token makes them look contiguous.
+_VIEW = numba.types.Array(numba.float32, 3, "A")
+_PAGES = numba.float32[:, :, :, ::1]
+_INDICES = numba.int64[::1]
+_PAGE_TABLE = numba.int32[:, ::1]
+_MATRIX = numba.float32[:, ::1]
+_LINE = 16  # float32 values in a cache line
+_LOG2_E = 1.4426950408889634
+
+
+class Kernels(NamedTuple):
+    """``store(keys, values, key_pages, value_pages, slots, positions, page_table)`` and ``attend(queries, key_pages,
+    value_pages, tokens, slots, lengths, page_table, scores, output)``; shapes in the functions below."""
+
+    store: Callable[..., None]
+    attend: Callable[..., None]
+
+
+@cache
+def kernels(head_dim: int, group: int, page_size: int) -> Kernels:
+    """For heads of ``head_dim``, ``group`` query heads to a kv head, and pages of ``page_size`` tokens."""
+    return Kernels(_make_store(head_dim, page_size), _make_attend(head_dim, group, page_size))
+
+
+def score_rows(group: int) -> int:
+    """Rows of float32 scratch that ``attend`` needs, each as long as the longest context."""
+    return 2 * group
+
+
+def _make_store(head_dim: int, page_size: int) -> Callable:
+    def store(keys, values, key_pages, value_pages, slots, positions, page_table):
+        """``keys``/``values [tokens, kv_heads, head_dim]`` into their places in the pages."""
+        for token in range(keys.shape[0]):
+            page = page_table[slots[token], positions[token] // page_size]
+            offset = positions[token] % page_size
+            for head in range(keys.shape[1]):
+                for i in range(head_dim):
+                    key_pages[page, head, offset, i] = keys[token, head, i]
+                    value_pages[page, head, offset, i] = values[token, head, i]
+
+    return compile_function(store, numba.void(_VIEW, _VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _PAGE_TABLE))
+
+
+def _make_attend(head_dim: int, group: int, page_size: int) -> Callable:
+    scale = np.float32(_LOG2_E / head_dim**0.5)
+    # 2**f on [0, 1), relative error below 2e-7.
+    c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226462), np.float32(0.0555032887)
+    c4, c5, c6 = np.float32(0.00961817033), np.float32(0.00133336), np.float32(0.000154697)
+    one, lowest = np.float32(1), np.float32(-120)
+
+    def attend(queries, key_pages, value_pages, tokens, slots, lengths, page_table, scores, output):
+        """``output[t]`` for each ``t`` of ``tokens``, which sees the first ``lengths[i]`` tokens of ``slots[i]``.
+
+        ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scores [2 * group, the
+        largest length or more]`` float32 scratch; ``output [.., heads * head_dim]``.
+        """
+        bits = scores.view(np.int32)
+        query = np.empty((group, head_dim), np.float32)
+        sums = np.empty((group, head_dim), np.float32)
+        inverse = np.empty(group, np.float32)
+        for index in range(tokens.shape[0]):
+            token, slot, length = tokens[index], slots[index], lengths[index]
+            for head in range(key_pages.shape[1]):
+                for g in range(group):
+                    for i in range(head_dim):
+                        query[g, i] = queries[token, head * group + g, i] * scale
+                        sums[g, i] = 0
+                done = 0
+                while done < length:
+                    page = page_table[slot, done // page_size]
+                    if done + page_size < length:
+                        following = page_table[slot, done // page_size + 1]
+                        for offset in range(page_size):
+                            for i in range(0, head_dim, _LINE):
+                                prefetch(key_pages, following, head, offset, i)
+                    for offset in range(min(page_size, length - done)):
+                        for g in range(group):
+                            score = np.float32(0)
+                            for i in range(head_dim):
+                                score += query[g, i] * key_pages[page, head, offset, i]
+                            scores[g, done + offset] = score
+                    done += page_size
+                for g in range(group):
+                    largest = scores[g, 0]
+                    for t in range(length):
+                        largest = max(largest, scores[g, t])
+                    for t in range(length):
+                        # 2**x = 2**floor(x) through the exponent's bits, times 2**f by a polynomial.
+                        x = max(scores[g, t] - largest, lowest)
+                        whole = np.floor(x)
+                        f = x - whole
+                        power = ((((((c6 * f) + c5) * f + c4) * f + c3) * f + c2) * f + c1) * f + one
+                        bits[group + g, t] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+                        scores[g, t] = power
+                    total = np.float32(0)
+                    for t in range(length):
+                        weight = scores[g, t] * scores[group + g, t]
+                        scores[g, t] = weight
+                        total += weight
+                    inverse[g] = one / total
+                done = 0
+                while done < length:
+                    page = page_table[slot, done // page_size]
+                    if done + page_size < length:
+                        following = page_table[slot, done // page_size + 1]
+                        for offset in range(page_size):
+                            for i in range(0, head_dim, _LINE):
+                                prefetch(value_pages, following, head, offset, i)
+                    for offset in range(min(page_size, length - done)):
+                        for g in range(group):
+                            weight = scores[g, done + offset]
+                            for i in range(head_dim):
+                                sums[g, i] += weight * value_pages[page, head, offset, i]
+                    done += page_size
+                for g in range(group):
+                    for i in range(head_dim):
+                        output[token, (head * group + g) * head_dim + i] = sums[g, i] * inverse[g]
+
+    signature = numba.void(_VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _INDICES, _PAGE_TABLE, _MATRIX, _MATRIX)
+    return compile_function(attend, signature)

@@ -1,0 +1,136 @@
+"""The compute thread: boots the runner, then runs plans in the order they came."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from services.common.errors import Internal, TokaError
+from services.worker.api.codec import decode_plan, encode_result
+from services.worker.boot import Booted
+from services.worker.runner.runner import StepRunner
+from tokasaurus.worker.v1 import plan_pb2
+
+log = structlog.get_logger(__name__)
+
+
+class Client(Protocol):
+    """Who sent plans; called in the compute thread."""
+
+    closed: bool  # nothing more is wanted
+
+    def answer(self, result: plan_pb2.StepResult) -> None: ...
+
+    def fail(self, error: TokaError) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Engine:
+    """Owns the compute thread, which owns the runner, its slots and its cache. Methods may be called by any thread."""
+
+    def __init__(self, boot: Callable[[], Booted]) -> None:
+        self._boot = boot
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queued_plans = 0  # written under the lock
+        self._lock = threading.Lock()
+        self._client: Client | None = None  # of the compute thread
+        self._runner: StepRunner | None = None  # of the compute thread
+        self._busy_since: float | None = None
+
+    def start(self) -> tuple["asyncio.Future[Booted]", "asyncio.Future[None]"]:
+        """Start the thread from an asyncio loop. The futures: the boot is done; the thread has ended."""
+        loop = asyncio.get_running_loop()
+        booted, ended = loop.create_future(), loop.create_future()
+        threading.Thread(target=self._serve, args=(loop, booted, ended), name="compute", daemon=True).start()
+        return booted, ended
+
+    def stop(self) -> None:
+        """Let the thread end after the work that is queued."""
+        self._work.put(None)
+
+    def open(self, client: Client) -> None:
+        """From here on plans come from ``client``; every slot is free and step 1 is next."""
+        self._work.put(lambda: self._take_over(client))
+
+    def submit(self, client: Client, plan: plan_pb2.StepPlan) -> None:
+        """Queue a plan of ``client``, which gets one answer, unless it is closed or fails before."""
+        with self._lock:
+            self._queued_plans += 1
+        arrived = time.perf_counter_ns()
+        self._work.put(lambda: self._run(client, plan, arrived))
+
+    def finish(self, client: Client) -> None:
+        """``client`` sends no more plans: tell it when its last one is answered."""
+        self._work.put(client.finish)
+
+    def close(self, client: Client) -> None:
+        """``client`` is gone: free its slots."""
+        self._work.put(lambda: self._leave(client))
+
+    def busy_s(self) -> float:
+        """For how many seconds the piece of work at hand has been running; 0 when idle."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _serve(self, loop: asyncio.AbstractEventLoop, booted: asyncio.Future, ended: asyncio.Future) -> None:
+        try:
+            made = self._boot()
+            self._runner = made.runner
+            loop.call_soon_threadsafe(_settle, booted, made, None)
+            while (work := self._work.get()) is not None:
+                self._busy_since = time.monotonic()
+                work()
+                self._busy_since = None
+            outcome = None
+        except BaseException as error:
+            outcome = error
+        if self._runner is not None:
+            self._runner.close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            for future in (booted, ended):
+                loop.call_soon_threadsafe(_settle, future, None, outcome)
+
+    def _take_over(self, client: Client) -> None:
+        self._runner.reset()
+        self._client = client
+
+    def _leave(self, client: Client) -> None:
+        if self._client is client:
+            self._runner.reset()
+            self._client = None
+
+    def _run(self, client: Client, message: plan_pb2.StepPlan, arrived: int) -> None:
+        started = time.perf_counter_ns()
+        with self._lock:
+            self._queued_plans -= 1
+        if client.closed or self._client is not client:
+            return
+        try:
+            plan = decode_plan(message)
+            decoded = time.perf_counter_ns()
+            output = self._runner.run(plan)
+        except TokaError as error:
+            self._leave(client)
+            client.fail(error)
+        except Exception as error:
+            log.error("step failed", step=message.step, exc_info=error)
+            self._leave(client)
+            client.fail(Internal(f"step {message.step} failed; the worker's log has the details"))
+        else:
+            output.timing.prepare += decoded - started
+            client.answer(encode_result(output, started - arrived, self._queued_plans))
+
+
+def _settle(future: asyncio.Future, value: object, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,43 @@
+"""The paged KV cache."""
+
+import numpy as np
+import torch
+
+
+class KvCache:
+    """Keys and values of every layer in pages of ``page_size`` tokens. Written by the compute threads only.
+
+    ``keys[layer]`` and ``values[layer]`` are ``[page_count, kv_heads, page_size, head_dim]``: what one head of one page
+    reads is contiguous. ``all_keys`` and ``all_values`` are the same with the layers as first dimension.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        page_count: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_count, self.page_size = page_count, page_size
+        shape = (layers, page_count, kv_heads, page_size, head_dim)
+        self.all_keys, self.all_values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        self.keys, self.values = list(self.all_keys), list(self.all_values)
+
+    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy page ``sources[i]`` onto ``targets[i]`` in every layer. All sources are read before any is written."""
+        device = self.all_keys.device
+        source, target = (torch.from_numpy(pages.astype(np.int64)).to(device) for pages in (sources, targets))
+        for cache in (self.all_keys, self.all_values):
+            cache[:, target] = cache[:, source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy leaves the pages to the kernel until they are touched; torch.zeros writes all of them now.
+    width = {4: np.int32, 2: np.int16}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, dtype=width)).view(dtype)

@@ -1,0 +1,45 @@
+"""Self-attention of one layer: projections and rotation here, keys, values and scores in the attention backend."""
+
+import torch
+from torch import nn
+
+from services.worker.attention.base import AttentionStep
+from services.worker.layers.kernels import LayerKernels
+from services.worker.layers.linear import Linear
+from services.worker.models.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with q, k and v as one matrix."""
+
+    def __init__(self, config: ModelConfig, index: int, kernels: LayerKernels) -> None:
+        super().__init__()
+        self.index, self.kernels, self.eps = index, kernels, config.norm_eps
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        self.qkv = Linear(config.hidden_size, widths, config.qkv_bias)
+        self.output = Linear(widths[0], config.hidden_size, config.output_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+            self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        """``x [tokens, hidden_size]``, ``cos``/``sin [tokens, 1, head_dim]`` -> ``[tokens, hidden_size]``."""
+        kernels = self.kernels
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None:
+            queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
+            normed = kernels.norm(queries, self.q_norm, self.eps), kernels.norm(keys, self.k_norm, self.eps)
+            rotated = torch.cat(normed, dim=1)
+        queries, keys = kernels.rotate(rotated, cos, sin).split((self.heads, self.kv_heads), dim=1)
+        return self.output(attention.run(self.index, queries, keys, values))
+
+    def targets(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> view."""
+        found = self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        found |= self.output.targets(f"{prefix}.o_proj")
+        if self.q_norm is not None:
+            found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        return found

@@ -1,0 +1,128 @@
+"""The small operators compiled for CPUs in float32: one pass over the data each, and one return to Python."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+
+from services.worker.compiled_cpu import compile_function
+from services.worker.layers.kernels import LayerKernels, TorchKernels
+
+_MATRIX, _VECTOR = numba.float32[:, ::1], numba.float32[::1]
+_VIEW = numba.types.Array(numba.float32, 3, "A")
+
+
+def _add_norm(x, delta, weight, eps, output):
+    size = x.shape[1]
+    for row in range(x.shape[0]):
+        total = np.float32(0)
+        for i in range(size):
+            value = x[row, i] + delta[row, i]
+            x[row, i] = value
+            total += value * value
+        scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            output[row, i] = x[row, i] * scale * weight[i]
+
+
+def _norm(x, weight, eps, output):
+    size = x.shape[1]
+    for row in range(x.shape[0]):
+        total = np.float32(0)
+        for i in range(size):
+            total += x[row, i] * x[row, i]
+        scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            output[row, i] = x[row, i] * scale * weight[i]
+
+
+def _gate(gate_up, output):
+    size = output.shape[1]
+    powers = np.empty(size, np.float32)
+    bits = powers.view(np.int32)
+    fractions = np.empty(size, np.float32)
+    for row in range(output.shape[0]):
+        for i in range(size):
+            # exp(-gate) = 2**x = 2**floor(x) through the exponent's bits, times 2**f by a polynomial.
+            x = min(max(gate_up[row, i] * np.float32(-1.442695041), np.float32(-126)), np.float32(126))
+            whole = np.floor(x)
+            fractions[i] = x - whole
+            bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+        for i in range(size):
+            f = fractions[i]
+            power = np.float32(0.000154697) * f + np.float32(0.00133336)
+            power = power * f + np.float32(0.00961817033)
+            power = power * f + np.float32(0.0555032887)
+            power = power * f + np.float32(0.240226462)
+            power = power * f + np.float32(0.693147182)
+            power = power * f + np.float32(1)
+            output[row, i] = gate_up[row, i] / (np.float32(1) + powers[i] * power) * gate_up[row, size + i]
+
+
+def _rotate(x, cos, sin, output):
+    heads, size = x.shape[1], x.shape[2]
+    half = size // 2
+    for token in range(x.shape[0]):
+        for head in range(heads):
+            for i in range(half):
+                low, high = x[token, head, i], x[token, head, half + i]
+                output[token, head, i] = low * cos[token, i] + high * sin[token, i]
+                output[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
+
+
+class Compiled(NamedTuple):
+    """The functions above, for arrays."""
+
+    add_norm: Callable[..., None]
+    norm: Callable[..., None]
+    gate: Callable[..., None]
+    rotate: Callable[..., None]
+
+
+@cache
+def compiled() -> Compiled:
+    """Compiles at the first call."""
+    f4 = numba.float32
+    return Compiled(
+        compile_function(_add_norm, numba.void(_MATRIX, _MATRIX, _VECTOR, f4, _MATRIX)),
+        compile_function(_norm, numba.void(_MATRIX, _VECTOR, f4, _MATRIX)),
+        compile_function(_gate, numba.void(_MATRIX, _MATRIX)),
+        compile_function(_rotate, numba.void(_VIEW, _MATRIX, _MATRIX, f4[:, :, ::1])),
+    )
+
+
+class FastCpuKernels(LayerKernels):
+    """Compiles on creation."""
+
+    def __init__(self) -> None:
+        self._add_norm, self._norm, self._gate, self._rotate = compiled()
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        output = np.empty(rows.shape, np.float32)
+        self._norm(rows.numpy(), weight.numpy(), eps, output)
+        return torch.from_numpy(output).view(x.shape)
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        output = np.empty(x.shape, np.float32)
+        self._add_norm(x.numpy(), delta.numpy(), weight.numpy(), eps, output)
+        return torch.from_numpy(output)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        output = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        self._gate(gate_up.numpy(), output)
+        return torch.from_numpy(output)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        output = np.empty(x.shape, np.float32)
+        self._rotate(x.numpy(), cos.squeeze(1).numpy(), sin.squeeze(1).numpy(), output)
+        return torch.from_numpy(output)
+
+
+def make_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> LayerKernels:
+    """The fastest for ``device`` and ``dtype``; ``compiled``: for a model under torch.compile."""
+    fast = device.type == "cpu" and dtype == torch.float32 and not compiled
+    return FastCpuKernels() if fast else TorchKernels()

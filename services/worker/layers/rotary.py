@@ -1,0 +1,94 @@
+"""Rotary position embedding: angles for every position once, one multiply-add a layer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.common.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """``kind`` is the ``rope_type`` of the config; the fields after ``factor`` belong to ``llama3``."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
+
+    Raises ``InvalidRequest`` for a kind that is not supported or lacks a setting.
+    """
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise InvalidRequest(
+            f"config.json: rope type {kind!r} is not supported; default, linear and llama3 are", field="model"
+        )
+    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise InvalidRequest(f"config.json: partial_rotary_factor={partial} is not supported; only 1 is", field="model")
+    if head_dim % 2:
+        raise InvalidRequest(f"config.json: head_dim={head_dim} is odd, so it cannot be rotated", field="model")
+    if kind == "default":
+        return RopeSettings("default", theta)
+    try:
+        if kind == "linear":
+            return RopeSettings("linear", theta, settings["factor"])
+        return RopeSettings(
+            "llama3",
+            theta,
+            settings["factor"],
+            settings["low_freq_factor"],
+            settings["high_freq_factor"],
+            settings["original_max_position_embeddings"],
+        )
+    except KeyError as error:
+        raise InvalidRequest(
+            f"config.json: rope type {kind!r} needs {error.args[0]}, which is missing", field="model"
+        ) from error
+
+
+class Rotary:
+    """Cosines and sines of every position. Read-only after it is made, so any thread may use it.
+
+    ``cos`` and ``sin`` are ``[max_context_tokens, head_dim]``; the first half of each ``sin`` row is negative, so that
+    rotating is ``x * cos + swap_halves(x) * sin``.
+    """
+
+    def __init__(
+        self, settings: RopeSettings, head_dim: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        positions = torch.arange(max_tokens, dtype=torch.float32)
+        angles = torch.outer(positions, _frequencies(settings, head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for ``positions [tokens]`` int64, each ``[tokens, 1, head_dim]``: once a step."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def _frequencies(settings: RopeSettings, head_dim: int) -> torch.Tensor:
+    """Radians per position, ``[head_dim / 2]`` float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (settings.theta**exponents)
+    if settings.kind == "linear":
+        return frequencies / settings.factor
+    if settings.kind == "llama3":
+        # Waves longer than the trained context are stretched by the factor, short ones kept, those between blended.
+        turns = settings.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = settings.low_freq_factor, settings.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return kept * frequencies + (1 - kept) * frequencies / settings.factor
+    return frequencies

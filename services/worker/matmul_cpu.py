@@ -1,0 +1,55 @@
+"""The matrix product of torch's own BLAS, for compiled functions to call without going through Python."""
+
+import ctypes
+from pathlib import Path
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from numba.core import types
+
+_SYMBOL = "tokasaurus_sgemm"
+# Fortran's sgemm: every argument is an address.
+_sgemm = types.ExternalFunction(_SYMBOL, types.void(*[types.uintp] * 13))
+
+
+def available() -> bool:
+    """Whether this build of torch has it. Must have been True before anything that calls ``matmul`` is compiled."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        address = ctypes.cast(library.sgemm_, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return False
+    llvmlite.binding.add_symbol(_SYMBOL, address)
+    return True
+
+
+@numba.njit(nogil=True)
+def matmul(x, weight, output, keep):
+    """``output = x @ weight + keep * output``, in the calling thread.
+
+    ``x [rows, inputs]`` and ``output [rows, outputs]`` are contiguous float32 arrays; ``weight`` is the address of
+    ``[inputs, outputs]`` float32; ``keep`` is 0 or 1.
+    """
+    rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
+    # Fortran sees every matrix transposed: output' = weight' x'.
+    sizes = np.array([outputs, rows, inputs], np.int32)
+    factors = np.array([1.0, keep], np.float32)
+    plain = np.array([ord("N")], np.uint8)
+    size, factor = sizes.ctypes.data, factors.ctypes.data
+    _sgemm(
+        plain.ctypes.data,
+        plain.ctypes.data,
+        size,
+        size + 4,
+        size + 8,
+        factor,
+        weight,
+        size,
+        x.ctypes.data,
+        size + 8,
+        factor + 4,
+        output.ctypes.data,
+        size,
+    )

@@ -1,0 +1,135 @@
+"""The whole decoder as one compiled function, for decode steps on CPUs in float32.
+
+A decode step of a small model is hundreds of operators of some microseconds. Through Python each of them takes the
+interpreter's lock again, and two threads side by side wait for it and for each other; here a thread enters once for
+all layers.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.attention.kernels import kernels, score_rows
+from services.worker.compiled_cpu import compile_function
+from services.worker.kv_cache import KvCache
+from services.worker.layers.fast_cpu import compiled
+from services.worker.matmul_cpu import matmul
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import DecoderModel
+
+_MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
+_PAGES = numba.float32[:, :, :, :, ::1]
+_SIGNATURE = numba.void(
+    *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
+    *(numba.uint64[:, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
+)
+
+
+class FusedDecoder:
+    """Reads the model's weights where they are and writes the cache. Read-only after it is made: any thread."""
+
+    def __init__(self, model: DecoderModel, cache: KvCache) -> None:
+        config = model.config
+        self._model = model
+        self._forward = _make_forward(config, cache.page_size)
+        self._group = config.heads // config.kv_heads
+        self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
+        layers = list(model.layers)
+        linears = [(each.attention.qkv, each.attention.output, each.mlp.gate_up, each.mlp.down) for each in layers]
+        self._weights = np.array([[linear.weight.data_ptr() for linear in four] for four in linears], np.uint64)
+        self._biases = [_rows([four[index].bias for four in linears]) for index in range(4)]
+        self._norms = np.stack([_rows([each.attention_norm, each.mlp_norm]) for each in layers])
+        self._head_norms = np.stack([_rows([each.attention.q_norm, each.attention.k_norm]) for each in layers])
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """What ``DecoderModel.forward`` gives, for tokens that need nothing of each other."""
+        model = self._model
+        x = torch.nn.functional.embedding(token_ids, model.embedding)
+        cos, sin = (table.squeeze(1).numpy() for table in model.rotary.at(positions))
+        longest = int(batch.positions.max()) + 1
+        self._forward(
+            x.numpy(),
+            cos,
+            sin,
+            batch.token_slots,
+            batch.positions,
+            batch.page_table,
+            self._keys,
+            self._values,
+            self._weights,
+            self._norms,
+            self._head_norms,
+            *self._biases,
+            np.empty((score_rows(self._group), longest), np.float32),
+        )
+        return model.kernels.norm(x, model.norm, model.config.norm_eps)
+
+
+def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:
+    """``[len(tensors), size]`` float32; size 0 where there are none."""
+    return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
+
+
+def _make_forward(config: ModelConfig, page_size: int) -> Any:
+    heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
+    half, eps = head_dim // 2, np.float32(config.norm_eps)
+    store, attend = kernels(head_dim, heads // kv_heads, page_size)
+    _, norm, gate, _ = compiled()
+    qk_norm = config.qk_norm
+    qkv_bias, output_bias, mlp_bias = config.qkv_bias, config.output_bias, config.mlp_bias
+
+    def forward(
+        x, cos, sin, slots, positions, table, keys, values,
+        weights, norms, head_norms, qkv_biases, output_biases, gate_up_biases, down_biases, scores,
+    ):  # fmt: skip
+        """``x [tokens, hidden_size]`` in place, from embeddings to what the last norm reads.
+
+        ``cos``/``sin [tokens, head_dim]``; ``slots``, ``positions [tokens]``; ``keys``/``values [layers, pages,
+        kv_heads, page_size, head_dim]``; ``weights [layers, 4]`` addresses; ``norms [layers, 2, hidden_size]``;
+        ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` as for ``attend``.
+        """
+        tokens, turned = x.shape[0], heads + kv_heads
+        order, lengths = np.arange(tokens), positions + 1
+        normed = np.empty_like(x)
+        qkv = np.empty((tokens, heads + 2 * kv_heads, head_dim), np.float32)
+        flat = qkv.reshape(tokens, (heads + 2 * kv_heads) * head_dim)
+        attended = np.empty((tokens, heads * head_dim), np.float32)
+        gate_up = np.empty((tokens, 2 * width), np.float32)
+        gated = np.empty((tokens, width), np.float32)
+        for layer in range(weights.shape[0]):
+            norm(x, norms[layer, 0], eps, normed)
+            matmul(normed, weights[layer, 0], flat, np.float32(0))
+            if qkv_bias:
+                flat += qkv_biases[layer]
+            for token in range(tokens):
+                for head in range(turned):
+                    if qk_norm:
+                        which = 0 if head < heads else 1
+                        total = np.float32(0)
+                        for i in range(head_dim):
+                            total += qkv[token, head, i] * qkv[token, head, i]
+                        scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + eps)
+                        for i in range(head_dim):
+                            qkv[token, head, i] *= scale * head_norms[layer, which, i]
+                    for i in range(half):
+                        low, high = qkv[token, head, i], qkv[token, head, half + i]
+                        qkv[token, head, i] = low * cos[token, i] + high * sin[token, i]
+                        qkv[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
+            store(qkv[:, heads:turned], qkv[:, turned:], keys[layer], values[layer], slots, positions, table)
+            attend(qkv[:, :heads], keys[layer], values[layer], order, slots, lengths, table, scores, attended)
+            matmul(attended, weights[layer, 1], x, np.float32(1))
+            if output_bias:
+                x += output_biases[layer]
+            norm(x, norms[layer, 1], eps, normed)
+            matmul(normed, weights[layer, 2], gate_up, np.float32(0))
+            if mlp_bias:
+                gate_up += gate_up_biases[layer]
+            gate(gate_up, gated)
+            matmul(gated, weights[layer, 3], x, np.float32(1))
+            if mlp_bias:
+                x += down_biases[layer]
+
+    return compile_function(forward, _SIGNATURE)

@@ -1,0 +1,12 @@
+"""Llama 2 and 3.x."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.worker.models.config import ModelConfig, read_decoder
+
+
+def read_llama(config: Mapping[str, Any]) -> ModelConfig:
+    """``attention_bias`` covers q, k, v and the output projection; ``mlp_bias`` all three of the MLP."""
+    bias = bool(config.get("attention_bias", False))
+    return read_decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))

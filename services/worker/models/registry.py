@@ -1,0 +1,28 @@
+"""Which architectures there are, by the name that ``config.json`` gives in ``architectures``."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.worker.models.config import ModelConfig
+from services.worker.models.llama import read_llama
+from services.worker.models.qwen2 import read_qwen2
+from services.worker.models.qwen3 import read_qwen3
+
+ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
+    "LlamaForCausalLM": read_llama,
+    "Qwen2ForCausalLM": read_qwen2,
+    "Qwen3ForCausalLM": read_qwen3,
+}
+
+
+def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """``config.json`` as a ``ModelConfig``. Raises ``InvalidRequest`` when the model is not one of ours."""
+    named = config.get("architectures") or []
+    for name in named:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name](config)
+    raise InvalidRequest(
+        f"config.json: architectures={named} is not supported; choose a model of {', '.join(ARCHITECTURES)}",
+        field="model",
+    )

@@ -1,0 +1,93 @@
+"""From a batch and the slots' state to the arrays of a forward pass, split into shards."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.runner.plan import Batch
+from services.worker.runner.slots import SlotTable
+
+# Fewer tokens than this in a shard are not worth a thread of their own: each reads all the weights.
+_SMALLEST_SHARD = 16
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A run of the step's tokens that one thread computes. A row may go on in the next shard."""
+
+    start: int  # of the step's tokens
+    end: int
+    attention: AttentionBatch
+    sample_tokens: np.ndarray  # [samples] int64, index within the shard of each token that is sampled from
+    sample_slots: np.ndarray  # beside sample_tokens
+    sample_positions: np.ndarray  # beside sample_tokens: the place in the sequence of the token to be sampled
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Tokens in batch order. Made and used by the compute thread."""
+
+    positions: np.ndarray  # [tokens] int64
+    known_tokens: np.ndarray | None  # [tokens] int64, 0 where the token is the slot's last one; None = all are
+    last_of: np.ndarray  # [n] int64, indices of the tokens that are their slot's last one
+    last_slots: np.ndarray  # beside last_of
+    shards: tuple[Shard, ...]
+    # No row can need what another row stores in this step: a row that decodes has read all else it reads before.
+    independent: bool
+
+
+def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
+    """``batch`` has at least one row and was checked."""
+    rows, counts = batch.slots, batch.token_counts
+    begins = slots.computed[rows]
+    decoding = begins >= slots.given[rows]
+    ends = np.cumsum(counts)
+    total = int(ends[-1])
+    if total == len(rows):
+        token_slots, positions = rows, begins
+    else:
+        token_slots = np.repeat(rows, counts)
+        positions = np.arange(total) - np.repeat(ends - counts - begins, counts)
+    if decoding.all():
+        known_tokens, last_of, last_slots = None, np.arange(total), rows
+    else:
+        known_tokens = np.zeros(total, np.int64)
+        for row in np.flatnonzero(~decoding).tolist():
+            begin, end, count = int(begins[row]), int(ends[row]), int(counts[row])
+            known_tokens[end - count : end] = slots.prompts[rows[row]][begin : begin + count]
+        last_of, last_slots = ends[decoding] - 1, rows[decoding]
+    samples = ends[begins + counts == slots.known[rows]] - 1
+    pieces = max(1, min(threads, total // _SMALLEST_SHARD))
+    cuts = [total * index // pieces for index in range(pieces + 1)]
+    shards = tuple(
+        _cut(start, end, token_slots, positions, ends - counts, ends, samples, rows, slots.page_table)
+        for start, end in pairwise(cuts)
+    )
+    return StepInputs(positions, known_tokens, last_of, last_slots, shards, known_tokens is None)
+
+
+def _cut(
+    start: int,
+    end: int,
+    token_slots: np.ndarray,
+    positions: np.ndarray,
+    row_begins: np.ndarray,
+    row_ends: np.ndarray,
+    samples: np.ndarray,
+    rows: np.ndarray,
+    page_table: np.ndarray,
+) -> Shard:
+    first, last = np.searchsorted(row_ends, start, side="right"), np.searchsorted(row_begins, end, side="left")
+    begins = np.maximum(row_begins[first:last], start)
+    sampled = samples[np.searchsorted(samples, start) : np.searchsorted(samples, end)]
+    attention = AttentionBatch(
+        token_slots=token_slots[start:end],
+        positions=positions[start:end],
+        row_slots=rows[first:last],
+        row_starts=begins - start,
+        row_counts=np.minimum(row_ends[first:last], end) - begins,
+        page_table=page_table,
+    )
+    return Shard(start, end, attention, sampled - start, token_slots[sampled], positions[sampled] + 1)

@@ -1,0 +1,107 @@
+"""A step as the runner sees it: what the scheduler decided, and what came of it. No wire types, no torch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Resolved: there are no defaults on this side of the wire."""
+
+    temperature: float  # 0 = greedy
+    top_p: float  # 1 = off
+    top_k: int  # 0 = off
+    min_p: float  # 0 = off
+    seed: int  # 0 to 2**64 - 1
+    sample_index: int
+    logprobs: bool
+    top_logprobs: int
+    bias_token_ids: np.ndarray  # [n] int64
+    bias_values: np.ndarray  # [n] float32
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence that takes a free slot."""
+
+    slot: int
+    token_ids: np.ndarray  # [known] int64
+    cached_tokens: int  # the first so many are in `pages` already
+    pages: np.ndarray  # [n] int64, in order
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a step, in order."""
+
+    slots: np.ndarray  # [rows] int64, each once
+    token_counts: np.ndarray  # [rows] int64
+
+
+NO_ROWS = Batch(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parts apply in the order of the fields: releases, admissions, appends, copies, then the forward pass."""
+
+    step: int
+    releases: np.ndarray  # [n] int64, slots
+    admissions: tuple[Admission, ...]
+    append_slots: np.ndarray  # [n] int64
+    append_pages: np.ndarray  # beside append_slots
+    copy_sources: np.ndarray  # [n] int64, pages
+    copy_targets: np.ndarray  # beside copy_sources
+    batch: Batch | None  # None = the previous plan's
+    shared_groups: int = 0  # Hydragen groups in the plan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must fit into; the same numbers as in WorkerInfo."""
+
+    page_size: int
+    page_count: int
+    max_slots: int
+    max_tokens_per_step: int
+    max_context_tokens: int
+    vocab_size: int
+    max_top_logprobs: int
+
+    @property
+    def max_pages_per_slot(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_context_tokens // self.page_size)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the rows that reached the end of their known tokens gave. Arrays are parallel to ``slots``."""
+
+    slots: np.ndarray  # [n] int64, in batch order
+    token_ids: np.ndarray  # [n] int64
+    finite: np.ndarray  # [n] bool; where False the logits were not numbers and the token means nothing
+    logprobs: np.ndarray | None = None  # [n] float32, NaN where not asked; None when no row asked
+    top_counts: np.ndarray | None = None  # [n] int64; None when no row asked
+    top_token_ids: np.ndarray | None = None  # [sum(top_counts)] int64, most likely first
+    top_logprobs: np.ndarray | None = None  # beside top_token_ids
+
+
+@dataclass
+class Timing:
+    """Nanoseconds."""
+
+    prepare: int = 0
+    forward: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One answer for one plan."""
+
+    step: int
+    sampled: Sampled
+    timing: Timing = field(default_factory=Timing)

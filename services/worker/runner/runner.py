@@ -1,0 +1,151 @@
+"""Runs plans: check, apply, compute, sample, advance."""
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import AttentionBackend
+from services.worker.kv_cache import KvCache
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.fused_cpu import FusedDecoder
+from services.worker.runner.checks import check_plan
+from services.worker.runner.inputs import Shard, StepInputs, build
+from services.worker.runner.plan import NO_ROWS, Batch, Limits, Plan, Sampled, StepOutput, Timing
+from services.worker.runner.shards import ShardThreads
+from services.worker.runner.slots import SlotTable
+from services.worker.sampling.sampler import NOTHING, concatenate, sample
+
+
+class StepRunner:
+    """Owns the slots and the cache. One thread, the compute thread, calls all of it."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        attention: AttentionBackend,
+        limits: Limits,
+        threads: ShardThreads,
+        fused: FusedDecoder | None = None,
+    ) -> None:
+        """``fused``: what runs decode steps instead of ``model``, where there is such a thing."""
+        self.limits = limits
+        self._model, self._cache, self._attention, self._threads = model, cache, attention, threads
+        self._fused = fused
+        self._device = model.embedding.device
+        self._slots = SlotTable(limits, self._device)
+        self._step = 0
+        self._batch: Batch = NO_ROWS
+        self._barriers = {size: threading.Barrier(size) for size in range(2, threads.size + 1)}
+
+    def reset(self) -> None:
+        """Free every slot and expect step 1 next. Pages keep their content, which nobody refers to any more."""
+        self._slots.clear()
+        self._step, self._batch = 0, NO_ROWS
+        for barrier in self._barriers.values():
+            barrier.reset()
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.close()
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepOutput:
+        """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
+        contract."""
+        started = time.perf_counter_ns()
+        check_plan(plan, self._step, self._batch, self._slots, self.limits)
+        self._apply(plan)
+        timing = Timing()
+        if len(self._batch.slots) == 0:
+            return StepOutput(plan.step, NOTHING, timing)
+        inputs = build(self._batch, self._slots, self._threads.size)
+        token_ids, positions = self._to_device(inputs)
+        timing.prepare = time.perf_counter_ns() - started
+        parts = self._compute(inputs, token_ids, positions, timing)
+        sampled = parts[0] if len(parts) == 1 else concatenate(parts)
+        self._advance(sampled)
+        return StepOutput(plan.step, sampled, timing)
+
+    def _apply(self, plan: Plan) -> None:
+        slots = self._slots
+        self._step = plan.step
+        if plan.releases.size:
+            slots.release(plan.releases)
+        for admission in plan.admissions:
+            slots.admit(admission)
+        if plan.append_slots.size:
+            slots.append_pages(plan.append_slots, plan.append_pages)
+        if plan.copy_sources.size:
+            self._cache.copy_pages(plan.copy_sources, plan.copy_targets)
+        if plan.batch is not None:
+            self._batch = plan.batch
+
+    def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions, ``[tokens]`` int64: what the scheduler sent, and what was sampled last."""
+        positions = torch.from_numpy(inputs.positions).to(self._device)
+        last = self._slots.last_tokens[torch.from_numpy(inputs.last_slots).to(self._device)]
+        if inputs.known_tokens is None:
+            return last, positions
+        token_ids = torch.from_numpy(inputs.known_tokens).to(self._device)
+        token_ids[torch.from_numpy(inputs.last_of).to(self._device)] = last
+        return token_ids, positions
+
+    def _compute(
+        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
+    ) -> list[Sampled]:
+        barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
+        timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the first shard's counts as the step's
+        jobs = [
+            partial(self._compute_shard, shard, token_ids, positions, inputs.independent, barrier, each)
+            for shard, each in zip(inputs.shards, timings, strict=True)
+        ]
+        return self._threads.run(jobs, barrier)
+
+    @torch.inference_mode()
+    def _compute_shard(
+        self,
+        shard: Shard,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        independent: bool,
+        barrier: threading.Barrier | None,
+        timing: Timing,
+    ) -> Sampled:
+        started = time.perf_counter_ns()
+        token_ids, positions = token_ids[shard.start : shard.end], positions[shard.start : shard.end]
+        if independent and self._fused is not None:
+            hidden = self._fused(token_ids, positions, shard.attention)
+        else:
+            attention = self._attention.step(shard.attention, _nothing if barrier is None else barrier.wait)
+            hidden = self._model(token_ids, positions, attention)
+        timing.forward = time.perf_counter_ns() - started
+        if len(shard.sample_slots) == 0:
+            return NOTHING
+        if len(shard.sample_slots) < hidden.shape[0]:
+            hidden = hidden[torch.from_numpy(shard.sample_tokens).to(self._device)]
+        sampled = sample(
+            hidden,
+            self._model.logits,
+            shard.sample_slots,
+            shard.sample_positions,
+            self._slots,
+            self.limits.vocab_size,
+        )
+        timing.sample = time.perf_counter_ns() - started - timing.forward
+        return sampled
+
+    def _advance(self, sampled: Sampled) -> None:
+        # A failed row goes on with token 0, so that plans on their way stay right; it fails until it is released.
+        tokens = np.where(sampled.finite, sampled.token_ids, 0)
+        self._slots.failed[sampled.slots] = ~sampled.finite
+        index = torch.from_numpy(sampled.slots).to(self._device)
+        self._slots.last_tokens[index] = torch.from_numpy(tokens).to(self._device)
+        self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""

@@ -1,0 +1,85 @@
+"""The state of every slot, as arrays over slots. Owned by the compute thread."""
+
+import numpy as np
+import torch
+
+from services.worker.runner.plan import Admission, Limits
+
+
+class SlotTable:
+    """Lengths and page tables on the host, the token sampled last on the device.
+
+    ``known`` counts a sequence's tokens, the one sampled last included; ``computed`` those whose keys and values are
+    in the cache; ``given`` those that came with the admission. So a sequence that decodes has ``computed == known - 1``
+    and its next input is in ``last_tokens``; before that its inputs are in ``prompts``.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        slots = limits.max_slots
+        self.used = np.zeros(slots, bool)
+        self.failed = np.zeros(slots, bool)  # logits were not numbers once: the cache is spoilt
+        self.known = np.zeros(slots, np.int64)
+        self.computed = np.zeros(slots, np.int64)
+        self.given = np.zeros(slots, np.int64)
+        self.page_counts = np.zeros(slots, np.int64)
+        self.page_table = np.zeros((slots, limits.max_pages_per_slot), np.int32)
+        self.prompts: list[np.ndarray | None] = [None] * slots  # [given] int64 each
+        self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+
+        self.temperature = np.zeros(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.top_k = np.zeros(slots, np.int64)
+        self.min_p = np.zeros(slots, np.float32)
+        self.seed = np.zeros(slots, np.uint64)
+        self.sample_index = np.zeros(slots, np.uint64)
+        self.logprobs = np.zeros(slots, bool)
+        self.top_logprobs = np.zeros(slots, np.int64)
+        self.biased = np.zeros(slots, bool)
+        self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
+
+    def clear(self) -> None:
+        """Free every slot."""
+        self.release(np.flatnonzero(self.used))
+
+    def release(self, slots: np.ndarray) -> None:
+        """Free ``slots [n]``, which are in use."""
+        self.used[slots] = False
+        self.failed[slots] = False
+        self.known[slots] = self.computed[slots] = self.given[slots] = self.page_counts[slots] = 0
+        for slot in slots.tolist():
+            self.prompts[slot] = None
+            self.biases.pop(slot, None)
+
+    def admit(self, admission: Admission) -> None:
+        """Put a sequence into its slot, which is free."""
+        slot, settings = admission.slot, admission.sampling
+        self.used[slot] = True
+        self.known[slot] = self.given[slot] = len(admission.token_ids)
+        self.computed[slot] = admission.cached_tokens
+        self.prompts[slot] = admission.token_ids
+        self.page_counts[slot] = len(admission.pages)
+        self.page_table[slot, : len(admission.pages)] = admission.pages
+        self.temperature[slot] = settings.temperature
+        self.top_p[slot] = settings.top_p
+        self.top_k[slot] = settings.top_k
+        self.min_p[slot] = settings.min_p
+        self.seed[slot] = settings.seed
+        self.sample_index[slot] = settings.sample_index
+        self.logprobs[slot] = settings.logprobs or settings.top_logprobs > 0
+        self.top_logprobs[slot] = settings.top_logprobs
+        self.biased[slot] = len(settings.bias_token_ids) > 0
+        if self.biased[slot]:
+            self.biases[slot] = settings.bias_token_ids, settings.bias_values
+
+    def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once."""
+        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
+            self.page_table[slot, self.page_counts[slot]] = page
+            self.page_counts[slot] += 1
+
+    def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
+        """After a forward pass: tokens computed, and one more known where one was sampled."""
+        self.computed[slots] += token_counts
+        self.known[sampled_slots] += 1
+        for slot in slots[self.computed[slots] == self.given[slots]].tolist():
+            self.prompts[slot] = None

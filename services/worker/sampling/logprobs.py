@@ -1,0 +1,56 @@
+"""Log-probabilities of chosen and of most likely tokens, for the rows that asked."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class RowLogprobs(NamedTuple):
+    """The last four fields of ``Sampled``: None where no row asked."""
+
+    logprobs: np.ndarray | None  # [rows] float32, NaN where not asked
+    top_counts: np.ndarray | None  # [rows] int64
+    top_token_ids: np.ndarray | None  # [sum(top_counts)] int64
+    top_logprobs: np.ndarray | None  # beside top_token_ids
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, asked: np.ndarray, top: np.ndarray) -> "RowLogprobs":
+        """``logits [rows, vocab]`` after bias and before temperature; ``tokens [rows]``; ``asked``, ``top [rows]``."""
+        if not asked.any():
+            return cls(None, None, None, None)
+        rows = np.flatnonzero(asked)
+        index = torch.from_numpy(rows).to(logits.device)
+        chosen = torch.log_softmax(logits[index], dim=-1)
+        values = np.full(len(asked), np.nan, np.float32)
+        values[rows] = chosen.gather(1, tokens[index].unsqueeze(1)).squeeze(1).cpu().numpy()
+        counts = np.where(asked, top, 0)
+        widest = int(counts.max())
+        if widest == 0:
+            return cls(values, None, None, None)
+        best = chosen.topk(widest, dim=-1)
+        wanted = np.arange(widest) < counts[rows][:, None]
+        return cls(values, counts, best.indices.cpu().numpy()[wanted], best.values.cpu().numpy()[wanted])
+
+
+def join(parts: Sequence[RowLogprobs], sizes: Sequence[int]) -> RowLogprobs:
+    """Parts of a batch of ``sizes`` rows, in order, as one."""
+    logprobs = top_counts = top_token_ids = top_logprobs = None
+    if any(part.logprobs is not None for part in parts):
+        logprobs = np.concatenate(
+            [
+                np.full(size, np.nan, np.float32) if part.logprobs is None else part.logprobs
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        )
+    if any(part.top_counts is not None for part in parts):
+        top_counts = np.concatenate(
+            [
+                np.zeros(size, np.int64) if part.top_counts is None else part.top_counts
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        )
+        top_token_ids = np.concatenate([part.top_token_ids for part in parts if part.top_token_ids is not None])
+        top_logprobs = np.concatenate([part.top_logprobs for part in parts if part.top_logprobs is not None])
+    return RowLogprobs(logprobs, top_counts, top_token_ids, top_logprobs)

@@ -1,0 +1,56 @@
+"""Counter-based noise: a pure function of (seed, sample index, position, token id).
+
+Whatever batch, slot, device or worker a sequence runs on, and after a resumption, a token's noise is the same: integer
+hashing is exact everywhere, only the last step to floating point may differ in the last bit.
+"""
+
+import numpy as np
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+# Odd constants with well spread bits, as torch's int32 wants them.
+TOKEN_STRIDE = 0x9E3779B1 - 2**32
+ROUND_1 = (0x7FEB352D, 0x846CA68B - 2**32)
+ROUND_2 = (0x21F0AAAD, 0xD35A2D97 - 2**32)
+
+
+def row_keys(seeds: np.ndarray, sample_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """64 bits for each row, as ``[rows, 2]`` int32. The inputs are ``[rows]`` uint64."""
+    with np.errstate(over="ignore"):
+        key = _mix(seeds + _GOLDEN)
+        key = _mix(key ^ _mix(sample_indices + np.uint64(2) * _GOLDEN))
+        key = _mix(key ^ _mix(positions + np.uint64(3) * _GOLDEN))
+    return key.reshape(-1, 1).view(np.int32).reshape(-1, 2)
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32, of the broadcast shape of ``keys[..., 0]`` and ``token_ids``.
+
+    ``keys [..., 2]`` int32 as from ``row_keys``; ``token_ids`` int32. Adding it to logits and taking the largest draws
+    from their softmax.
+    """
+    bits = token_ids * TOKEN_STRIDE + keys[..., 0]
+    bits = _scramble_(bits, ROUND_1)
+    bits = _scramble_(bits.bitwise_xor_(keys[..., 1]), ROUND_2)
+    # 31 bits, uniform within (0, 1) and finest near 0, which is where the largest noise comes from.
+    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _scramble_(bits: torch.Tensor, multipliers: tuple[int, int]) -> torch.Tensor:
+    """A bijection of 32 bits in which every input bit moves every output bit; shifts are logical."""
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= multipliers[0]
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits *= multipliers[1]
+    bits ^= (bits >> 16) & 0xFFFF
+    return bits
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """A bijection of 64 bits in which every input bit moves every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,97 @@
+"""The worker's process: a server that listens at once, a compute thread that loads, and what health says of both."""
+
+import asyncio
+import contextlib
+import uuid
+from functools import partial
+
+import structlog
+
+from services.common.config import WorkerConfig
+from services.common.errors import Internal
+from services.common.rpc.server import RpcServer
+from services.worker.api.servicer import WorkerServicer
+from services.worker.boot import Booted, boot
+from services.worker.engine import Engine
+from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
+
+SERVICE = "tokasaurus.worker.v1.WorkerService"
+CONTRACT_VERSION = "1.0"
+MAX_PLANS_IN_FLIGHT = 16
+# A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
+STUCK_AFTER_S = 120.0
+STOP_GRACE_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(config: WorkerConfig, stop: asyncio.Event, *, listening: asyncio.Future | None = None) -> None:
+    """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound."""
+    engine = Engine(partial(boot, config))
+    servicer, server = WorkerServicer(engine), RpcServer(SERVICE)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc_server)
+    address = await server.start(config.worker_listen)
+    log.info("listening", address=address)
+    if listening is not None:
+        listening.set_result(address)
+    booted, ended = engine.start()
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((booted, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            return
+        servicer.info = describe(await booted, config)
+        watch = asyncio.create_task(_watch(engine, server))
+        await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)
+        watch.cancel()
+        if ended.done():
+            await ended
+            raise Internal("the compute thread has ended")
+    finally:
+        stopping.cancel()
+        await server.stop()
+        engine.stop()
+        # A step in progress may end; a model that is still loading goes with the process.
+        await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
+        for future in (booted, ended):
+            if not future.cancel():
+                future.exception()  # seen: it was raised above, or stopping came first
+
+
+def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
+    """The answer of GetWorkerInfo, under a new incarnation id."""
+    limits = booted.runner.limits
+    alone = worker_pb2.Rank(rank=0, size=1)
+    return worker_pb2.WorkerInfo(
+        model=booted.model,
+        incarnation_id=uuid.uuid4().hex,
+        contract_version=CONTRACT_VERSION,
+        page_size=limits.page_size,
+        page_count=limits.page_count,
+        max_slots=limits.max_slots,
+        max_tokens_per_step=limits.max_tokens_per_step,
+        max_context_tokens=limits.max_context_tokens,
+        vocab_size=limits.vocab_size,
+        max_top_logprobs=min(limits.max_top_logprobs, limits.vocab_size),
+        max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
+        hydragen=False,
+        tensor_parallel=alone,
+        pipeline_parallel=alone,
+        data_parallel_rank=config.dp_rank,
+        device=booted.device,
+        dtype=booted.dtype,
+    )
+
+
+async def _watch(engine: Engine, server: RpcServer, interval_s: float = 1.0) -> None:
+    """Health follows the compute thread: SERVING while its work gets done."""
+    ready = None
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            working = engine.busy_s() < STUCK_AFTER_S
+            if working is not ready:
+                ready = working
+                await server.set_ready(ready)
+                if not ready:
+                    log.error("a step does not end", seconds=round(engine.busy_s()))
+            await asyncio.sleep(interval_s)

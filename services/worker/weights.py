@@ -1,0 +1,64 @@
+"""Copies a safetensors checkpoint into a model, one file at a time and one tensor at a time."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+
+from services.common.errors import InvalidRequest
+from services.common.model_files import read_json
+
+# Older checkpoints carry the rotation's frequencies, which follow from the config.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+def load(directory: Path, targets: Mapping[str, torch.Tensor], *, tied_embeddings: bool) -> None:
+    """Fill every tensor of ``targets`` (checkpoint name -> tensor) from the checkpoint in ``directory``.
+
+    Converts to each target's dtype and device. Raises ``InvalidRequest`` naming what is missing, left over, or shaped
+    otherwise than the config says.
+    """
+    ignored = {"lm_head.weight"} if tied_embeddings else set()
+    missing = set(targets)
+    unexpected: list[str] = []
+    for path in _files(directory):
+        try:
+            with safetensors.safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                    if name in targets:
+                        _copy(shard.get_tensor(name), targets[name], name, path)
+                        missing.discard(name)
+                    elif name not in ignored and not name.endswith(_DERIVED):
+                        unexpected.append(name)
+        except safetensors.SafetensorError as error:
+            raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error
+    if missing:
+        raise InvalidRequest(
+            f"{directory}: {len(missing)} tensors that config.json asks for are missing, e.g. {min(missing)};"
+            " the checkpoint is incomplete or of another architecture",
+            field="model",
+        )
+    if unexpected:
+        raise InvalidRequest(
+            f"{directory}: {len(unexpected)} tensors have no place in this architecture, e.g. {min(unexpected)};"
+            " config.json and the weights do not belong together",
+            field="model",
+        )
+
+
+def _files(directory: Path) -> list[Path]:
+    index = read_json(directory / "model.safetensors.index.json")
+    names = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+    for name in names:
+        if not (directory / name).is_file():
+            raise InvalidRequest(f"{directory / name} does not exist: the weights are incomplete", field="model")
+    return [directory / name for name in names]
+
+
+def _copy(tensor: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> None:
+    if tensor.shape != target.shape:
+        raise InvalidRequest(
+            f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}", field="model"
+        )
+    target.copy_(tensor)

@@ -1,0 +1,87 @@
+"""Checkpoints, reference models and workers, kept for the test session where they can be shared."""
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from services.common.config import WorkerConfig
+from services.worker.boot import boot
+from services.worker.server import serve
+from tests.checkpoints import make_checkpoint
+from tests.worker.driver import Driver
+
+CheckpointMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> CheckpointMaker:
+    """``checkpoint("llama", tied=True, ...)``: its directory, made once for each set of arguments."""
+
+    @cache
+    def made(key: str, architecture: str, arguments: tuple) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp("model") / architecture, architecture, **dict(arguments))
+
+    def make(architecture: str = "llama", **arguments) -> Path:
+        hashable = {name: _Frozen(value) if isinstance(value, dict) else value for name, value in arguments.items()}
+        return made(repr(sorted(arguments.items())), architecture, tuple(hashable.items()))
+
+    return make
+
+
+class _Frozen(dict):
+    """A dict that only its text tells from others, for the cache."""
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Path], torch.nn.Module]:
+    """``reference(directory)``: the model as transformers runs it, in float32."""
+
+    @cache
+    def load(directory: Path) -> torch.nn.Module:
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def runner_for(checkpoint):
+    """``runner_for(page_size=16, ...)``: a driver over a booted runner, shared and reset between tests."""
+
+    @cache
+    def booted(directory: Path, flags: tuple) -> Driver:
+        return Driver(boot(WorkerConfig(model=str(directory), **dict(flags))).runner)
+
+    def get(directory: Path | None = None, **flags) -> Driver:
+        settings = {"page_size": 16, "kv_cache_num_tokens": 16 * 1024, "torch_num_threads": 2} | flags
+        driver = booted(directory or checkpoint(), tuple(sorted(settings.items())))
+        driver.reset()
+        return driver
+
+    return get
+
+
+@pytest.fixture
+async def worker(checkpoint, tmp_path):
+    """``await worker(flag=value, ...)`` starts a worker on a socket of its own and returns its address."""
+    running = []
+
+    async def start(**flags) -> str:
+        stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+        settings = {"kv_cache_num_tokens": 16 * 256, "max_seqs_per_forward": 8, "max_tokens_per_forward": 64}
+        settings |= {"model": str(checkpoint()), "worker_listen": f"unix:{tmp_path}/worker{len(running)}"}
+        task = asyncio.create_task(serve(WorkerConfig(**settings | flags), stop, listening=listening))
+        running.append((stop, task))
+        return await listening
+
+    yield start
+    for stop, task in running:
+        stop.set()
+        await task

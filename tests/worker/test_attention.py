@@ -1,0 +1,99 @@
+"""The fast backend gives what plain torch gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.attention.factory import make_attention
+from services.worker.attention.fast_cpu import LONG_ROW, FastCpuAttention
+from services.worker.attention.plain import PlainAttention
+from services.worker.kv_cache import KvCache
+
+ROWS = {
+    "decode": [(1, 1), (16, 1), (17, 1), (100, 1), (33, 1)],  # (context, tokens of the row)
+    "short prefill": [(5, 5), (40, 7), (16, 16)],
+    "long prefill": [(LONG_ROW, LONG_ROW), (200, 3 * LONG_ROW)],
+    "mixed": [(64, 1), (150, 100), (9, 9), (1, 1), (130, 60)],
+}
+
+
+def filled_cache(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> KvCache:
+    shape = {"layers": 2, "page_count": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+    cache = KvCache(**shape, dtype=dtype, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for stored in (*cache.keys, *cache.values):
+        stored.copy_(torch.randn(stored.shape, generator=generator))
+    return cache
+
+
+def batch_of(rows: list[tuple[int, int]], page_size: int) -> AttentionBatch:
+    counts = np.array([tokens for _, tokens in rows])
+    widest = max(-(-context // page_size) for context, _ in rows)
+    pages = np.random.default_rng(0).permutation(len(rows) * widest).astype(np.int32)
+    return AttentionBatch(
+        token_slots=np.repeat(np.arange(len(rows)), counts),
+        positions=np.concatenate([np.arange(context - tokens, context) for context, tokens in rows]),
+        row_slots=np.arange(len(rows)),
+        row_starts=np.cumsum(counts) - counts,
+        row_counts=counts,
+        page_table=pages.reshape(len(rows), widest),
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_fast_and_plain_attention_agree(rows, heads, kv_heads, head_dim, page_size):
+    batch = batch_of(rows, page_size)
+    tokens = len(batch.positions)
+    generator = torch.Generator().manual_seed(1)
+    projected = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator)
+    queries, keys, values = projected.split((heads, kv_heads, kv_heads), dim=1)
+    outputs, caches = [], []
+    for kind in (PlainAttention, lambda cache: FastCpuAttention(cache, heads)):
+        cache = filled_cache(batch.page_table.size, page_size, kv_heads, head_dim)
+        step = kind(cache).step(batch, lambda: None)
+        outputs.append([step.run(layer, queries, keys, values) for layer in range(2)])
+        caches.append(cache)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=0, rtol=0)
+    torch.testing.assert_close(caches[1].values, caches[0].values, atol=0, rtol=0)
+
+
+def test_plain_attention_is_attention():
+    """Against the formula, written out for one head."""
+    batch = batch_of([(20, 3)], 16)
+    cache = filled_cache(2, 16, 1, 8)
+    queries, keys, values = torch.randn(3, 3, 1, 8, generator=torch.Generator().manual_seed(2)).unbind(1)
+    output = PlainAttention(cache).step(batch, lambda: None).run(0, queries, keys, values)
+    table = batch.page_table[0].tolist()
+    all_keys, all_values = (torch.cat([stored[0][page, 0] for page in table]) for stored in (cache.keys, cache.values))
+    for row, context in enumerate((18, 19, 20)):
+        weights = (all_keys[:context] @ queries[row, 0] / 8**0.5).softmax(0)
+        torch.testing.assert_close(output[row], weights @ all_values[:context])
+
+
+def test_scores_far_apart_do_not_overflow():
+    batch = batch_of([(30, 1)], 16)
+    cache = filled_cache(2, 16, 1, 16)
+    cache.keys[0].mul_(1000)
+    queries, keys, values = (torch.ones(1, heads, 16) for heads in (2, 1, 1))
+    expected = PlainAttention(cache).step(batch, lambda: None).run(0, queries, keys, values)
+    found = FastCpuAttention(cache, 2).step(batch, lambda: None).run(0, queries, keys, values)
+    torch.testing.assert_close(found, expected)
+
+
+def test_keys_that_are_not_numbers_reach_their_own_row_only():
+    batch = batch_of([(20, 1), (20, 1)], 16)
+    cache = filled_cache(4, 16, 1, 16)
+    for stored in (cache.keys[0], cache.values[0]):
+        stored[batch.page_table[0, 0]] = float("nan")
+    queries, keys, values = (torch.ones(2, heads, 16) for heads in (2, 1, 1))
+    output = FastCpuAttention(cache, 2).step(batch, lambda: None).run(0, queries, keys, values)
+    assert output.isfinite().all(dim=1).tolist() == [False, True]
+
+
+def test_each_device_and_dtype_gets_its_backend():
+    assert isinstance(make_attention(filled_cache(1, 16, 1, 16), 2), FastCpuAttention)
+    assert isinstance(make_attention(filled_cache(1, 16, 1, 16, torch.bfloat16), 2), PlainAttention)

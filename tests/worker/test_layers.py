@@ -1,0 +1,53 @@
+"""The compiled operators give what torch gives."""
+
+import pytest
+import torch
+
+from services.worker.layers.fast_cpu import FastCpuKernels, make_kernels
+from services.worker.layers.kernels import TorchKernels
+
+FAST, PLAIN = FastCpuKernels(), TorchKernels()
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_norms_agree(tokens):
+    x, delta, weight = random(tokens, 96), random(tokens, 96, seed=1), random(96, seed=2)
+    torch.testing.assert_close(FAST.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5))
+    mine, theirs = x.clone(), x.clone()
+    torch.testing.assert_close(FAST.add_norm(mine, delta, weight, 1e-5), PLAIN.add_norm(theirs, delta, weight, 1e-5))
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_norms_over_heads_agree(tokens):
+    heads = random(tokens, 6, 32)[:, 1:4]
+    torch.testing.assert_close(FAST.norm(heads, random(32), 1e-6), PLAIN.norm(heads, random(32), 1e-6))
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_gates_agree(scale):
+    gate_up = random(5, 2 * 70) * scale
+    torch.testing.assert_close(FAST.gate(gate_up), PLAIN.gate(gate_up), rtol=1e-5, atol=1e-6 * scale)
+
+
+def test_rotations_agree():
+    x, cos, sin = random(5, 8, 16)[:, :3], random(5, 1, 16, seed=1), random(5, 1, 16, seed=2)
+    torch.testing.assert_close(FAST.rotate(x, cos, sin), PLAIN.rotate(x, cos, sin))
+
+
+def test_what_is_not_a_number_stays_so():
+    x = random(3, 32)
+    x[1, 5] = float("nan")
+    for output in (FAST.norm(x, random(32), 1e-6), FAST.gate(x), FAST.rotate(x.view(3, 2, 16), *random(2, 3, 1, 16))):
+        assert output.flatten(1).isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def test_each_device_and_dtype_gets_its_kernels():
+    cpu = torch.device("cpu")
+    assert isinstance(make_kernels(cpu, torch.float32), FastCpuKernels)
+    assert isinstance(make_kernels(cpu, torch.bfloat16), TorchKernels)
+    assert isinstance(make_kernels(cpu, torch.float32, compiled=True), TorchKernels)

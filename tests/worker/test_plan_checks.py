@@ -1,0 +1,114 @@
+"""Every breach of the contract is named, and leaves the worker as it was."""
+
+import numpy as np
+import pytest
+
+from services.common.errors import FailedPrecondition, InvalidRequest
+from tests.worker.driver import admission, batch
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def driver(runner_for):
+    """Limits: 8 pages of 16 tokens, 4 slots, 64 tokens a step, 100 of context. Slot 0 decodes; slot 1 has 20 of 40."""
+    driver = runner_for(
+        kv_cache_num_tokens=8 * 16, max_seqs_per_forward=4, max_tokens_per_forward=64, max_context_tokens=100
+    )
+    both = admission(0, range(10), [0]), admission(1, range(40), [1, 2, 3])
+    driver.run(admissions=both, batch=batch([0, 1], [10, 20]))
+    return driver
+
+
+def new(slot=2, token_ids=range(5), pages=(4,), **arguments):
+    return {"admissions": (admission(slot, token_ids, pages, **arguments),)}
+
+
+WRONG_WHATEVER_THE_STATE = {
+    "release out of range": ({"releases": [4]}, "release_slots: slot 4 is out of range, max_slots=4"),
+    "release twice": ({"releases": [0, 0]}, "release_slots names a slot twice"),
+    "admission slot": (new(slot=4), "slot 4 of max_slots=4"),
+    "no tokens": (new(token_ids=[]), "0 tokens, expected 1 to max_context_tokens=100"),
+    "too many tokens": (new(token_ids=range(101)), "101 tokens, expected 1 to max_context_tokens=100"),
+    "token id": (new(token_ids=[1, 400]), "token 400 is out of range, vocab_size=400"),
+    "all cached": (new(cached_tokens=5), "cached_tokens=5 must be less than the 5 tokens known"),
+    "cached without pages": (new(token_ids=range(40), cached_tokens=17), "cached_tokens=17 do not fit into 1 pages"),
+    "page id": (new(pages=[8]), "page 8 is out of range, page_count=8"),
+    "too many pages": (new(pages=[4] * 8), "8 pages, at most 7 hold max_context_tokens=100"),
+    "temperature": (new(temperature=-0.5), "temperature=-0.5: expected 0 or more"),
+    "infinite temperature": (new(temperature=INF), "temperature=inf: expected 0 or more"),
+    "top_p": (new(top_p=0.0), "top_p=0.0: expected more than 0, at most 1"),
+    "top_p not a number": (new(top_p=NAN), "top_p=nan: expected more than 0"),
+    "min_p": (new(min_p=1.5), "min_p=1.5: expected 0 to 1"),
+    "top_logprobs": (new(top_logprobs=21), "top_logprobs=21: expected at most 20"),
+    "bias token": (
+        new(bias_token_ids=np.array([400]), bias_values=np.ones(1, np.float32)),
+        "logit_bias_token_ids: token 400 is out of range",
+    ),
+    "bias lengths": (
+        new(bias_token_ids=np.array([4, 5]), bias_values=np.ones(1, np.float32)),
+        "2 logit_bias_token_ids",
+    ),
+    "bias value": (new(bias_token_ids=np.array([4]), bias_values=np.array([NAN], np.float32)), "not finite"),
+    "append lengths": ({"append_slots": [0], "append_pages": [1, 2]}, "1 append_slots and 2 append_pages"),
+    "append page": ({"append_slots": [0], "append_pages": [9]}, "page 9 is out of range"),
+    "append too much": ({"append_slots": [0] * 7, "append_pages": [4] * 7}, "slot 0 would have 8 pages: at most 7"),
+    "copy lengths": ({"copy_sources": [0], "copy_targets": []}, "1 copy_source_pages and 0 copy_target_pages"),
+    "copy source": ({"copy_sources": [8], "copy_targets": [0]}, "copy_source_pages: page 8 is out of range"),
+    "copy target": ({"copy_sources": [0], "copy_targets": [8]}, "copy_target_pages: page 8 is out of range"),
+    "copy twice": ({"copy_sources": [0, 1], "copy_targets": [4, 4]}, "copy_target_pages names a page twice"),
+    "batch slot": ({"batch": batch([4])}, "batch.slots: slot 4 is out of range"),
+    "batch twice": ({"batch": batch([0, 0])}, "batch.slots names a slot twice"),
+    "batch lengths": ({"batch": batch([0, 1], [1])}, "2 slots and 1 token_counts"),
+    "nothing to compute": ({"batch": batch([0], [0])}, "token_counts holds a 0"),
+    "more than is known": ({"batch": batch([1], [21])}, "slot 1: 21 tokens to compute, but only 20 of its 40 known"),
+    "decode ahead": ({"batch": batch([0], [2])}, "slot 0: 2 tokens to compute, but only 1 of its 11 known"),
+    "too large a step": (
+        {**new(token_ids=range(60), pages=[4, 5, 6, 7]), "batch": batch([2, 1], [60, 5])},
+        "a batch of 65 tokens: at most max_tokens_per_step=64",
+    ),
+    "short page table": (
+        {**new(token_ids=range(20)), "batch": batch([2], [17])},
+        "slot 2: its page table of 1 pages of 16 tokens is too short for 17 tokens",
+    ),
+    "hydragen": ({"shared_groups": 1}, "WorkerInfo.hydragen is false"),
+}
+ANOTHER_STATE = {
+    "step skipped": ({"step": 3}, "step 3 follows step 1: expected 2"),
+    "step repeated": ({"step": 1}, "step 1 follows step 1: expected 2"),
+    "release of a free slot": ({"releases": [2]}, "release_slots: slot 2 is not in use"),
+    "slot in use": (new(slot=0), "slot 0 is in use; release it first"),
+    "slot admitted twice": ({"admissions": new()["admissions"] * 2}, "slot 2 is in use"),
+    "append to a free slot": ({"append_slots": [3], "append_pages": [4]}, "append_slots: slot 3 is not in use"),
+    "batch with a free slot": ({"batch": batch([3])}, "batch.slots: slot 3 is not in use"),
+    "batch with a released slot": ({"releases": [1], "batch": batch([0, 1])}, "slot 1 is not in use"),
+    "previous batch with a released slot": ({"releases": [1], "batch": None}, "batch.slots: slot 1 is not in use"),
+}
+CASES = [(InvalidRequest, *case) for case in WRONG_WHATEVER_THE_STATE.values()]
+CASES += [(FailedPrecondition, *case) for case in ANOTHER_STATE.values()]
+
+
+@pytest.mark.parametrize(("kind", "parts", "message"), CASES, ids=[*WRONG_WHATEVER_THE_STATE, *ANOTHER_STATE])
+def test_a_breach_is_named_and_changes_nothing(kind, parts, message, driver):
+    with pytest.raises(kind) as caught:
+        driver.run(**{"batch": batch([0])} | parts)
+    assert message in caught.value.message
+    output = driver.run(admissions=(admission(2, range(5), [4]),), batch=batch([0, 1, 2], [1, 20, 5]))
+    assert output.sampled.slots.tolist() == [0, 1, 2]
+
+
+def test_a_sequence_ends_at_the_context_limit(driver):
+    driver.run(admissions=(admission(2, range(100), range(1, 8), cached_tokens=90),), batch=batch([2], [10]))
+    with pytest.raises(InvalidRequest, match="slot 2 would pass max_context_tokens=100; release it"):
+        driver.run(batch=batch([2]))
+
+
+def test_the_batch_is_checked_again_when_it_is_left_out(driver):
+    driver.run(batch=batch([1], [20]))
+    with pytest.raises(InvalidRequest, match="slot 1: 20 tokens to compute, but only 1"):
+        driver.run()
+
+
+def test_a_slot_is_released_and_admitted_in_one_plan(driver):
+    output = driver.run(releases=[0, 1], **new(slot=0), batch=batch([0], [5]))
+    assert output.sampled.slots.tolist() == [0]

@@ -1,0 +1,209 @@
+"""What is drawn: distributions, truncation, bias, log-probabilities, and noise that depends on its counters alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.runner.plan import Limits
+from services.worker.runner.slots import SlotTable
+from services.worker.sampling import sampler
+from services.worker.sampling.noise import gumbel, row_keys
+from services.worker.sampling.sampler import sample
+from tests.worker.driver import admission
+
+VOCAB = 12
+LOGITS = torch.linspace(2.0, -2.0, VOCAB).roll(5)  # the most likely token is 5
+
+
+def table_of(rows: list[dict], vocab: int = VOCAB) -> SlotTable:
+    """Slot i samples with ``rows[i]``."""
+    limits = Limits(16, 8, len(rows), 64, 100, vocab, 20)
+    table = SlotTable(limits, torch.device("cpu"))
+    for slot, sampling in enumerate(rows):
+        table.admit(admission(slot, [1], [0], **sampling))
+    return table
+
+
+def sampled(rows: list[dict], logits=LOGITS, positions=None):
+    logits = logits.expand(len(rows), -1).clone() if logits.dim() == 1 else logits
+    positions = np.zeros(len(rows), np.int64) if positions is None else positions
+    table = table_of(rows, logits.shape[1])
+    return sample(logits, torch.clone, np.arange(len(rows)), positions, table, logits.shape[1])
+
+
+def draws(count: int, logits=LOGITS, **sampling) -> np.ndarray:
+    """``count`` tokens at positions 0, 1, ... of one seed."""
+    rows = [{"temperature": 1.0, "seed": 1234} | sampling] * count
+    return sampled(rows, logits, np.arange(count)).token_ids
+
+
+def chi_square_excess(observed: np.ndarray, probabilities: torch.Tensor) -> float:
+    """By how many standard deviations chi-square exceeds its mean; below about 4 by chance alone."""
+    expected = probabilities.double().numpy() * observed.sum()
+    kept = expected > 0
+    assert observed[~kept].sum() == 0
+    freedom = kept.sum() - 1
+    statistic = ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_follow_the_softmax(temperature):
+    counts = np.bincount(draws(40_000, temperature=temperature), minlength=VOCAB)
+    assert chi_square_excess(counts, (LOGITS / temperature).softmax(-1)) < 4
+
+
+@pytest.mark.parametrize("counter", ["seed", "sample_index", "position"])
+def test_each_counter_alone_gives_independent_draws(counter):
+    """Consecutive values of one counter: single tokens and pairs of neighbours are distributed as they should be."""
+    logits, count = torch.zeros(8), 40_000
+    values = np.arange(count)
+    changing = [{counter: int(value)} if counter != "position" else {} for value in values]
+    rows = [{"temperature": 1.0, "seed": 3, "sample_index": 4} | change for change in changing]
+    tokens = sampled(rows, logits, values if counter == "position" else None).token_ids
+    assert chi_square_excess(np.bincount(tokens, minlength=8), torch.full((8,), 1 / 8)) < 4
+    pairs = np.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64)
+    assert chi_square_excess(pairs, torch.full((64,), 1 / 64)) < 4
+
+
+def test_noise_is_gumbel_and_neither_rows_nor_tokens_are_correlated():
+    numbers = np.arange(64, dtype=np.uint64)
+    keys = torch.from_numpy(row_keys(numbers, np.zeros_like(numbers), np.zeros_like(numbers)))
+    noise = gumbel(keys.unsqueeze(1), torch.arange(20_000, dtype=torch.int32)).double()
+    assert noise.isfinite().all()
+    assert abs(noise.mean() - 0.5772) < 0.01
+    assert abs(noise.var() - np.pi**2 / 6) < 0.02
+    rows = torch.corrcoef(noise) - torch.eye(64)
+    assert rows.abs().max() < 5 / 20_000**0.5
+    lagged = torch.corrcoef(torch.stack((noise[:, :-1].flatten(), noise[:, 1:].flatten())))[0, 1]
+    assert abs(lagged) < 5 / noise.numel() ** 0.5
+    # The tail decides what is drawn from a large vocabulary.
+    for threshold in (6.0, 9.0):
+        expected = noise.numel() * -np.expm1(-np.exp(-threshold))
+        assert abs((noise > threshold).sum() - expected) < 5 * expected**0.5
+
+
+def test_the_tail_of_a_large_vocabulary_is_fair():
+    """Equal logits over 100,000 tokens: the draws cover all parts of the vocabulary alike."""
+    tokens = draws(400, torch.zeros(100_000))
+    assert chi_square_excess(np.bincount(tokens // 10_000, minlength=10), torch.full((10,), 0.1)) < 4
+    assert len(np.unique(tokens)) > 390
+
+
+def test_a_draw_does_not_depend_on_batch_slot_or_slice(monkeypatch):
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    rows = [
+        {"temperature": 0.8, "seed": 5, "sample_index": 1},
+        {"temperature": 0.0},
+        {"temperature": 1.2, "seed": 2**64 - 1, "sample_index": 2**32 - 1, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 5, "top_k": 20},
+        {"temperature": 1.0, "seed": 6, "min_p": 0.1, "logprobs": True},
+        {"temperature": 1.0, "seed": 7, "top_logprobs": 3},
+    ]
+    positions = np.array([3, 50, 7, 0, 2**20, 9])
+    together = sampled(rows, logits, positions)
+    for row in range(6):
+        alone = sampled([rows[row]], logits[row : row + 1], positions[row : row + 1])
+        assert alone.token_ids[0] == together.token_ids[row]
+    order = np.array([4, 2, 0, 5, 1, 3])
+    shuffled = sampled([rows[row] for row in order], logits[order], positions[order])
+    assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
+    monkeypatch.setattr(sampler, "_SLICE_ELEMENTS", 2 * 300)
+    sliced = sampled(rows, logits, positions)
+    assert sliced.token_ids.tolist() == together.token_ids.tolist()
+    assert sliced.top_counts.tolist() == [0, 0, 0, 0, 0, 3]
+    np.testing.assert_array_equal(sliced.logprobs, together.logprobs)
+    np.testing.assert_array_equal(sliced.top_token_ids, together.top_token_ids)
+
+
+TRUNCATIONS = {
+    "top_k": {"top_k": 3},
+    "top_k beyond the vocabulary": {"top_k": 10_000},
+    "top_p": {"top_p": 0.7},
+    "tiny top_p": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.2},
+    "all": {"top_k": 8, "top_p": 0.8, "min_p": 0.15, "temperature": 1.5},
+}
+
+
+def truncated(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
+    """The distribution that is meant, token by token."""
+    probabilities = (logits / temperature).double().softmax(-1)
+    if top_k:
+        probabilities[probabilities.argsort(descending=True)[top_k:]] = 0
+        probabilities /= probabilities.sum()
+    order, mass = probabilities.argsort(descending=True), 0.0
+    for token in order.tolist():
+        probability = float(probabilities[token])
+        if mass >= top_p:
+            probabilities[token] = 0
+        mass += probability
+    probabilities[probabilities < min_p * probabilities.max()] = 0
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize("sampling", TRUNCATIONS.values(), ids=TRUNCATIONS)
+def test_truncation_leaves_the_distribution_that_is_meant(sampling):
+    expected = truncated(LOGITS, **sampling)
+    counts = np.bincount(draws(20_000, **sampling), minlength=VOCAB)
+    if (expected > 0).sum() == 1:
+        assert counts[expected.argmax()] == 20_000
+    else:
+        assert chi_square_excess(counts, expected) < 4
+
+
+@pytest.mark.parametrize("flatness", [0.1, 1.0, 6.0])
+def test_a_large_vocabulary_is_cut_where_a_full_sort_would_cut_it(flatness):
+    logits = flatness * torch.randn(20, 3000, generator=torch.Generator().manual_seed(0))
+    for sampling in ({"top_p": 0.9}, {"top_k": 500}, {"top_k": 100, "top_p": 0.5}, {"top_p": 0.3, "min_p": 0.01}):
+        rows = [{"temperature": 1.0, "seed": seed} | sampling for seed in range(20)]
+        tokens = sampled(rows, logits).token_ids
+        for row, token in enumerate(tokens):
+            assert truncated(logits[row], **sampling)[token] > 0
+        # The same noise without truncation decides among the tokens that are left.
+        kept = torch.stack([truncated(row, **sampling) > 0 for row in logits])
+        plain = sampled([{"temperature": 1.0, "seed": seed} for seed in range(20)], logits.masked_fill(~kept, -1e9))
+        assert tokens.tolist() == plain.token_ids.tolist()
+
+
+def test_rows_of_one_slice_keep_their_own_settings():
+    rows = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}]
+    rows += [{"temperature": 5.0, "seed": seed} for seed in range(50)]
+    tokens = sampled(rows).token_ids
+    assert tokens[:3].tolist() == [5, 5, 5]
+    assert len(set(tokens[3:].tolist())) > 6
+
+
+def test_bias_counts_before_everything_else():
+    biased = {"bias_token_ids": np.array([2, 9]), "bias_values": np.array([100, -100], np.float32)}
+    result = sampled([{"logprobs": True, "top_logprobs": 2} | biased, {"logprobs": True}])
+    assert result.token_ids.tolist() == [2, 5]
+    expected = LOGITS + torch.zeros(VOCAB).index_put((torch.tensor([2, 9]),), torch.tensor([100.0, -100.0]))
+    assert result.logprobs[0] == pytest.approx(float(expected.log_softmax(-1)[2]), abs=1e-6)
+    assert result.logprobs[1] == pytest.approx(float(LOGITS.log_softmax(-1)[5]), abs=1e-6)
+    assert result.top_token_ids.tolist() == [2, 5]
+
+
+def test_logprobs_ignore_temperature_and_truncation():
+    rows = [{"temperature": 3.0, "top_k": 2, "seed": 1, "logprobs": True, "top_logprobs": 4}, {}]
+    result = sampled(rows)
+    expected = LOGITS.log_softmax(-1)
+    assert result.logprobs[0] == pytest.approx(float(expected[result.token_ids[0]]), abs=1e-6)
+    assert np.isnan(result.logprobs[1])
+    assert result.top_counts.tolist() == [4, 0]
+    best = expected.topk(4)
+    assert result.top_token_ids.tolist() == best.indices.tolist()
+    np.testing.assert_allclose(result.top_logprobs, best.values.numpy(), atol=1e-6)
+
+
+def test_nothing_is_reported_that_nobody_asked_for():
+    result = sampled([{}, {"temperature": 1.0}])
+    assert result.logprobs is result.top_counts is result.top_token_ids is result.top_logprobs is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_seen(bad, temperature):
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 4] = bad
+    assert sampled([{"temperature": temperature}] * 3, logits).finite.tolist() == [True, False, True]
