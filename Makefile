@@ -9,7 +9,7 @@ ARGS ?=
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py protos/generate.py $(wildcard protos/tokasaurus/*/v1/*.proto)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 

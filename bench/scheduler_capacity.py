@@ -74,7 +74,7 @@ async def deliver(address: str, sequences: int, seconds: float) -> dict[str, flo
             if message.WhichOneof("payload") == "rejection":
                 raise SystemExit(f"rejected: {message.rejection.status.message}")
             if not begun and message.load.running_sequences >= 0.97 * sequences:
-                begun = time.perf_counter() + 1.0       # settle for a moment, then count
+                begun = time.perf_counter() + 1.0  # settle for a moment, then count
             if message.WhichOneof("payload") != "outputs":
                 continue
             outputs = message.outputs

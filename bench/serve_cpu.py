@@ -71,7 +71,9 @@ def main() -> None:
         "fixed": Workload(prompts, config.max_tokens // 2, ignore_eos=True),
     }
     baselines = measure_transformers(config, workloads)
-    with serve(model=config.model, dtype=config.dtype, max_seqs_per_forward=max(256, config.sequences)) as server:
+    flags = {"model": config.model, "dtype": config.dtype, "max_seqs_per_forward": max(256, config.sequences)}
+    # Without the prefix cache a repeated prompt is computed again, as transformers does.
+    with serve(**flags, prefix_caching="F") as server:
         outcomes = {name: asyncio.run(measure_server(server, config, work)) for name, work in workloads.items()}
         first_s, per_token_s = measure_latency(server, config, prompts[0])
 

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.flags import Bool, Config, FlagError, Float, Int, Strings, load
+from services.common.flags import Bool, Config, FlagError, Float, Int, Strings, load, misspelt
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -31,7 +31,7 @@ class WorkerConfig(ServiceConfig):
     worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
-    kv_cache_num_tokens: Int = Field(128 * 1024, ge=1, description="size of the KV cache in tokens")
+    kv_cache_num_tokens: Int = Field(128 * 1024, ge=1, lt=2**40, description="size of the KV cache in tokens")
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
     max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
     max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
@@ -107,6 +107,12 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
                 raise ValueError(f"flag {name}: toka chooses the addresses of its children itself; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _ports_differ(self) -> "DeploymentConfig":
+        if self.port and self.port in range(self.grpc_port, self.grpc_port + self.dp_size):
+            raise ValueError(f"flag port={self.port}: a scheduler has it (grpc_port={self.grpc_port}); choose another")
+        return self
+
 
 K = TypeVar("K", bound=Config)
 
@@ -116,6 +122,8 @@ def from_command_line(kind: type[K]) -> K:
     if any(argument in ("help", "-h", "--help") for argument in sys.argv[1:]):
         print(usage(kind))
         raise SystemExit(0)
+    for sentence in misspelt(os.environ, {**DeploymentConfig.model_fields, **kind.model_fields}):
+        print(f"{os.path.basename(sys.argv[0])}: warning: {sentence}", file=sys.stderr)
     try:
         return load(kind, sys.argv[1:], os.environ)
     except FlagError as error:

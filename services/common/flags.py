@@ -53,8 +53,8 @@ def _evaluate(node: ast.expr) -> int | float:
             value = _OPERATORS[type(op)](_evaluate(operand))
         case _:
             raise ValueError("only numbers and + - * / // ** are allowed in parentheses")
-    if abs(value) > _LARGEST:
-        raise ValueError("the result is too large")
+    if isinstance(value, complex) or not abs(value) <= _LARGEST:
+        raise ValueError("the result is too large, or no number")
     return value
 
 
@@ -64,7 +64,7 @@ def arithmetic(value: Any) -> Any:
         return value
     try:
         result = _evaluate(ast.parse(value.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"cannot be evaluated: {error}") from error
     return int(result) if isinstance(result, float) and result.is_integer() else result
 
@@ -113,6 +113,14 @@ def read_environment(environment: Mapping[str, str], known: Iterable[str]) -> di
     }
 
 
+def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """A sentence for each variable that looks like ``TOKA_<FLAG>`` misspelt: it has no effect."""
+    names = [ENV_PREFIX + name.upper() for name in known]
+    strangers = sorted(name for name in environment.keys() - set(names) if name.startswith(ENV_PREFIX))
+    meant = {name: difflib.get_close_matches(name, names, n=1, cutoff=0.85) for name in strangers}
+    return [f"{name} in the environment is no flag: did you mean {near[0]}=?" for name, near in meant.items() if near]
+
+
 def build(kind: type[C], values: Mapping[str, Any]) -> C:
     """Validate ``values`` into a config; ``FlagError`` names the flag, its value and what was expected."""
     try:
@@ -132,7 +140,9 @@ def _describe(problem: Any) -> str:
     if not problem["loc"]:
         return message
     name = problem["loc"][0]
-    return f"flag {name}={problem['input']!r}: {message[0].lower()}{message[1:]}"
+    given = repr(problem["input"])
+    given = given if len(given) <= 100 else f"{given[:97]}..."
+    return f"flag {name}={given}: {message[0].lower()}{message[1:]}"
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:

@@ -1,10 +1,12 @@
 """How a service's process begins and ends."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger(__name__)
 
 K = TypeVar("K", bound=ServiceConfig)
+R = TypeVar("R")
 
 
 def run_service(name: str, kind: type[K], serve: Callable[[K, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
@@ -44,6 +47,34 @@ async def _until_signalled(config: K, serve: Callable[[K, asyncio.Event], Corout
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await serve(config, stop)
+
+
+async def unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | None:
+    """The result of ``work``, which may block for long, such as a download; None as soon as ``stop`` is set.
+
+    A thread cannot be interrupted: it is left behind, as a daemon that does not keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[R] = loop.create_future()
+
+    def settle(finish: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(lambda: done.cancelled() or finish(value))
+
+    def run() -> None:
+        try:
+            settle(done.set_result, work())
+        except Exception as error:
+            settle(done.set_exception, error)
+
+    threading.Thread(target=run, daemon=True, name="work").start()
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({done, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return done.result() if done.done() else None
+    finally:
+        stopped.cancel()
+        done.cancel()
 
 
 def die_with_parent() -> None:

@@ -42,6 +42,7 @@ def make_app(gateway: Gateway) -> FastAPI:
         ("/metrics", probes.metrics),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     app.add_exception_handler(TokaError, _on_toka_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

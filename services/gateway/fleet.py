@@ -110,7 +110,7 @@ class Fleet:
             return next(iter(known.values()))
         if name is None or name not in known:
             served = ", ".join(sorted(known))
-            problem = f"the model {name!r} does not exist" if name is not None else "name a model"
+            problem = f"the model {name[:200]!r} does not exist" if name is not None else "name a model"
             raise NotFound(f"{problem}; this server has {served}", field="model", reason="MODEL_NOT_FOUND")
         return known[name]
 

@@ -23,9 +23,9 @@ class Choice:
         self.index = index
         self.prompt_index = prompt_index
         self.new_ids: list[int] = []
-        self.new_logprobs: list[TokenLogprob | None] = []   # beside new_ids when logprobs were asked for
+        self.new_logprobs: list[TokenLogprob | None] = []  # beside new_ids when logprobs were asked for
         self.ending: Ending | None = None
-        self.last_token_at = 0.0                            # of the session's clock; 0 = no token yet
+        self.last_token_at = 0.0  # of the session's clock; 0 = no token yet
         self.noticed = False
 
     def take(self) -> tuple[list[int], list[TokenLogprob | None]]:

@@ -21,7 +21,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     Raises ``PayloadTooLarge``, or ``ClientDisconnect`` when the client left before its end.
     """
     announced = int(request.headers.get("content-length", 0))
-    if announced > limit and "expect" in request.headers:   # it waits for our word before it sends
+    if announced > limit and "expect" in request.headers:  # it waits for our word before it sends
         raise _too_large(limit)
     parts, size = [], 0
     async for part in request.stream():

@@ -40,9 +40,9 @@ class Job:
 
     request_id: str
     model: str
-    prompt_ids: np.ndarray      # uint32 [prompt_tokens], at least one
-    max_tokens: int             # for each sample; prompt and answer fit into the context
-    seed: int | None            # unsigned 64 bits
+    prompt_ids: np.ndarray  # uint32 [prompt_tokens], at least one
+    max_tokens: int  # for each sample; prompt and answer fit into the context
+    seed: int | None  # unsigned 64 bits
     settings: Settings
 
     @property

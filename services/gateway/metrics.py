@@ -24,7 +24,7 @@ class Histogram:
 
     def __init__(self, name: str, documentation: str, bounds: tuple[float, ...] = _SECONDS) -> None:
         self.name, self.documentation, self.bounds = name, documentation, bounds
-        self.counts = [0] * (len(bounds) + 1)   # the last: beyond all bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last: beyond all bounds
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -53,8 +53,8 @@ class RequestMetrics:
         self.decode_time = Histogram("toka_request_decode_time_seconds", "From a sample's first token to its last")
         self.prompt_tokens = Histogram("toka_request_prompt_tokens", "Tokens in a prompt", _TOKENS)
         self.generation_tokens = Histogram("toka_request_generation_tokens", "Tokens in a sample's answer", _TOKENS)
-        self.finished: Counter[str] = Counter()                 # samples by finish reason
-        self.responses: Counter[tuple[str, str]] = Counter()    # (route, status)
+        self.finished: Counter[str] = Counter()  # samples by finish reason
+        self.responses: Counter[tuple[str, str]] = Counter()  # (route, status)
         self.disconnects = 0
 
     def sample_finished(self, ending: Ending) -> None:

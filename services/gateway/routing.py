@@ -32,7 +32,7 @@ class PrefixRouter:
     """
 
     def __init__(self) -> None:
-        self._owners: OrderedDict[int, str] = OrderedDict()     # chained hash of a prefix -> address
+        self._owners: OrderedDict[int, str] = OrderedDict()  # chained hash of a prefix -> address
 
     def choose(self, targets: Sequence[T], prompt_ids: np.ndarray, cache_salt: str = "") -> T:
         """One of ``targets`` (at least one) for ``prompt_ids``, and remember it."""

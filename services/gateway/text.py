@@ -10,8 +10,8 @@ from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
-BATCH_CHARACTERS = 64 * 1024    # a larger request does not wait in, nor hold up, the common batch
-_LONGEST_SPECIAL = 64           # bytes of text that a special token may stand for
+BATCH_CHARACTERS = 64 * 1024  # a larger request does not wait in, nor hold up, the common batch
+_LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
 
 R = TypeVar("R")
 
@@ -43,12 +43,11 @@ class TextEngine:
     async def encode_chat(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, max_tokens: int
     ) -> list[int]:
-        """Token ids of a conversation under the model's template. Raises ``InvalidRequest``."""
-        contents = "".join(message["content"] for message in messages)
-        self.check_length(contents, max_tokens, "messages")
-        if len(contents) > BATCH_CHARACTERS:
-            await self.in_thread(self._check_beginning, contents, max_tokens, "messages")
-        return await self.in_thread(self.tokenizer.encode_chat, messages, add_generation_prompt)
+        """Token ids of a conversation under the model's template. Raises ``InvalidRequest``.
+
+        What counts is the rendered text: a template may leave out much of the messages, such as old reasoning.
+        """
+        return await self.in_thread(self._encode_chat, messages, add_generation_prompt, max_tokens)
 
     async def in_thread(self, work: Callable[..., R], *arguments: Any) -> R:
         """``work(*arguments)`` in one of the engine's threads."""
@@ -72,7 +71,7 @@ class TextEngine:
                 texts = [text for part, _ in batch for text in part]
                 try:
                     encoded = iter(await self.in_thread(self.tokenizer.encode_batch, texts))
-                except Exception as error:
+                except BaseException as error:  # a panic of the tokenizer's Rust code is no Exception
                     for _, future in batch:
                         if not future.done():
                             future.set_exception(error)
@@ -83,6 +82,12 @@ class TextEngine:
                         future.set_result(ids)
         finally:
             self._batcher = None
+
+    def _encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, max_tokens: int) -> list[int]:
+        text = self.tokenizer.render_chat(messages, add_generation_prompt)
+        self.check_length(text, max_tokens, "messages")
+        self._check_beginning(text, max_tokens, "messages")
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_large(self, texts: list[str], max_tokens: int, field: str) -> list[list[int]]:
         for text in texts:

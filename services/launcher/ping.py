@@ -36,9 +36,12 @@ def main() -> None:
 
 def ping(config: PingConfig) -> list[str]:
     """The text of each sample. Raises ``httpx.HTTPError``."""
-    base_url = f"http://{config.host}:{config.port}/v1"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    base_url = f"http://{host}:{config.port}/v1"
     with httpx.Client(base_url=base_url, timeout=config.timeout_s, trust_env=False) as client:
-        model = config.model or client.get("/models").raise_for_status().json()["data"][0]["id"]
+        served = client.get("/models").raise_for_status().json()["data"]
+        # A server that has no model yet says itself what it waits for.
+        model = config.model or (served[0]["id"] if served else None)
         body = {"model": model, "max_tokens": config.max_tokens, "temperature": config.temperature, "n": config.n}
         if config.chat:
             answer = client.post(

@@ -5,6 +5,7 @@ or too often, ends the deployment with the reason.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ RESTART_WINDOW_S = 60.0
 STOP_GRACE_S = 10.0
 _ERROR_LINES = 8
 _LONGEST_LINE = 1024 * 1024
+_LAST_WORDS_S = 1.0  # to read what a dead child wrote last
 
 
 class Child:
@@ -35,6 +37,7 @@ class Child:
         self.spec = spec
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
+        self._forwarding: asyncio.Task | None = None
         self._deaths: deque[float] = deque()
         self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
 
@@ -67,28 +70,40 @@ class Child:
             await asyncio.wait_for(asyncio.shield(process.wait()), grace_s)
         except TimeoutError:
             log.warning("child did not end in time and is killed", child=self.spec.name)
-            self.kill()
-            await process.wait()
+        await self._end_group()
 
-    def kill(self) -> None:
-        """End the process and whatever it started, now."""
-        if self.process is not None and self.process.returncode is None:
+    async def _end_group(self) -> None:
+        """Kill the process and whatever it started, which would outlive it and keep its stderr open."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
             os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+        await asyncio.wait({self._forwarding}, timeout=_LAST_WORDS_S)
+        self._forwarding.cancel()
 
     async def _start(self) -> None:
         environment = child_environment(self.spec, dict(os.environ)) | {PARENT_PID: str(os.getpid())}
         command = [sys.executable, "-m", self.spec.module, *self.spec.flags]
         # A session of its own: Ctrl-C reaches us alone, and we end the children in order.
-        self.process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stderr=asyncio.subprocess.PIPE, limit=_LONGEST_LINE, start_new_session=True
-        )
+        # A pipe of our own: asyncio's makes ``wait`` wait for everybody who has the child's stderr, not for the child.
+        reading, writing = os.pipe()
+        try:
+            stderr = asyncio.StreamReader(limit=_LONGEST_LINE)
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(reading, "rb")
+            )
+            self.process = await asyncio.create_subprocess_exec(
+                *command, env=environment, stderr=writing, start_new_session=True
+            )
+        finally:
+            os.close(writing)
+        self._forwarding = asyncio.create_task(self._forward_errors(stderr))
 
     async def _watch(self) -> bool:
         """Until the process has died; returns whether it served."""
         readiness = asyncio.create_task(self._note_ready())
         try:
-            await self._forward_errors()
             await self.process.wait()
+            await self._end_group()
         finally:
             readiness.cancel()
         served, _ = self.ready.is_set(), self.ready.clear()
@@ -98,9 +113,9 @@ class Child:
         await wait_until_ready(self.spec)
         self.ready.set()
 
-    async def _forward_errors(self) -> None:
+    async def _forward_errors(self, stderr: asyncio.StreamReader) -> None:
         """Pass the child's stderr on, and keep its end for the reason."""
-        while line := await self.process.stderr.readline():
+        while line := await stderr.readline():
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             self._last_lines.append(line.decode(errors="replace").rstrip())

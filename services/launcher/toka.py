@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.config import DeploymentConfig
 from services.common.errors import Unavailable
 from services.common.model_files import read_card
-from services.common.process import run_service
+from services.common.process import run_service, unless_stopped
 from services.launcher.deployment import plan_children
 from services.launcher.supervisor import supervise
 
@@ -20,7 +20,10 @@ def main() -> None:
 
 async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
     """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
-    card = read_card(config.model, config.served_model_name, weights=True)  # fetched once, before the children ask
+    # Fetched once, before the children ask.
+    card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=True), stop)
+    if card is None:
+        return
     config = _with_free_ports(config)
     for port in (config.port, *(config.grpc_port + rank for rank in range(config.dp_size))):
         _check_port_is_free(config.host if port == config.port else "127.0.0.1", port)

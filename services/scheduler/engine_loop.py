@@ -22,8 +22,8 @@ from tokasaurus.worker.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 _LOAD_PERIOD_S = 0.2
-_SILENCE_S = 120.0              # a worker that owes an answer for so long does not answer
-_EVENTS_AT_ONCE = 512           # between two looks at whether a plan can go out
+_SILENCE_S = 120.0  # a worker that owes an answer for so long does not answer
+_EVENTS_AT_ONCE = 512  # between two looks at whether a plan can go out
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class EngineLoop:
         self._last_load = self._last_stats = self._last_answer = time.monotonic()
         self._last_counts = (0, 0)
         self._answer_times: list[float] = []
-        self.watchers = 0                       # set by the API: plans are reported while it is not 0
+        self.watchers = 0  # set by the API: plans are reported while it is not 0
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
     # -- from any thread
@@ -203,7 +203,7 @@ class EngineLoop:
         self._last_answer = now
         try:
             self._core.take(result, time.monotonic_ns())
-        except ValueError as error:     # it does not do what the contract says: a fresh start is all that helps
+        except ValueError as error:  # it does not do what the contract says: a fresh start is all that helps
             log.error("the worker answered wrongly", reason=str(error))
             stream.end()
             self._detach(stream, str(error))
@@ -243,7 +243,7 @@ class EngineLoop:
             self._core.submit(request, time.monotonic_ns())
         except TokaError as error:
             self._news.append((request.sink, Rejected(request.handle, error)))
-        except Exception as error:      # one request's trouble is not the others'
+        except Exception as error:  # one request's trouble is not the others'
             log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
             internal = Internal("internal error; the server's log has the details")
             self._news.append((request.sink, Rejected(request.handle, internal)))

@@ -24,8 +24,8 @@ from tokasaurus.worker.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 SERVICE = "tokasaurus.scheduler.v1.SchedulerService"
-_PULSE_S = 1.0              # between two looks at whether the step loop turns
-_PULSE_TIMEOUT_S = 10.0     # a loop that does not answer for so long is stuck
+_PULSE_S = 1.0  # between two looks at whether the step loop turns
+_PULSE_TIMEOUT_S = 10.0  # a loop that does not answer for so long is stuck
 # The step loop's thread must not wait for the event loop's long Python runs: 5 ms, the default, is a third of a step.
 _SWITCH_INTERVAL_S = 0.0005
 

@@ -1,7 +1,7 @@
 import pytest
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig, usage
-from services.common.flags import FlagError, load
+from services.common.flags import FlagError, load, misspelt
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,10 @@ def test_whole_numbers_may_be_arithmetic_in_parentheses(text, tokens):
         "(__import__('os').getpid())",
         "(2 ** 2 ** 2 ** 9)",
         "(9 ** 9 ** 9)",
+        "((1.5 ** 63) ** 63)",
+        "((-1) ** 0.5)",
+        "(0 * 1e400)",
+        "(2 ** 60)",
         "(1 / 0)",
         "(1 +)",
         "(True)",
@@ -68,6 +72,19 @@ def test_the_command_line_wins_over_the_environment():
 def test_a_wrong_environment_value_names_the_flag():
     with pytest.raises(FlagError, match="flag port='x'"):
         load(GatewayConfig, [], {"TOKA_PORT": "x"})
+
+
+def test_a_misspelt_environment_variable_is_noticed():
+    environment = {"TOKA_PROT": "1", "TOKA_PORT": "2", "TOKA_GATEWAY_SERVICE_HOST": "a", "PROT": "3"}
+    assert misspelt(environment, DeploymentConfig.model_fields) == [
+        "TOKA_PROT in the environment is no flag: did you mean TOKA_PORT=?"
+    ]
+
+
+@pytest.mark.parametrize("flags", [["port=10310"], ["port=9001", "grpc_port=9000", "dp_size=2"]])
+def test_the_gateway_and_a_scheduler_cannot_share_a_port(flags):
+    with pytest.raises(FlagError, match="a scheduler has it"):
+        load(DeploymentConfig, flags, {})
 
 
 def test_addresses_are_separated_by_commas():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,6 +113,22 @@ def test_a_model_that_does_not_exist_ends_with_the_reason():
     outcome = run_toka("model=/no/such/model")
     assert outcome.returncode == 1
     assert "model='/no/such/model' is not a directory" in outcome.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_hub_that_does_not_answer(number):
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        command = [*TOKA, "model=some/model", "port=0", "grpc_port=0"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | environment)
+        try:
+            asking, _ = hub.accept()
+            process.send_signal(number)
+            assert process.wait(timeout=30) == 0
+            asking.close()
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_child_that_cannot_start_ends_everything_with_its_reason(tmp_path):

@@ -36,9 +36,9 @@ class FakeShape:
     max_context_tokens: int = 2048
     max_top_logprobs: int = 20
     max_plans_in_flight: int = 64
-    first_token: int = 16           # the hash chooses tokens from here up
+    first_token: int = 16  # the hash chooses tokens from here up
     eos_token_id: int = 0
-    eos_every: int = 0              # one token in so many is eos_token_id; 0 = never
+    eos_every: int = 0  # one token in so many is eos_token_id; 0 = never
 
 
 class FakeModel:
@@ -50,25 +50,25 @@ class FakeModel:
         slots, self._width = shape.max_slots, -(-shape.max_context_tokens // shape.page_size) + 1
         self.step = 0
         self.active = np.zeros(slots, bool)
-        self.known = np.zeros(slots, np.int64)              # tokens the worker has, sampled ones included
-        self.computed = np.zeros(slots, np.int64)           # tokens whose KV is written
+        self.known = np.zeros(slots, np.int64)  # tokens the worker has, sampled ones included
+        self.computed = np.zeros(slots, np.int64)  # tokens whose KV is written
         self.page_counts = np.zeros(slots, np.int64)
         self.tables = np.zeros((slots, self._width), np.int64)
         self.holders = np.zeros(shape.page_count, np.int64)
         self.kv = np.zeros((shape.page_count, shape.page_size), np.uint64)
         self.last_token = np.zeros(slots, np.uint64)
-        self.hash = np.zeros(slots, np.uint64)              # of the computed tokens
+        self.hash = np.zeros(slots, np.uint64)  # of the computed tokens
         self.noise = np.zeros(slots, np.uint64)
         self.logprobs = np.zeros(slots, bool)
         self.top_logprobs = np.zeros(slots, np.int64)
-        self.prefix_hashes: dict[int, np.ndarray] = {}      # slot -> hash after each token given at admission
-        self.given_counts = np.zeros(slots, np.int64)       # of known, those that came with the admission
+        self.prefix_hashes: dict[int, np.ndarray] = {}  # slot -> hash after each token given at admission
+        self.given_counts = np.zeros(slots, np.int64)  # of known, those that came with the admission
         self.given: dict[int, np.ndarray] = {}
-        self.tokens: dict[int, list[int]] = {}              # slot -> tokens so far; kept only for a script
+        self.tokens: dict[int, list[int]] = {}  # slot -> tokens so far; kept only for a script
         self.sample_index: dict[int, int] = {}
-        self.fail_tokens: dict[int, str] = {}               # a slot whose prompt begins with this token fails
+        self.fail_tokens: dict[int, str] = {}  # a slot whose prompt begins with this token fails
         self.batch = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-        self.prefilled_tokens = 0                           # tokens computed from prompts, for tests
+        self.prefilled_tokens = 0  # tokens computed from prompts, for tests
         self.peak_pages = 0
 
     def apply(self, plan: plan_pb2.StepPlan) -> plan_pb2.StepResult:
@@ -204,8 +204,11 @@ class FakeModel:
                 self.tokens[slot].append(int(tokens[row]))
         self.last_token[slots] = tokens
         self.known[slots] += 1
-        failing = [row for row, slot in enumerate(slots.tolist()) if int(self.given[slot][0]) in self.fail_tokens] \
-            if self.fail_tokens else []
+        failing = (
+            [row for row, slot in enumerate(slots.tolist()) if int(self.given[slot][0]) in self.fail_tokens]
+            if self.fail_tokens
+            else []
+        )
         for row in failing:
             reason = self.fail_tokens[int(self.given[int(slots[row])][0])]
             result.failures.add(slot=int(slots[row]), message=reason)

@@ -33,13 +33,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.step_s = step_s
         self.model = FakeModel(self.shape, script)
         self.violations: list[str] = []
-        self.plans = []                             # every StepPlan received, when `record` is set
+        self.plans = []  # every StepPlan received, when `record` is set
         self.record = False
         self.streams = 0
         self.answered = 0
-        self.fail_tokens: dict[int, str] = {}       # a prompt that begins with this token: its slot fails
+        self.fail_tokens: dict[int, str] = {}  # a prompt that begins with this token: its slot fails
         self._incarnation = uuid.uuid4().hex
-        self._open = asyncio.Event()                # answers go out while it is set
+        self._open = asyncio.Event()  # answers go out while it is set
         self._open.set()
         self._permits = 0
         self._progress = asyncio.Condition()

@@ -67,6 +67,11 @@ def test_sixteen_tokens_by_default_and_the_reason_is_length(sdk, model):
     assert completion.model == model
 
 
+def test_the_newer_name_of_max_tokens_counts_here_too(sdk, model):
+    completion = sdk.completions.create(model=model, prompt="x", extra_body={"max_completion_tokens": 40})
+    assert completion.usage.completion_tokens == 40
+
+
 def test_an_answer_ends_where_the_context_ends(sdk, model):
     completion = sdk.completions.create(model=model, prompt=[20] * 2040, max_tokens=5000)
     assert completion.usage.completion_tokens == 8

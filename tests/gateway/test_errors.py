@@ -1,9 +1,14 @@
 """Whatever a client sends, it gets an answer that names what was wrong: never a 500, never silence."""
 
+from typing import get_type_hints
+
 import httpx
 import openai
 import pytest
+from openai.types import chat, completion_create_params
 
+from services.gateway.openai.schemas import ChatBody, CompletionBody
+from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED
 from tests.gateway.deployment import PATIENCE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -52,6 +57,8 @@ def test_a_body_that_is_no_json_object(deployment, path, body):
         ({"stop": ["a", 1]}, "stop"),
         ({"stop": [str(i) for i in range(17)]}, "stop"),
         ({"stop": "a" * 5000}, "stop"),
+        ({"stop_token_ids": [5] * 5000}, "stop_token_ids"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"stop_token_ids": [5000]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"stream": "yes"}, "stream"),
@@ -116,7 +123,8 @@ def test_a_wrong_completion_request(deployment, body, param):
         ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": 1}, "logprobs"),
-        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": MESSAGES * 70_000}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]}, "messages[0].content"),
     ],
 )
 def test_a_wrong_chat_request(deployment, body, param):
@@ -129,6 +137,10 @@ def test_a_wrong_chat_request(deployment, body, param):
         {"best_of": 2},
         {"echo": True},
         {"suffix": "end"},
+        {"top_logprobs": 2},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"reasoning_effort": "high"},
+        {"regex": "[0-9]+"},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -1},
         {"repetition_penalty": 1.2},
@@ -152,11 +164,38 @@ def test_a_known_completion_parameter_not_supported_yet(deployment, body):
         {"reasoning_effort": "high"},
         {"prediction": {"type": "content", "content": "x"}},
         {"store": True},
+        {"best_of": 3},
+        {"suffix": "end"},
     ],
 )
 def test_a_known_chat_parameter_not_supported_yet(deployment, body):
     error = error_of(deployment.chat(**body), 400)
     assert (error["param"], error["code"]) == (next(iter(body)), "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "schema"),
+    [(completion_create_params, CompletionBody), (chat.completion_create_params, ChatBody)],
+)
+def test_every_parameter_of_the_sdk_is_honoured_or_refused_or_harmless(parameters, schema):
+    known = set(get_type_hints(parameters.CompletionCreateParamsNonStreaming))
+    assert known - schema.model_fields.keys() - UNSUPPORTED.keys() - HARMLESS == set()
+
+
+def test_more_parameters_than_anybody_has(deployment):
+    error_of(deployment.complete(prompt="x", **{f"p{number}": 1 for number in range(2000)}), 400)
+
+
+def test_a_stop_string_that_no_scheduler_would_read_disturbs_nobody(deployment, sdk, model):
+    stream = sdk.completions.create(model=model, prompt="x", max_tokens=1500, stream=True)
+    next(iter(stream))
+    assert error_of(deployment.complete(prompt="x", stop="a" * 20_000_000), 400)["param"] == "stop"
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+
+
+def test_a_long_name_does_not_come_back_whole(deployment):
+    error = error_of(deployment.complete(model="m" * 1_000_000, prompt="x"), 404)
+    assert len(error["message"]) < 1000
 
 
 def test_unknown_parameters_are_ignored_and_listed(deployment):

@@ -13,6 +13,12 @@ def test_health_ready_and_ping(deployment):
     assert [replica["address"] for replica in ready.json()["replicas"]] == [deployment.scheduler_address]
 
 
+def test_whoever_asks_for_the_head_only_gets_the_same_status(deployment):
+    for path in ("/health", "/ready", "/ping", "/v1/models"):
+        answer = httpx.head(deployment.url + path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_models(sdk, model):
     assert [entry.id for entry in sdk.models.list()] == [model]
     retrieved = sdk.models.retrieve(model)
@@ -35,7 +41,7 @@ def test_metrics_count_requests_and_time_them(deployment):
     grown = {name: after[name] - before[name] for name in names}
     assert grown["toka_time_to_first_token_seconds_count"] == 1
     assert grown["toka_e2e_request_latency_seconds_count"] == 1
-    assert 0 < grown["toka_inter_token_latency_seconds_count"] <= 20    # the first message may hold several tokens
+    assert 0 < grown["toka_inter_token_latency_seconds_count"] <= 20  # the first message may hold several tokens
     assert grown["toka_request_queue_time_seconds_count"] == 2
     assert grown["toka_request_success_total"] == 2
     assert grown["toka_http_requests_total"] >= 1

@@ -37,7 +37,7 @@ def test_a_cached_prefix_is_not_worth_any_wait():
     first.outstanding_tokens = SLACK_TOKENS + 100
     assert router.choose([first, second], prompt(0)) is second
     first.outstanding_tokens = 0
-    assert router.choose([first, second], prompt(0)) is second      # it moved
+    assert router.choose([first, second], prompt(0)) is second  # it moved
 
 
 def test_prefixes_of_another_salt_are_other_prefixes():

@@ -45,9 +45,7 @@ def test_chunks_of_a_completion(deployment):
 
 
 def test_chunks_of_a_chat_begin_with_the_role(deployment):
-    chunks = events(
-        deployment, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=6, n=2
-    )
+    chunks = events(deployment, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=6, n=2)
     for index in (0, 1):
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}

@@ -48,6 +48,28 @@ async def test_a_hopeless_prompt_is_refused_without_encoding_all_of_it(text, mon
     assert sum(seen) <= 80_000
 
 
+async def test_what_a_template_leaves_out_of_a_conversation_does_not_count(text, monkeypatch):
+    """Templates of reasoning models drop the thoughts of earlier turns."""
+    monkeypatch.setattr(text.tokenizer, "render_chat", lambda messages, _: messages[-1]["content"])
+    messages = [{"role": "assistant", "content": "thoughts " * 100_000}, {"role": "user", "content": "Hi"}]
+    ids = await text.encode_chat(messages, add_generation_prompt=True, max_tokens=100)
+    assert ids == text.tokenizer.encode("Hi", add_special_tokens=False)
+    with pytest.raises(InvalidRequest):
+        await text.encode_chat(messages[:1], add_generation_prompt=True, max_tokens=100)
+
+
+async def test_a_tokenizer_that_panics_leaves_nobody_waiting(text, monkeypatch):
+    class Panic(BaseException):
+        """What pyo3 raises for a panic in Rust."""
+
+    def panic(texts):
+        raise Panic
+
+    monkeypatch.setattr(text.tokenizer, "encode_batch", panic)
+    with pytest.raises(Panic):
+        await asyncio.wait_for(text.encode(["x"], max_tokens=10, field="prompt"), 30)
+
+
 def test_a_token_by_itself_is_text_and_bytes(text, tokenizer):
     [token] = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
     assert text.token_text(token) == ("<|endoftext|>", b"<|endoftext|>")

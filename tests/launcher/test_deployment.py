@@ -66,3 +66,5 @@ def test_each_replica_gets_a_gpu_of_its_own(monkeypatch):
 
 def test_a_gateway_on_all_interfaces_is_asked_on_loopback():
     assert children_of("host=0.0.0.0", "port=8000")[-1].address == "http://127.0.0.1:8000"
+    assert children_of("host=::", "port=8000")[-1].address == "http://[::1]:8000"
+    assert children_of("host=fe80::2", "port=8000")[-1].address == "http://[fe80::2]:8000"

@@ -120,9 +120,9 @@ class Client:
         assert sum(counts) == len(outputs.token_ids)
         at = 0
         for handle, count in zip(outputs.handles, counts, strict=True):
-            assert handle in self.accepted or any(
-                first <= handle for first in self.accepted
-            ), "a token before the acceptance"
+            assert handle in self.accepted or any(first <= handle for first in self.accepted), (
+                "a token before the acceptance"
+            )
             assert self.samples[handle].finish is None
             self.samples[handle].tokens += outputs.token_ids[at : at + count]
             self.samples[handle].chosen += outputs.logprobs.chosen[at : at + count]

@@ -129,7 +129,7 @@ async def test_deadlines_of_requests_and_calls(service):
     assert samples[0].finish.reason == g.FINISH_REASON_DEADLINE
     call = service.stub.Generate(g.GenerateRequest(tokens=tokens_prompt()), timeout=0.2)
     reasons = []
-    with contextlib.suppress(grpc.aio.AioRpcError):     # the client's own timer may come first
+    with contextlib.suppress(grpc.aio.AioRpcError):  # the client's own timer may come first
         reasons = [sample.finish.reason async for news in call for sample in news.outputs.samples]
     assert reasons == [g.FINISH_REASON_DEADLINE] or await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     service.worker.release()

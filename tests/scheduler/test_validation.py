@@ -100,7 +100,7 @@ async def test_too_large_for_the_pool_says_what_to_raise():
         stopping = g.Stopping(max_tokens=100)
         error = await status_of(service.stub.Generate(g.GenerateRequest(tokens=TOKENS, stopping=stopping)))
         assert "kv_cache_num_tokens" in error.details()
-        samples = await service.generate(tokens=TOKENS)         # as much as there is
+        samples = await service.generate(tokens=TOKENS)  # as much as there is
         assert samples[0].finish.usage.completion_tokens == 4 * 16 + 1 - 4
 
 

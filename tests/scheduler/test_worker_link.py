@@ -88,7 +88,7 @@ async def test_one_bad_sequence_does_not_hurt_the_others():
     async with start() as service:
         service.worker.fail_tokens = {77: "logits are not numbers"}
         async with session(service) as client:
-            service.worker.crash()          # the next stream's model knows what fails
+            service.worker.crash()  # the next stream's model knows what fails
             await client.submit(0, tokens=g.TokenPrompt(token_ids=[77, 78, 79]))
             await client.submit(1, **request(5, most=8))
             await client.finished(0, 1)

@@ -61,12 +61,16 @@ class Tokenizer:
 
     def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation under the model's template. Raises ``InvalidRequest`` (field ``messages``)."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text, special tokens included. Raises ``InvalidRequest`` (field ``messages``)."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: use completions, or add chat_template.jinja to its directory",
                 field="messages",
             )
-        return self.encode(self._template.render(messages, add_generation_prompt), add_special_tokens=False)
+        return self._template.render(messages, add_generation_prompt)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` standing alone, as the tokenizer's own decoder gives it."""

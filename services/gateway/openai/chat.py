@@ -9,10 +9,9 @@ from services.gateway.gateway import Gateway
 from services.gateway.http import read_body, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
-from services.gateway.openai.parse import ignored_header, parse
+from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.shapes import ChatShape
-from services.gateway.openai.unsupported import CHAT
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -24,7 +23,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def _chat(gateway: Gateway, raw: bytes, started_at: float) -> Response:
-    body = parse(raw, ChatBody, CHAT)
+    body = await parse_large(gateway.text, raw, ChatBody)
     check_choices(1, body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -41,7 +40,7 @@ async def _chat(gateway: Gateway, raw: bytes, started_at: float) -> Response:
         settings,
         facts,
         field="messages",
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.most_tokens,
         seed=body.seed,
     )
     shape = ChatShape(
@@ -50,5 +49,5 @@ async def _chat(gateway: Gateway, raw: bytes, started_at: float) -> Response:
         gateway.text.token_text if settings.logprobs else None,
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
     )
-    answer = Answer(gateway, jobs, shape, ignored_header(body, CHAT), started_at)
+    answer = Answer(gateway, jobs, shape, ignored_header(body), started_at)
     return await answer.respond(stream=bool(body.stream))

@@ -9,10 +9,9 @@ from services.gateway.gateway import Gateway
 from services.gateway.http import read_body, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
-from services.gateway.openai.parse import ignored_header, parse
+from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
-from services.gateway.openai.unsupported import COMPLETIONS
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -26,7 +25,7 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _complete(gateway: Gateway, raw: bytes, started_at: float) -> Response:
-    body = parse(raw, CompletionBody, COMPLETIONS)
+    body = await parse_large(gateway.text, raw, CompletionBody)
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     settings = make_settings(body, facts, body.logprobs, "logprobs")
@@ -40,7 +39,7 @@ async def _complete(gateway: Gateway, raw: bytes, started_at: float) -> Response
         settings,
         facts,
         field="prompt",
-        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        max_tokens=body.most_tokens or DEFAULT_MAX_TOKENS,
         seed=body.seed,
     )
     shape = CompletionShape(
@@ -49,5 +48,5 @@ async def _complete(gateway: Gateway, raw: bytes, started_at: float) -> Response
         gateway.text.token_text if settings.logprobs else None,
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
     )
-    answer = Answer(gateway, jobs, shape, ignored_header(body, COMPLETIONS), started_at)
+    answer = Answer(gateway, jobs, shape, ignored_header(body), started_at)
     return await answer.respond(stream=bool(body.stream))

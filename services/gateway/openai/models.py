@@ -21,7 +21,7 @@ async def get_model(request: Request, model_id: str) -> Response:
     gateway: Gateway = request.app.state.gateway
     facts = gateway.fleet.models.get(model_id)
     if facts is None:
-        raise NotFound(f"the model {model_id!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
+        raise NotFound(f"the model {model_id[:200]!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
     return response(200, _describe(facts))
 
 

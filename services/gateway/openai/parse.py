@@ -8,16 +8,24 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.schemas import Body
-from services.gateway.openai.unsupported import HARMLESS, refuse_unsupported
+from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
+from services.gateway.text import TextEngine
 
 IGNORED_HEADER = "x-toka-ignored-params"
+MAX_PARAMETERS = 1024
+_INLINE_BYTES = 64 * 1024  # a larger body is parsed in a thread: the event loop has streams to feed
 _LONGEST_HEADER = 1024
 _UNION_STEPS = ("str", "list[TextPart]")
 
 B = TypeVar("B", bound=Body)
 
 
-def parse(raw: bytes, kind: type[B], unsupported: dict[str, tuple[Any, ...]]) -> B:
+async def parse_large(text: TextEngine, raw: bytes, kind: type[B]) -> B:
+    """``parse``, in one of ``text``'s threads when there is much to parse."""
+    return parse(raw, kind) if len(raw) <= _INLINE_BYTES else await text.in_thread(parse, raw, kind)
+
+
+def parse(raw: bytes, kind: type[B]) -> B:
     """The body ``raw`` as ``kind``. Raises ``InvalidRequest``."""
     try:
         document = orjson.loads(raw)
@@ -25,20 +33,22 @@ def parse(raw: bytes, kind: type[B], unsupported: dict[str, tuple[Any, ...]]) ->
         raise InvalidRequest(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
     if not isinstance(document, dict):
         raise InvalidRequest(
-            f"the body must be a JSON object, not {type(document).__name__}: {{\"model\": ...}}", reason="INVALID_JSON"
+            f'the body must be a JSON object, not {type(document).__name__}: {{"model": ...}}', reason="INVALID_JSON"
         )
+    if len(document) > MAX_PARAMETERS:
+        raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
     if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
-        del document["best_of"]     # the best n of n
-    refuse_unsupported(document, unsupported)
+        del document["best_of"]  # the best n of n
+    refuse_unsupported(document, kind.model_fields)
     try:
         return kind.model_validate(document)
     except ValidationError as error:
         raise _describe(error) from None
 
 
-def ignored_header(body: Body, unsupported: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+def ignored_header(body: Body) -> dict[str, str]:
     """The header that lists what the client sent and this server does not know; empty when there is nothing."""
-    unknown = [name for name in body.model_extra or {} if name not in HARMLESS and name not in unsupported]
+    unknown = [name for name in body.model_extra or {} if name not in HARMLESS and name not in UNSUPPORTED]
     for name in type(body).model_fields:
         value = getattr(body, name)
         for part in value if isinstance(value, list) else [value]:
@@ -50,11 +60,12 @@ def ignored_header(body: Body, unsupported: dict[str, tuple[Any, ...]]) -> dict[
 
 
 def _describe(error: ValidationError) -> InvalidRequest:
-    # Of a union's branches the one that got furthest is what the client meant.
-    problem = max(error.errors(include_url=False), key=lambda problem: len(problem["loc"]))
+    # Of a union's branches the one that got furthest is what the client meant: to the end of a list, or deepest.
+    problems = error.errors(include_url=False)
+    problem = max(problems, key=lambda problem: (problem["type"] == "too_long", len(problem["loc"])))
     message = problem["msg"].removeprefix("Value error, ")
     field = _path(problem["loc"])
-    if not field:   # a rule about two fields: "field: what is wrong"
+    if not field:  # a rule about two fields: "field: what is wrong"
         field, _, message = message.partition(": ")
     if problem["type"] == "missing":
         return InvalidRequest(f"missing required parameter: {field!r}", field=field, reason="MISSING_PARAMETER")

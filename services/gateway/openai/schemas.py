@@ -8,6 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 MAX_STOPS = 16
+MAX_STOP_BYTES = 4096
+# Far beyond any use; they bound the time that one body takes to validate.
+MAX_PROMPTS = 65_536
+MAX_MESSAGES = 65_536
+MAX_PARTS = 4096
+MAX_BIASES = 2**18
+MAX_STOP_TOKENS = 4096
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -28,6 +35,8 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     if all(isinstance(item, str) for item in value):
         return value
     prompts = value if all(isinstance(item, list) for item in value) else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {number} has no tokens; give at least one")
@@ -47,6 +56,8 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise ValueError("expected a string or a list of strings")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
+    if any(len(stop.encode()) > MAX_STOP_BYTES for stop in stops):
+        raise ValueError(f"a stop string has at most {MAX_STOP_BYTES} bytes")
     if "" in stops:
         raise ValueError("a stop string must not be empty")
     return tuple(stops)
@@ -69,7 +80,7 @@ class StreamOptions(Body):
     """How a stream ends."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None     # padding against eavesdroppers: none is ever added
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
 
 
 class GenerationBody(Body):
@@ -85,13 +96,21 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Stops = ()
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # OpenAI's newer name; counts before the other
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
+        None
+    )
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that each answer may have, as asked for."""
+        return self.max_completion_tokens or self.max_tokens
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":
@@ -118,7 +137,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
     name: str | None = None
 
     @model_validator(mode="after")
@@ -138,8 +157,7 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool | None = None

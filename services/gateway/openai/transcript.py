@@ -31,11 +31,11 @@ class Transcript:
     def __init__(self, vocabulary: Vocabulary, stop_strings: Sequence[str] = ()) -> None:
         self._token_bytes = vocabulary.token_bytes
         self._detokenizer = Detokenizer(vocabulary, stop_strings)
-        self._held: deque[tuple[int, TokenEntry]] = deque()     # (where its bytes begin, entry)
-        self._bytes = 0         # of all tokens so far
-        self._characters = 0    # complete in them
+        self._held: deque[tuple[int, TokenEntry]] = deque()  # (where its bytes begin, entry)
+        self._bytes = 0  # of all tokens so far
+        self._characters = 0  # complete in them
         self._counter = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._told = 0          # bytes of the text given out
+        self._told = 0  # bytes of the text given out
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> Piece:
         """Take new tokens; give the text that is certain, and the logprobs of the tokens it came from."""

@@ -3,52 +3,58 @@
 One of them with its neutral value changes nothing and passes; with any other it is refused by name, never ignored.
 """
 
+from collections.abc import Container
 from typing import Any
 
 from services.common.errors import InvalidRequest
 
-_SHARED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_logprobs": (),
-    "bad_words": ([],),
-    "echo": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
-}
-
-COMPLETIONS: dict[str, tuple[Any, ...]] = _SHARED | {
-    "best_of": (1,),
-    "suffix": ("",),
+# What one endpoint has, the other refuses too: a client that sends it counts on it.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
-}
-
-CHAT: dict[str, tuple[Any, ...]] = _SHARED | {
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "ebnf": (),
+    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
+    "no_repeat_ngram_size": (0,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
+    "regex": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "stop_regex": ([],),
     "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),  # of completions, whose ``logprobs`` is that number
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -59,12 +65,12 @@ HARMLESS = frozenset(
 )
 
 
-def refuse_unsupported(body: dict[str, Any], known: dict[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: dict[str, Any], supported: Container[str]) -> None:
     """Raise ``InvalidRequest`` for the first parameter in ``body`` that asks for something not supported."""
-    for name in known.keys() & body.keys():
-        value = body[name]
-        if value is not None and not any(_same(value, neutral) for neutral in known[name]):
-            neutral = "".join(f" or set it to {choice!r}" for choice in known[name][:1])
+    for name in UNSUPPORTED.keys() & body.keys():
+        value, neutrals = body[name], UNSUPPORTED[name]
+        if name not in supported and value is not None and not any(_same(value, neutral) for neutral in neutrals):
+            neutral = "".join(f" or set it to {choice!r}" for choice in neutrals[:1])
             raise InvalidRequest(
                 f"the parameter {name!r} is not supported by this server yet; leave it out{neutral}",
                 field=name,

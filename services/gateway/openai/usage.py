@@ -8,7 +8,7 @@ from services.gateway.generation import Choice
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     """Over all choices of a request, each with its ending. A prompt counts once, however many samples it has."""
-    prompts: dict[int, tuple[int, int]] = {}    # prompt index -> (tokens, cached tokens)
+    prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (tokens, cached tokens)
     completion = 0
     for choice in choices:
         ending = choice.ending

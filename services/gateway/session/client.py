@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from services.common.errors import Overloaded, TokaError, Unavailable
+from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
+from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.status import from_rpc_error, from_status
 from services.gateway.generation import Call, Choice
 from services.gateway.metrics import RequestMetrics
@@ -26,12 +27,12 @@ _HANDLES = 2**32
 class Timings:
     """How patient the gateway is with a scheduler, in seconds."""
 
-    open_timeout: float = 10.0          # for SessionOpened after the stream is made
+    open_timeout: float = 10.0  # for SessionOpened after the stream is made
     heartbeat_interval: float = 1.0
-    heartbeat_timeout: float = 10.0     # without an answer the scheduler counts as hung
+    heartbeat_timeout: float = 10.0  # without an answer the scheduler counts as hung
     first_backoff: float = 0.1
     last_backoff: float = 2.0
-    wait_for_ready: float = 10.0        # how long a new request waits for a scheduler: a worker restarts in less
+    wait_for_ready: float = 10.0  # how long a new request waits for a scheduler: a worker restarts in less
 
 
 class Session:
@@ -47,7 +48,7 @@ class Session:
         on_load: Callable[[observe_pb2.Load], None],
         timings: Timings,
     ) -> None:
-        self.unreported_tokens = 0      # submitted since the last Load
+        self.unreported_tokens = 0  # submitted since the last Load
         self._stream = stream
         self._metrics = metrics
         self._on_load = on_load
@@ -55,18 +56,24 @@ class Session:
         self._outbox: deque[session_pb2.SessionRequest] = deque()
         self._cancels: list[int] = []
         self._has_mail = asyncio.Event()
-        self._samples: dict[int, Choice | None] = {}    # by handle, until its Finish; None: nobody wants it any more
-        self._unaccepted: dict[int, Call] = {}          # by first handle
+        self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: nobody wants it any more
+        self._unaccepted: dict[int, Call] = {}  # by first handle
         self._next_handle = 0
         self._beats_answered = 0
         self._last_step_at = -1.0
 
     def submit(self, call: Call) -> None:
-        """Send ``call``; its generation hears of acceptance, tokens and ending. Raises ``Overloaded``."""
+        """Send ``call``; its generation hears of acceptance, tokens and ending.
+
+        Raises ``Overloaded``, or ``PayloadTooLarge``: a message that the scheduler will not read would end the session,
+        and with it everybody's requests.
+        """
         if len(self._outbox) >= MAX_OUTBOX:
             raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
         handle = self._free_handles(len(call.choices))
         message = codec.encode_submit(handle, call.job)
+        if (size := message.ByteSize()) > MAX_PUBLIC_MESSAGE_BYTES:
+            raise PayloadTooLarge(f"the request is {size} bytes for the scheduler: at most {MAX_PUBLIC_MESSAGE_BYTES}")
         self._samples.update(enumerate(call.choices, handle))
         self._unaccepted[handle] = call
         call.cancel = lambda: self._cancel(handle, call.choices)
@@ -143,7 +150,7 @@ class Session:
             self._has_mail.clear()
             while self._outbox:
                 await self._stream.write(self._outbox.popleft())
-            if self._cancels:   # after the submits they are about
+            if self._cancels:  # after the submits they are about
                 cancels, self._cancels = self._cancels, []
                 await self._stream.write(codec.encode_cancel(cancels))
 
@@ -180,7 +187,7 @@ class Session:
                 tokens = end - start
                 if choice.last_token_at == last_step_at and tokens == 1:
                     in_step += 1
-                elif choice.last_token_at and tokens:   # several tokens in one message came at even distances, say
+                elif choice.last_token_at and tokens:  # several tokens in one message came at even distances, say
                     self._metrics.inter_token.observe((now - choice.last_token_at) / tokens, tokens)
                 elif generation.first_token_at is None:
                     generation.first_token_at = now

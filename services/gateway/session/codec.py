@@ -43,8 +43,8 @@ class Ending:
     """How one sample ended. ``error`` is set when it did not end as its request asked."""
 
     reason: Literal["stop", "length", "error"]
-    at_stop_token: bool             # the last token is not part of the answer
-    trailing_bytes: int             # at the end of the text, not part of the answer
+    at_stop_token: bool  # the last token is not part of the answer
+    trailing_bytes: int  # at the end of the text, not part of the answer
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -68,10 +68,10 @@ class StepNews:
     """One step's tokens: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order."""
 
     handles: list[int]
-    counts: list[int] | None                    # None: one each
+    counts: list[int] | None  # None: one each
     token_ids: list[int]
     logprobs: list[TokenLogprob | None] | None  # beside token_ids; an entry is None where none was asked for
-    endings: list[tuple[int, Ending]]           # (handle, ending), after the tokens
+    endings: list[tuple[int, Ending]]  # (handle, ending), after the tokens
 
 
 def encode_open(client_id: str) -> session_pb2.SessionRequest:

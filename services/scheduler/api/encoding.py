@@ -102,4 +102,3 @@ def encode_curve(pages: np.ndarray, total: int, horizon: int) -> observe_pb2.Pag
     fill(message, "steps", steps)
     fill(message, "pages", pages[steps])
     return message
-

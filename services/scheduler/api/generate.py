@@ -36,9 +36,11 @@ class Generation:
         """Acceptance, then news, until every sample has its Finish. Raises what the request is refused for."""
         model = self._model
         model.check_name(message.model)
-        model.shape     # noqa: B018 (Unavailable before anything else)
-        tokens = await asyncio.to_thread(read_prompt, message, model) if needs_tokenizing(message) else read_prompt(
-            message, model
+        model.shape  # noqa: B018 (Unavailable before anything else)
+        tokens = (
+            await asyncio.to_thread(read_prompt, message, model)
+            if needs_tokenizing(message)
+            else read_prompt(message, model)
         )
         request = read_request(message, tokens, model, sink=0, handle=0)
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
@@ -94,7 +96,7 @@ class Generation:
         if finish is None:
             return text.push(tokens)
         if finish.stop_token_id is not None:
-            tokens = tokens[:-1]        # its text is not part of the answer
+            tokens = tokens[:-1]  # its text is not part of the answer
         trailing = finish.stop_string[1] if finish.stop_string is not None else 0
         return text.push(tokens) + text.finish(trailing)
 

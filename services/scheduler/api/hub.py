@@ -7,7 +7,7 @@ from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.load import Load
 from services.scheduler.engine_loop import EngineLoop, News, PlanNews
 
-_WATCHED_PLANS = 256        # a watcher that is further behind misses plans
+_WATCHED_PLANS = 256  # a watcher that is further behind misses plans
 
 
 class Hub:
@@ -19,7 +19,7 @@ class Hub:
         self._mailboxes: dict[int, Mailbox] = {}
         self._sessions: set[int] = set()
         self._watchers: set[asyncio.Queue[PlanNews]] = set()
-        self.engine: EngineLoop                     # set once, by the server
+        self.engine: EngineLoop  # set once, by the server
 
     def deliver(self, news: News) -> None:
         """Called by the step loop, on its thread: one wake-up for each turn."""

@@ -12,8 +12,8 @@ from services.scheduler.core.load import Load
 from services.scheduler.core.output import Delta, ragged_rows
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
 
-_MOST_BYTES = 64 * 1024 * 1024          # beyond it the client is given up
-_MESSAGE_BYTES = 1024 * 1024            # merged into one message at most (a client's default receive limit is 4 MiB)
+_MOST_BYTES = 64 * 1024 * 1024  # beyond it the client is given up
+_MESSAGE_BYTES = 1024 * 1024  # merged into one message at most (a client's default receive limit is 4 MiB)
 
 
 class MergedDelta:
@@ -53,7 +53,7 @@ class Mailbox:
 
     def __init__(self, overflowed: Callable[[], None] = lambda: None, most_bytes: int | None = None) -> None:
         self._items: deque[Any] = deque()
-        self._load: Load | None = None          # only the newest counts
+        self._load: Load | None = None  # only the newest counts
         self._bytes = 0
         self._most_bytes = most_bytes or _MOST_BYTES
         self._on_overflow = overflowed

@@ -13,7 +13,7 @@ from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 CONTRACT_VERSION = "1.0"
-_AUTOMATA = 256             # compiled stop strings kept for the next request that has the same
+_AUTOMATA = 256  # compiled stop strings kept for the next request that has the same
 
 
 class ServedModel:

@@ -26,8 +26,8 @@ class Session:
         self._model = model
         self._scheduler_id = scheduler_id
         self._sink = 0
-        self._undecided = 0             # submitted, neither accepted nor rejected
-        self._live = 0                  # accepted samples without a Finish
+        self._undecided = 0  # submitted, neither accepted nor rejected
+        self._live = 0  # accepted samples without a Finish
         self._half_closed = False
         self._error: Exception | None = None
 
@@ -72,7 +72,7 @@ class Session:
         try:
             async for message in requests:
                 await self._take(message)
-        except TokaError as error:      # the stream itself is wrong
+        except TokaError as error:  # the stream itself is wrong
             self._error = error
             self._mailbox.close()
             return

@@ -20,9 +20,9 @@ class Admission:
         self._pool = pool
         self._slots = slots
         self._step = step
-        self._lasting = lasting               # a live view
+        self._lasting = lasting  # a live view
         self._curve: np.ndarray | None = None
-        self._since: list[Candidate] = []               # admitted since the curve was computed
+        self._since: list[Candidate] = []  # admitted since the curve was computed
         self._most = pool.in_use + int(running_growth(pool, slots, step).count.sum())
 
     def admit(self, candidate: Candidate) -> bool:

@@ -9,7 +9,7 @@ class Arena:
     def __init__(self) -> None:
         self.size = 0
         self.used = 0
-        self._holes: list[tuple[int, int]] = []     # (start, length), ascending, never touching
+        self._holes: list[tuple[int, int]] = []  # (start, length), ascending, never touching
 
     def take(self, length: int) -> int:
         """Start of a free range of ``length``."""

@@ -56,12 +56,12 @@ def page_curve(in_use: int, page_ends: np.ndarray, growing: Growth, page_size: i
 class Candidate(NamedTuple):
     """What admitting one more sequence now would add."""
 
-    new_pages: int              # taken at once: fresh ones, and cached ones that nobody holds
-    first: int                  # as in `Growth`
+    new_pages: int  # taken at once: fresh ones, and cached ones that nobody holds
+    first: int  # as in `Growth`
     count: int
     end: int
-    kept: np.ndarray            # ends of pages in use that it would hold longer than their present holders
-    lasting: int = 0            # of all these, pages that are not given back at `end` but at an unknown time
+    kept: np.ndarray  # ends of pages in use that it would hold longer than their present holders
+    lasting: int = 0  # of all these, pages that are not given back at `end` but at an unknown time
 
     @property
     def peak(self) -> int:

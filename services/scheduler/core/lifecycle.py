@@ -132,7 +132,7 @@ class Lifecycle:
         slots, pool = self._state.slots, self._state.pool
         known = int(slots.known[slot])
         tokens = pool.tokens[slots.pages(slot)].reshape(-1)[:known]
-        if known > len(tokens):     # the newest token has no page yet
+        if known > len(tokens):  # the newest token has no page yet
             tokens = np.append(tokens, slots.last_token[slot])
         return tokens[start:].astype(np.uint32)
 

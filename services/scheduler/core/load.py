@@ -28,9 +28,7 @@ def read_load(state: State, *, ready: bool, plans_in_flight: int) -> Load:
     """The present load."""
     waiting, counters = len(state.waiting), dataclasses.replace(state.counters)
     if not state.attached:
-        return Load(
-            waiting_sequences=waiting, outstanding_tokens=state.waiting.tokens, ready=ready, counters=counters
-        )
+        return Load(waiting_sequences=waiting, outstanding_tokens=state.waiting.tokens, ready=ready, counters=counters)
     pool = state.pool
     return Load(
         running_sequences=state.slots.running,

@@ -15,9 +15,9 @@ _PLACED = 512
 class Outlook(NamedTuple):
     """Steps from now."""
 
-    start: int          # first token
-    finish: int         # last token
-    curve: np.ndarray   # int64, pages in use at steps 0, 1, ...; the subject and all before it included
+    start: int  # first token
+    finish: int  # last token
+    curve: np.ndarray  # int64, pages in use at steps 0, 1, ...; the subject and all before it included
 
 
 def first_release_step(state: State) -> int:

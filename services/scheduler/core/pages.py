@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-FAR = np.iinfo(np.int64).max // 2       # an end that is not known
+FAR = np.iinfo(np.int64).max // 2  # an end that is not known
 
 
 class OutOfPages(Exception):
@@ -23,11 +23,11 @@ class PagePool:
         self.page_size = page_size
         self.refs = np.zeros(size, np.int32)
         self.registered = np.zeros(size, bool)
-        self.tokens = np.zeros((size, page_size), np.uint32)    # what the pages hold; valid as far as computed
+        self.tokens = np.zeros((size, page_size), np.uint32)  # what the pages hold; valid as far as computed
         self.in_use = 0
-        self.ends = np.zeros(size, np.int64)        # of pages in use, absolute step
-        self._at_end = np.zeros(size, np.int32)     # holders whose end is the page's
-        self.ends_stale = False                     # some end is later than its holders': see `restore_ends`
+        self.ends = np.zeros(size, np.int64)  # of pages in use, absolute step
+        self._at_end = np.zeros(size, np.int32)  # holders whose end is the page's
+        self.ends_stale = False  # some end is later than its holders': see `restore_ends`
         self._free = np.arange(size - 1, -1, -1, dtype=np.int32)
         self._free_count = size
         # Set by the prefix tree: free this many cached pages; told of registered pages that lost their last holder.
@@ -96,7 +96,7 @@ class PagePool:
     def restore_ends(self, pages: np.ndarray, ends: np.ndarray) -> None:
         """Set all ends anew from all holders: parallel arrays, one entry for each page and holder."""
         order = np.argsort(ends, kind="stable")
-        self.ends[pages[order]] = ends[order]               # of equal pages the last one stays
+        self.ends[pages[order]] = ends[order]  # of equal pages the last one stays
         self._at_end[pages] = 0
         np.add.at(self._at_end, pages[ends == self.ends[pages]], 1)
         self.ends_stale = False

@@ -28,9 +28,9 @@ class SlotAdmission:
     """A sequence enters a slot."""
 
     slot: int
-    token_ids: np.ndarray           # uint32, every token known
+    token_ids: np.ndarray  # uint32, every token known
     cached_tokens: int
-    pages: np.ndarray               # int32, page table so far
+    pages: np.ndarray  # int32, page table so far
     sampling: SamplingSettings
     sample_index: int
 
@@ -40,11 +40,11 @@ class Plan:
     """One step. Empty arrays mean that nothing of the kind happens."""
 
     step: int
-    released: list[int] = field(default_factory=list)           # slots
+    released: list[int] = field(default_factory=list)  # slots
     admissions: list[SlotAdmission] = field(default_factory=list)
     append_slots: np.ndarray = field(default_factory=no_slots)
     append_pages: np.ndarray = field(default_factory=no_slots)
-    copies: list[tuple[int, int]] = field(default_factory=list)     # (source page, target page)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page)
     # The batch in order; both None = as in the previous plan. `counts` None with `slots` given = one token each.
     slots: np.ndarray | None = None
     counts: np.ndarray | None = None
@@ -52,7 +52,7 @@ class Plan:
     sequences: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
-    sampled: int = 0                # rows that sample a token
+    sampled: int = 0  # rows that sample a token
     admitted_ids: list[str] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
 
@@ -62,8 +62,8 @@ class Result:
     """A worker's answer to one plan. Arrays stand beside ``slots``; empty when nobody asked for them."""
 
     step: int
-    slots: np.ndarray                           # int64 [rows that sampled]
-    tokens: np.ndarray                          # int64
+    slots: np.ndarray  # int64 [rows that sampled]
+    tokens: np.ndarray  # int64
     logprobs: np.ndarray = field(default_factory=no_floats)  # float32, NaN where not asked
     top_counts: np.ndarray = field(default_factory=no_slots)
     top_token_ids: np.ndarray = field(default_factory=no_tokens)  # concatenated

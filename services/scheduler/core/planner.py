@@ -14,8 +14,8 @@ from services.scheduler.core.state import State
 
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
 MOST_ADMISSIONS = 256
-_MOST_LATER = 64                    # requests passed over in one plan because their prefix is being computed
-_LATER, _NO_ROOM = -1, -2           # instead of a slot
+_MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
+_LATER, _NO_ROOM = -1, -2  # instead of a slot
 
 
 class Planner:

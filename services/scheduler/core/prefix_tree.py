@@ -20,10 +20,10 @@ class PrefixTree:
         self._pages: dict[tuple[int | str, bytes], int] = {}
         self._keys: list[tuple[int | str, bytes] | None] = [None] * pool.size
         self._children = np.zeros(pool.size, np.int32)
-        self._ready = np.zeros(pool.size, np.int64)         # first step whose plan may use the page
+        self._ready = np.zeros(pool.size, np.int64)  # first step whose plan may use the page
         self._stamps = np.zeros(pool.size, np.int64)
         self._clock = 0
-        self._leaves: list[tuple[int, int]] = []            # heap of (stamp, page); stale entries are skipped
+        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, page); stale entries are skipped
 
     def match(self, tokens: np.ndarray, salt: str, most: int, step: int) -> tuple[np.ndarray, bool]:
         """The longest run of registered pages that ``tokens`` begins with, at most ``most`` of them.

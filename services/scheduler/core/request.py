@@ -46,26 +46,26 @@ class Request:
     """One accepted request. Immutable but for ``share``, which the scheduler's core sets."""
 
     request_id: str
-    tokens: np.ndarray                          # [all tokens known at submission] uint32; a resumed tail included
+    tokens: np.ndarray  # [all tokens known at submission] uint32; a resumed tail included
     sampling: SamplingSettings
-    max_tokens: int | None = None               # None: what is left of the context
+    max_tokens: int | None = None  # None: what is left of the context
     min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()    # the model's own set included unless it is ignored
-    automaton: Automaton | None = None          # of the stop strings
+    stop_token_ids: frozenset[int] = frozenset()  # the model's own set included unless it is ignored
+    automaton: Automaton | None = None  # of the stop strings
     n: int = 1
     priority: Priority = Priority.NORMAL
-    deadline_ms: int | None = None              # milliseconds since the epoch
+    deadline_ms: int | None = None  # milliseconds since the epoch
     cache_salt: str = ""
-    traceparent: str = ""                       # of the caller, for logs
-    resumed_tokens: int = 0                     # tail of `tokens` that an earlier scheduler generated
-    first_sample_index: int = 0                 # what the noise of sample 0 is drawn for
-    stop_state: int = 0                         # of the automaton after the resumed tail
-    sink: int = 0                               # where the output goes: the owner of the handles
-    handle: int = 0                             # sample i answers to handle + i
-    limit: int = 0                              # length at which a sample ends; set at submission
+    traceparent: str = ""  # of the caller, for logs
+    resumed_tokens: int = 0  # tail of `tokens` that an earlier scheduler generated
+    first_sample_index: int = 0  # what the noise of sample 0 is drawn for
+    stop_state: int = 0  # of the automaton after the resumed tail
+    sink: int = 0  # where the output goes: the owner of the handles
+    handle: int = 0  # sample i answers to handle + i
+    limit: int = 0  # length at which a sample ends; set at submission
     samples: list["Sample"] = field(default_factory=list)
-    unfinished: int = 0                         # samples without a Finish
-    waiting: int = 0                            # samples in the queue
+    unfinished: int = 0  # samples without a Finish
+    waiting: int = 0  # samples in the queue
     share: "PromptShare | None" = None
 
     @property
@@ -79,8 +79,8 @@ class PromptShare:
     """The prompt's pages, computed once by a request's first sample and held for the siblings still waiting."""
 
     leader: "Sample"
-    ready_step: int = 0                         # first step whose plan may use the pages; 0 while being computed
-    pages: np.ndarray | None = None             # all pages of the prompt, the partly filled last one included
+    ready_step: int = 0  # first step whose plan may use the pages; 0 while being computed
+    pages: np.ndarray | None = None  # all pages of the prompt, the partly filled last one included
 
 
 class Sample:
@@ -94,15 +94,15 @@ class Sample:
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
         self.request = request
         self.handle = request.handle + offset
-        self.index = request.first_sample_index + offset    # what the noise is drawn for
-        self.arrival = arrival                  # order of service within a class
+        self.index = request.first_sample_index + offset  # what the noise is drawn for
+        self.arrival = arrival  # order of service within a class
         self.accepted_ns = accepted_ns
-        self.slot = -1                          # -1 while waiting
+        self.slot = -1  # -1 while waiting
         self.finished = False
-        self.generated = np.zeros(0, np.uint32)     # of an interrupted sample: tokens behind request.tokens
-        self.stop_state = request.stop_state    # of the automaton, local numbering
-        self.computed_before = 0                # tokens that were computed before the interruption
-        self.cached_tokens = -1                 # -1 until first admitted
+        self.generated = np.zeros(0, np.uint32)  # of an interrupted sample: tokens behind request.tokens
+        self.stop_state = request.stop_state  # of the automaton, local numbering
+        self.computed_before = 0  # tokens that were computed before the interruption
+        self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0
@@ -135,7 +135,7 @@ class Finish:
     prefill_ns: int
     decode_ns: int
     stop_token_id: int | None = None
-    stop_string: tuple[int, int] | None = None      # (index, trailing bytes)
+    stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
     error: str = ""
 
 

@@ -50,7 +50,7 @@ class Results:
         slots.known[rows] = position + 1
         slots.last_token[rows] = tokens
         index, offset = np.divmod(position, state.shape.page_size)
-        paged = index < slots.page_count[rows]      # else it is written when its page is taken
+        paged = index < slots.page_count[rows]  # else it is written when its page is taken
         if paged.all():
             state.pool.tokens[slots.table[rows, index], offset] = tokens
         else:

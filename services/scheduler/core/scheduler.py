@@ -38,8 +38,8 @@ class Scheduler:
         self._max_queued = max_queued
         self._arrivals = count()
         self._sinks: dict[int, dict[int, Sample]] = {}
-        self._pending: dict[int, int] = {}          # step -> rows that will sample, of plans in flight
-        self.step_s = 0.0                           # recent time of a step, kept by the shell
+        self._pending: dict[int, int] = {}  # step -> rows that will sample, of plans in flight
+        self.step_s = 0.0  # recent time of a step, kept by the shell
 
     # -- the worker
 
@@ -64,7 +64,7 @@ class Scheduler:
         for request in list(state.sharing):
             request.share = None
         shape = state.shape
-        state.attach(shape)         # an empty pool until the next worker says otherwise
+        state.attach(shape)  # an empty pool until the next worker says otherwise
         self._pending.clear()
 
     # -- requests
@@ -144,7 +144,7 @@ class Scheduler:
         return self._deadlines.next_ms()
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
-        if not sample.finished:         # it may have finished since the last `take_output`
+        if not sample.finished:  # it may have finished since the last `take_output`
             self._lifecycle.finish(sample, reason)
 
     # -- steps
@@ -205,7 +205,7 @@ def resolve_limit(request: Request, shape: WorkerShape) -> int:
             reason="KV_CACHE_TOO_SMALL",
         )
     if request.max_tokens is None:
-        return min(context, pool + 1)       # the last token of an answer is sampled, never computed
+        return min(context, pool + 1)  # the last token of an answer is sampled, never computed
     limit = prompt + request.max_tokens
     if limit > context:
         raise InvalidRequest(

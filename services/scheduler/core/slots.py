@@ -12,14 +12,14 @@ class Slots:
         count = shape.max_slots
         self.active = np.zeros(count, bool)
         self.admitted_step = np.zeros(count, np.int64)  # results of earlier steps belong to a previous occupant
-        self.prompt = np.zeros(count, np.int64)         # the prompt proper
-        self.given = np.zeros(count, np.int64)          # known at admission: prefilled
-        self.scheduled = np.zeros(count, np.int64)      # computed once every plan sent has run
-        self.known = np.zeros(count, np.int64)          # given, and results received
-        self.limit = np.zeros(count, np.int64)          # length at which the sequence ends
-        self.min_known = np.zeros(count, np.int64)      # stops are not looked for before this length
-        self.end_step = np.zeros(count, np.int64)       # step whose plan releases it when it runs to its limit
-        self.delay = np.zeros(count, np.int64)          # least number of steps until its prefill is through
+        self.prompt = np.zeros(count, np.int64)  # the prompt proper
+        self.given = np.zeros(count, np.int64)  # known at admission: prefilled
+        self.scheduled = np.zeros(count, np.int64)  # computed once every plan sent has run
+        self.known = np.zeros(count, np.int64)  # given, and results received
+        self.limit = np.zeros(count, np.int64)  # length at which the sequence ends
+        self.min_known = np.zeros(count, np.int64)  # stops are not looked for before this length
+        self.end_step = np.zeros(count, np.int64)  # step whose plan releases it when it runs to its limit
+        self.delay = np.zeros(count, np.int64)  # least number of steps until its prefill is through
         self.page_count = np.zeros(count, np.int64)
         self.table = np.zeros((count, -(-shape.max_context_tokens // shape.page_size) + 1), np.int32)
         self.last_token = np.zeros(count, np.uint32)
@@ -28,9 +28,9 @@ class Slots:
         self.sink = np.zeros(count, np.int64)
         self.handle = np.zeros(count, np.uint32)
         self.wants_logprobs = np.zeros(count, bool)
-        self.first_token_ns = np.zeros(count, np.int64)     # 0 = none yet
+        self.first_token_ns = np.zeros(count, np.int64)  # 0 = none yet
         self.last_token_ns = np.zeros(count, np.int64)
-        self.registered_pages = np.zeros(count, np.int64)   # leading pages that are nodes of the prefix tree
+        self.registered_pages = np.zeros(count, np.int64)  # leading pages that are nodes of the prefix tree
         self.samples: list[Sample | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
 

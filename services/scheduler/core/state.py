@@ -24,13 +24,13 @@ class State:
         self.steps_ahead = steps_ahead
         self.prefix_caching = prefix_caching
         self.waiting = WaitingQueue()
-        self.requests: dict[str, Request] = {}          # unfinished ones, by id
+        self.requests: dict[str, Request] = {}  # unfinished ones, by id
         self.outbox = Outbox()
         self.counters = Counters()
         self.matcher = StopMatcher(token_bytes, vocab_size)
         self.stop_tokens = StopTokens(vocab_size)
         self.attached = False
-        self.step = 0                                   # of the last plan built
+        self.step = 0  # of the last plan built
 
     def attach(self, shape: WorkerShape) -> None:
         """Begin with a worker that holds nothing."""
@@ -39,7 +39,7 @@ class State:
         self.pool = PagePool(shape.page_count, shape.page_size)
         self.tree = PrefixTree(self.pool)
         self.step = 0
-        self.prefilling: list[int] = []                 # slots whose prompt is not computed yet, in order; at most one
-        self.to_release: list[tuple[int, str]] = []     # (slot, request id): freed here, to be told to the worker
-        self.sharing: dict[Request, np.ndarray] = {}    # pages held for siblings that wait
+        self.prefilling: list[int] = []  # slots whose prompt is not computed yet, in order; at most one
+        self.to_release: list[tuple[int, str]] = []  # (slot, request id): freed here, to be told to the worker
+        self.sharing: dict[Request, np.ndarray] = {}  # pages held for siblings that wait
         self.attached = True

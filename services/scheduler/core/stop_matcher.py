@@ -16,8 +16,8 @@ from services.scheduler.core.arena import Arena
 from services.scheduler.core.stop_automaton import Automaton
 
 _ROWS_BYTES = 64 * 1024 * 1024
-_TABLE_CELLS = 64 * 1024 * 1024         # of all automata in use, 4 bytes each
-_UNUSED_CELLS = 4 * 1024 * 1024         # of automata kept for the next request with the same strings
+_TABLE_CELLS = 64 * 1024 * 1024  # of all automata in use, 4 bytes each
+_UNUSED_CELLS = 4 * 1024 * 1024  # of automata kept for the next request with the same strings
 
 
 class StopMatcher:
@@ -33,15 +33,15 @@ class StopMatcher:
         self._offsets = np.concatenate(([0], np.cumsum(self._lengths)))
         self._blob = np.frombuffer(b"".join(padded) or b"\0", np.uint8)
         self._vocab_size = vocab_size
-        self._bases: OrderedDict[Automaton, int] = OrderedDict()    # installed; the first are the longest unused
+        self._bases: OrderedDict[Automaton, int] = OrderedDict()  # installed; the first are the longest unused
         self._users: dict[Automaton, int] = {}
         self._state_arena, self._cell_arena, self._owner_arena = Arena(), Arena(), Arena()
         self._unused_cells = 0
         # by state
-        self._starts = np.zeros(0, np.int64)        # of its transitions in `_cells`
-        self._owners = np.zeros(0, np.int32)        # row in `_classes`
+        self._starts = np.zeros(0, np.int64)  # of its transitions in `_cells`
+        self._owners = np.zeros(0, np.int32)  # row in `_classes`
         self._accepts = np.zeros(0, bool)
-        self._row_of = np.zeros(0, np.int32)        # row in `_rows`, -1 = none
+        self._row_of = np.zeros(0, np.int32)  # row in `_rows`, -1 = none
         self._misses = np.zeros(0, np.int64)
         self._cells = np.zeros(0, np.int32)
         self._classes = np.zeros((0, 256), np.uint16)

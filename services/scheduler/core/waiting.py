@@ -11,7 +11,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._classes: dict[Priority, OrderedDict[Sample, None]] = {priority: OrderedDict() for priority in Priority}
-        self.tokens = 0                 # outstanding tokens of all samples here
+        self.tokens = 0  # outstanding tokens of all samples here
 
     def __len__(self) -> int:
         return sum(map(len, self._classes.values()))

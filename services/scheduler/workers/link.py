@@ -66,7 +66,7 @@ class WorkerLink:
         self._events = events
         self._check = check
         self._stopping = threading.Event()
-        self._call: grpc.Future | None = None   # what the thread waits for
+        self._call: grpc.Future | None = None  # what the thread waits for
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class WorkerLink:
         """End the stream and the thread."""
         self._stopping.set()
         if self._call is not None:
-            self._call.cancel()     # closing the channel under a running call, from here, would not be safe
+            self._call.cancel()  # closing the channel under a running call, from here, would not be safe
         self._thread.join()
 
     def _waiting_for(self, call: grpc.Future) -> grpc.Future:
@@ -126,7 +126,7 @@ class WorkerLink:
                     log.error("the worker refuses a plan", reason=error.details())
             except grpc.FutureCancelledError:
                 reason = "stopping"
-            except ValueError as error:     # a worker we cannot use
+            except ValueError as error:  # a worker we cannot use
                 reason = str(error)
             finally:
                 if stream is not None:

@@ -108,10 +108,10 @@ def test_sequences_that_end_at_different_times_share_pages_they_never_need_toget
     shape = FakeShape(vocab_size=62, page_size=4, page_count=12, max_slots=4, max_tokens_per_step=64,
                       max_context_tokens=64, first_token=2)  # fmt: skip
     driver = Driver(shape)
-    driver.submit([2, 3], max_tokens=39)         # ten pages at its end
+    driver.submit([2, 3], max_tokens=39)  # ten pages at its end
     for _ in range(3):
         driver.step()
-    driver.submit([4, 5], max_tokens=11)         # three pages, over before the first has eight
+    driver.submit([4, 5], max_tokens=11)  # three pages, over before the first has eight
     driver.step()
     assert driver.core.state.slots.running == 2
     driver.run()
@@ -122,8 +122,8 @@ def test_the_head_of_the_queue_is_not_overtaken():
                       max_context_tokens=64, first_token=2)  # fmt: skip
     driver = Driver(shape)
     driver.submit([2] * 8, max_tokens=20)
-    driver.submit([3] * 20, max_tokens=20)       # does not fit beside the first
-    driver.submit([4], max_tokens=2)             # would fit
+    driver.submit([3] * 20, max_tokens=20)  # does not fit beside the first
+    driver.submit([4], max_tokens=2)  # would fit
     driver.run()
     assert [name for plan in driver.plans for name in plan.admitted_ids] == ["r0", "r1", "r2"]
 

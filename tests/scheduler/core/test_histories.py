@@ -69,7 +69,7 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
     for move in moves:
         match move:
             case dict():
-                with contextlib.suppress(InvalidRequest):       # too long for this context or pool
+                with contextlib.suppress(InvalidRequest):  # too long for this context or pool
                     driver.submit(**move)
             case ("cancel", handle):
                 driver.cancel(handle)

@@ -17,11 +17,11 @@ PROMPT = [2 + index % 50 for index in range(43)]
 def test_samples_prefill_their_prompt_once_and_use_its_pages_once():
     driver = Driver(SHAPE)
     driver.submit(PROMPT, n=40, max_tokens=3)
-    driver.step()                                                # two plans: the prompt, then all its siblings
+    driver.step()  # two plans: the prompt, then all its siblings
     state = driver.core.state
     assert state.slots.running == 40
-    assert driver.model.prefilled_tokens == len(PROMPT) + 39     # each sibling computes the last token only
-    assert state.pool.in_use == 11 + 39                          # ten whole pages for all, the eleventh for each
+    assert driver.model.prefilled_tokens == len(PROMPT) + 39  # each sibling computes the last token only
+    assert state.pool.in_use == 11 + 39  # ten whole pages for all, the eleventh for each
     driver.run()
     assert [driver.seen[handle].tokens for handle in range(40)] == [driver.expected(handle)[0] for handle in range(40)]
     cached = [driver.seen[handle].finish.cached_prompt_tokens for handle in range(40)]
@@ -44,7 +44,7 @@ def test_a_second_request_prefills_only_what_is_new():
     before = driver.model.prefilled_tokens
     again = driver.submit([*PROMPT, 7, 8], max_tokens=2)
     driver.run()
-    assert driver.model.prefilled_tokens - before == 5            # 45 tokens, ten whole pages known
+    assert driver.model.prefilled_tokens - before == 5  # 45 tokens, ten whole pages known
     assert driver.seen[again].finish.cached_prompt_tokens == 40
 
 
@@ -103,9 +103,9 @@ def test_the_prefix_unused_longest_is_evicted_first():
     for start in (2, 12, 22):
         driver.submit([start + index for index in range(9)], max_tokens=1)
         driver.run()
-    driver.submit([2 + index for index in range(9)], max_tokens=1)      # used again: the second is oldest now
+    driver.submit([2 + index for index in range(9)], max_tokens=1)  # used again: the second is oldest now
     driver.run()
-    driver.submit([33] * 33, max_tokens=1)                              # nine pages: six were cached, six free
+    driver.submit([33] * 33, max_tokens=1)  # nine pages: six were cached, six free
     driver.run()
     kept = {}
     for start in (2, 12):

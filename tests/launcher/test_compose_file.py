@@ -1,0 +1,20 @@
+"""docker-compose.yml hands every flag on: one that it left out would be ignored in silence."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.common.config import Config, GatewayConfig, SchedulerConfig, WorkerConfig
+
+COMPOSE = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text())
+# Given by the images, by Compose's ports, or meaningless with one replica.
+FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_rank"}
+
+
+@pytest.mark.parametrize(
+    ("service", "kind"), [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig)]
+)
+def test_a_container_is_given_every_flag_of_its_service(service: str, kind: type[Config]):
+    given = {name.removeprefix("TOKA_").lower() for name in COMPOSE["services"][service]["environment"]}
+    assert given == set(kind.model_fields) - FIXED
