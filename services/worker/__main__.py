@@ -11,6 +11,8 @@ def main() -> None:
     """Run one worker until it is told to stop."""
     # Read when torch is loaded. Its idle threads must not spin: other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Weights in huge pages: every step reads all of them.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     run_service("worker", WorkerConfig, _serve)
 
 

@@ -174,6 +174,12 @@ def test_rows_of_one_slice_keep_their_own_settings():
     assert len(set(tokens[3:].tolist())) > 6
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-9])
+def test_an_almost_cold_row_is_greedy(temperature):
+    tokens = sampled([{"temperature": temperature, "seed": seed, "top_p": 0.9} for seed in range(20)]).token_ids
+    assert set(tokens.tolist()) == {5}
+
+
 def test_bias_counts_before_everything_else():
     biased = {"bias_token_ids": np.array([2, 9]), "bias_values": np.array([100, -100], np.float32)}
     result = sampled([{"logprobs": True, "top_logprobs": 2} | biased, {"logprobs": True}])

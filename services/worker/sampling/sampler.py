@@ -12,6 +12,8 @@ from services.worker.sampling.logprobs import RowLogprobs, join
 from services.worker.sampling.noise import row_keys
 from services.worker.sampling.truncation import thresholds
 
+# At a lower temperature the noise is lost beside the logits anyway, and dividing by it would overflow.
+_COLDEST = np.float32(1e-6)
 # Logits of one slice, in elements: 64 MiB in float32.
 _SLICE_ELEMENTS = 16 * 1024 * 1024
 
@@ -87,7 +89,7 @@ def _draw_rows(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, t
     def unless(off: float, values: np.ndarray) -> torch.Tensor | None:
         return None if (values == off).all() else column(values)
 
-    scales = column(1 / table.temperature[slots])
+    scales = column(1 / np.maximum(table.temperature[slots], _COLDEST))
     keys = column(row_keys(table.seed[slots], table.sample_index[slots], positions.astype(np.uint64)))
     top_k, top_p = unless(0, table.top_k[slots]), unless(1, table.top_p[slots])
     min_p = unless(0, table.min_p[slots])
