@@ -8,8 +8,12 @@ import structlog
 
 def configure(service: str, level: str) -> None:
     """Route structlog and the standard library's loggers to stderr at ``level`` (a name of ``logging``)."""
+
+    def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return event | {"service": service}  # not a context variable: those stay behind in the thread that set them
+
     shared = [
-        structlog.contextvars.merge_contextvars,
+        name_service,
         structlog.processors.add_log_level,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -37,4 +41,3 @@ def configure(service: str, level: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service)

@@ -12,7 +12,7 @@ from services.common.flags import Bool, Config, Float, Int
 class PingConfig(Config):
     """The request and where to send it."""
 
-    prompt: str = "Question: Tom has 3 bags with 4 apples each. How many apples does he have?\nAnswer:"
+    prompt: str = "Question: Tom buys 3 books for $7 each and 4 pens for $2 each. How much does he pay?\nAnswer:"
     host: str = "127.0.0.1"
     port: Int = Field(10210, ge=1, le=65535)
     model: str | None = Field(None, description="default: the first model the server lists")

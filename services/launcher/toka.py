@@ -75,7 +75,7 @@ def _banner(model: str, url: str, schedulers: list[str]) -> str:
             "messages": [
                 {
                     "role": "user",
-                    "content": "Tom has 3 bags with 4 apples each. He eats 2 apples. How many apples are left?",
+                    "content": "Tom buys 3 books for $7 each and 4 pens for $2 each. How much does he pay?",
                 }
             ],
             "max_tokens": 200,
