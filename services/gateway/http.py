@@ -1,6 +1,7 @@
 """What every endpoint does with HTTP itself: read a bounded body, and stop when the client has gone."""
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -11,6 +12,8 @@ from services.common.errors import PayloadTooLarge
 
 # A client that is still sending may not look for the answer: so much more is read and thrown away first.
 _DISCARD_FACTOR = 4
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 R = TypeVar("R")
 
@@ -35,6 +38,12 @@ async def read_body(request: Request, limit: int) -> bytes:
     if size > limit:
         raise _too_large(limit)
     return b"".join(parts)
+
+
+def traceparent(request: Request) -> str:
+    """The caller's W3C trace context (Trace Context level 1, section 3.2); empty when none or malformed."""
+    header = request.headers.get("traceparent", "")
+    return header if _TRACEPARENT.fullmatch(header) else ""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, R]) -> R:

@@ -32,6 +32,7 @@ class Settings:
     top_logprobs: int = 0
     priority: Priority = Priority.NORMAL
     cache_salt: str = ""
+    traceparent: str = ""  # W3C trace context of the caller
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ _U64 = 2**64
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-def make_settings(body: GenerationBody, facts: ModelFacts, logprobs: int | None, logprobs_field: str) -> Settings:
+def make_settings(
+    body: GenerationBody, facts: ModelFacts, logprobs: int | None, logprobs_field: str, trace: str
+) -> Settings:
     """What all prompts of ``body`` share. ``logprobs``: None, or how many of the most likely tokens to return."""
     if logprobs is not None and logprobs > facts.max_top_logprobs:
         raise InvalidRequest(
@@ -42,6 +44,7 @@ def make_settings(body: GenerationBody, facts: ModelFacts, logprobs: int | None,
         top_logprobs=logprobs or 0,
         priority=_priority(body.priority),
         cache_salt=body.cache_salt or "",
+        traceparent=trace,
     )
 
 
