@@ -6,8 +6,6 @@ last line is one JSON object.
 """
 
 import asyncio
-import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +14,10 @@ from contextlib import contextmanager
 
 import grpc
 import numpy as np
+from pydantic import Field
 
+from bench.server import free_port, report
+from services.common.flags import Config, Float, Int, load
 from services.common.packed import read_fixed32
 from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.text.tokenizer import Tokenizer
@@ -97,12 +98,6 @@ async def deliver(address: str, sequences: int, seconds: float) -> dict[str, flo
                         "messages_per_second": messages / counted, "finished": finished}  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def processes(sequences: int):
     """Worker and scheduler; yields the scheduler's address."""
@@ -180,19 +175,23 @@ def stages(sequences: int, steps: int = 200) -> dict[str, float]:
     return found
 
 
+class BenchConfig(Config):
+    """The flags."""
+
+    sequences: Int = Field(8192, ge=1, description="running at once")
+    seconds: Float = Field(10.0, gt=0, description="how long results are counted")
+
+
 def main() -> None:
-    flags = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    unknown = set(flags) - {"sequences", "seconds"}
-    if unknown:
-        raise SystemExit(f"unknown flags {sorted(unknown)}; known: sequences=8192 seconds=10")
-    sequences, seconds = int(flags.get("sequences", 8192)), float(flags.get("seconds", 10))
+    config = load(BenchConfig, sys.argv[1:], {})
+    sequences, seconds = config.sequences, config.seconds
     milliseconds = stages(sequences)
     for name, value in milliseconds.items():
         print(f"{name:>16} {value:9.3f}")
     with processes(sequences) as address:
         delivered = asyncio.run(asyncio.wait_for(deliver(address, sequences, seconds), 300))
     result = {"sequences": sequences, **delivered, "step_ms_by_stage": milliseconds}
-    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}))
+    report({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Time of one decode step, in this process, against transformers on the same model in the same run.
 
 ``python -m bench.worker_step [model=builtin] [threads=2] [steps=30] [rounds=3] [batches=1,16,64,256] [contexts=64,256]
-[temperature=0]``
+[compare_batch=64] [temperature=0]``
 
 Both sides decode greedily from a full cache; each round measures both, and the fastest round counts, since other work
 on the machine only ever adds time. The last line printed is one JSON object.
 """
 
-import json
 import os
 import sys
 import time
@@ -17,60 +16,62 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the worker's own proce
 import numpy as np
 import torch
 import transformers
+from pydantic import Field
 
+from bench.server import report
 from services.common import model_files
 from services.common.config import WorkerConfig
+from services.common.flags import Config, Float, Int, Ints, load
 from services.worker.boot import boot
 from services.worker.runner.plan import Admission, Batch, Plan, SamplingSettings
 from services.worker.runner.runner import StepRunner
 
-DEFAULTS = {
-    "model": "builtin",
-    "threads": "2",
-    "steps": "30",
-    "rounds": "3",
-    "batches": "1,16,64,256",
-    "contexts": "64,256",
-    "compare_batch": "64",
-    "temperature": "0",
-}
 NONE = np.empty(0, np.int64)
+
+
+class BenchConfig(Config):
+    """The flags; ``compare_batch`` is the batch that transformers runs too."""
+
+    model: str = "builtin"
+    threads: Int = Field(2, ge=1)
+    steps: Int = Field(30, ge=1)
+    rounds: Int = Field(3, ge=1)
+    batches: Ints = (1, 16, 64, 256)
+    contexts: Ints = (64, 256)
+    compare_batch: Int = 64
+    temperature: Float = Field(0.0, ge=0)
 
 
 def main() -> None:
     """Measure, print a table, and a JSON object as the last line."""
-    options = DEFAULTS | dict(argument.split("=", 1) for argument in sys.argv[1:])
-    if unknown := set(options) - set(DEFAULTS):
-        sys.exit(f"unknown options {sorted(unknown)}; known are {sorted(DEFAULTS)}")
-    threads, steps, rounds = (int(options[name]) for name in ("threads", "steps", "rounds"))
-    batches, contexts = ([int(part) for part in options[name].split(",")] for name in ("batches", "contexts"))
-    largest = max(batches) * -(-(max(contexts) + steps + 1) // 16) * 16
-    config = WorkerConfig(
-        model=options["model"],
-        torch_num_threads=threads,
+    config = load(BenchConfig, sys.argv[1:], {})
+    largest = max(config.batches) * -(-(max(config.contexts) + config.steps + 1) // 16) * 16
+    worker = WorkerConfig(
+        model=config.model,
+        torch_num_threads=config.threads,
         kv_cache_num_tokens=largest,
-        max_seqs_per_forward=max(batches),
+        max_seqs_per_forward=max(config.batches),
     )
-    runner = boot(config).runner
+    runner = boot(worker).runner
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        model_files.resolve(options["model"], weights=True), dtype=torch.float32
+        model_files.resolve(config.model, weights=True), dtype=torch.float32
     ).eval()
 
-    report = {"model": options["model"], "threads": threads, "temperature": float(options["temperature"]), "steps": []}
-    for batch in batches:
-        for context in contexts:
+    rows = []
+    for batch in config.batches:
+        for context in config.contexts:
             times, theirs = [], []
-            for _ in range(rounds):
-                times.append(decode_ms(runner, batch, context, steps, float(options["temperature"])))
-                if batch == int(options["compare_batch"]):
-                    theirs.append(transformers_ms(reference, batch, context, steps, threads))
+            for _ in range(config.rounds):
+                times.append(decode_ms(runner, batch, context, config.steps, config.temperature))
+                if batch == config.compare_batch:
+                    theirs.append(transformers_ms(reference, batch, context, config.steps, config.threads))
             row = {"batch": batch, "context": context, "ms": round(min(times), 3)}
             row["tokens_per_s"] = round(1000 * batch / row["ms"])
             if theirs:
                 row |= {"transformers_ms": round(min(theirs), 3), "ratio": round(min(theirs) / min(times), 2)}
             print("  ".join(f"{name} {value}" for name, value in row.items()))
-            report["steps"].append(row)
-    print(json.dumps(report))
+            rows.append(row)
+    report({"model": config.model, "threads": config.threads, "temperature": config.temperature, "steps": rows})
 
 
 def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperature: float) -> float:

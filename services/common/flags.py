@@ -87,6 +87,7 @@ Int = Annotated[int, BeforeValidator(arithmetic)]
 Float = Annotated[float, BeforeValidator(arithmetic)]
 Bool = Annotated[bool, BeforeValidator(true_false)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
+Ints = Annotated[tuple[int, ...], BeforeValidator(_comma_list)]
 
 
 def split_arguments(arguments: Sequence[str], known: Iterable[str]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.server import free_port
 from services.common.process import PARENT_PID
 
 PATIENCE_S = 60.0
@@ -138,12 +138,6 @@ class Deployment:
 
     def async_sdk(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def eventually(condition: Callable[[], bool]) -> None:
