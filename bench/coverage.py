@@ -7,7 +7,6 @@ Without ``base_url`` it starts a server of its own. ``pass@k`` is the unbiased e
 """
 
 import asyncio
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +20,8 @@ from rich.table import Table
 
 from bench.problems import Problem, read_problems
 from bench.server import report, serve
-from services.common.flags import Config, Float, Int, load
+from services.common.config import from_command_line
+from services.common.flags import Config, Float, Int
 
 
 class CoverageConfig(Config):
@@ -36,7 +36,7 @@ class CoverageConfig(Config):
 
 
 def main() -> None:
-    config = load(CoverageConfig, sys.argv[1:], {})
+    config = from_command_line(CoverageConfig)
     problems = choose_problems(config.problems)
     with nullcontext() if config.base_url else serve(kv_cache_num_tokens="(256 * 1024)") as server:
         base_url = config.base_url or server.base_url

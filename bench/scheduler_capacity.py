@@ -17,7 +17,8 @@ import numpy as np
 from pydantic import Field
 
 from bench.server import free_port, report
-from services.common.flags import Config, Float, Int, load
+from services.common.config import from_command_line
+from services.common.flags import Config, Float, Int
 from services.common.packed import read_fixed32
 from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.text.tokenizer import Tokenizer
@@ -183,7 +184,7 @@ class BenchConfig(Config):
 
 
 def main() -> None:
-    config = load(BenchConfig, sys.argv[1:], {})
+    config = from_command_line(BenchConfig)
     sequences, seconds = config.sequences, config.seconds
     milliseconds = stages(sequences)
     for name, value in milliseconds.items():

@@ -14,7 +14,6 @@ Then, for one request alone: time to the first token and time per token after it
 
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from pydantic import Field
 
 from bench.problems import read_problems
 from bench.server import Server, report, serve
-from services.common.flags import Config, Int, load
+from services.common.config import from_command_line
+from services.common.flags import Config, Int
 from services.common.model_files import read_card
 
 
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def main() -> None:
-    config = load(BenchConfig, sys.argv[1:], {})
+    config = from_command_line(BenchConfig)
     problems = read_problems()
     prompts = [problems[index % len(problems)].prompt for index in range(config.sequences)]
     workloads = {

@@ -8,7 +8,6 @@ on the machine only ever adds time. The last line printed is one JSON object.
 """
 
 import os
-import sys
 import time
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the worker's own process
@@ -20,8 +19,8 @@ from pydantic import Field
 
 from bench.server import report
 from services.common import model_files
-from services.common.config import WorkerConfig
-from services.common.flags import Config, Float, Int, Ints, load
+from services.common.config import WorkerConfig, from_command_line
+from services.common.flags import Config, Float, Int, Ints
 from services.worker.boot import boot
 from services.worker.runner.plan import Admission, Batch, Plan, SamplingSettings
 from services.worker.runner.runner import StepRunner
@@ -44,7 +43,7 @@ class BenchConfig(Config):
 
 def main() -> None:
     """Measure, print a table, and a JSON object as the last line."""
-    config = load(BenchConfig, sys.argv[1:], {})
+    config = from_command_line(BenchConfig)
     largest = max(config.batches) * -(-(max(config.contexts) + config.steps + 1) // 16) * 16
     worker = WorkerConfig(
         model=config.model,

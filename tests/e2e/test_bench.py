@@ -1,0 +1,67 @@
+"""Every program in bench/ runs, refuses a wrong flag, and prints its figures as one JSON object last."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from bench.coverage import coverage
+from bench.problems import Problem, read_problems
+
+PROGRAMS = {
+    "serve_cpu": (["sequences=2", "max_tokens=8", "repeats=1"], "ratio_to_transformers"),
+    "worker_step": (["batches=1,2", "contexts=16", "compare_batch=2", "steps=2", "rounds=1"], "steps"),
+    "scheduler_capacity": (["sequences=64", "seconds=0.5"], "tokens_per_second"),
+    "coverage": (["samples=2", "problems=2", "max_tokens=16"], "pass@1"),
+}
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", f"bench.{program}", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_last_line_holds_the_figures(program, builtin_server, tmp_path):
+    arguments, figure = PROGRAMS[program]
+    if program == "coverage":
+        arguments = [*arguments, f"base_url={builtin_server.base_url}", f"output={tmp_path / 'curve.png'}"]
+    outcome = run(program, *arguments)
+    assert outcome.returncode == 0, outcome.stderr
+    assert figure in json.loads(outcome.stdout.splitlines()[-1])
+    if program == "coverage":
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_wrong_flag_is_refused(program):
+    outcome = run(program, "sequnces=2")
+    assert outcome.returncode == 2
+    assert "unknown flag 'sequnces'" in outcome.stderr
+
+
+def test_pass_at_k_is_the_chance_that_a_draw_of_k_samples_holds_a_right_one():
+    solved = np.zeros((2, 10), dtype=bool)
+    solved[0, :3] = True
+    assert coverage(solved, [1, 2, 8, 10]) == pytest.approx([0.15, (1 - 7 / 10 * 6 / 9) / 2, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("6*7 = <<6*7=42>>42.\n#### 42", True),
+        ("#### 42.0", True),
+        ("#### $1,042", False),
+        ("42", False),
+        ("#### 4", False),
+    ],
+)
+def test_an_answer_is_right_by_its_final_number(text, right):
+    assert Problem("generated", "?", "42").solved_by(text) is right
+
+
+def test_the_problems_have_answers():
+    problems = read_problems()
+    assert len(problems) == 100
+    assert all(problem.solved_by(f"#### {problem.answer}") for problem in problems)
