@@ -69,6 +69,8 @@ def read_card(model: str, served_model_name: str | None = None, *, weights: bool
     """Read ``config.json`` and ``generation_config.json`` of ``model``. Raises ``InvalidRequest``."""
     directory = resolve(model, weights=weights)
     config = read_json(directory / "config.json", required=True)
+    if not isinstance(config.get("vocab_size"), int):
+        raise InvalidRequest(f"{directory / 'config.json'} has no vocab_size: not a language model's", field="model")
     generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]

@@ -5,16 +5,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from services.common.errors import Internal, TokaError, Unavailable
 from services.scheduler.core.load import Load
-from services.scheduler.core.plan import Plan, Result
+from services.scheduler.core.plan import Result
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.news import Accepted, HeartbeatAnswer, News, PlanNews, Rejected
 from services.scheduler.workers.codec import decode_shape, encode_plan
 from services.scheduler.workers.link import WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
@@ -24,38 +24,6 @@ log = structlog.get_logger(__name__)
 _LOAD_PERIOD_S = 0.2
 _SILENCE_S = 120.0  # a worker that owes an answer for so long does not answer
 _EVENTS_AT_ONCE = 512  # between two looks at whether a plan can go out
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The request is in the queue."""
-
-    request: Request
-
-
-@dataclass(frozen=True)
-class Rejected:
-    handle: int
-    error: TokaError
-
-
-@dataclass(frozen=True)
-class HeartbeatAnswer:
-    nonce: int
-
-
-@dataclass(frozen=True)
-class PlanNews:
-    """One plan, for those who watch."""
-
-    plan: Plan
-    waiting_sequences: int
-    in_use_pages: int
-    plans_in_flight: int
-
-
-# (sink, news): a Delta or one of the above; sink None = for everybody who wants that kind.
-News = list[tuple[int | None, Any]]
 
 
 class EngineLoop:
@@ -150,6 +118,7 @@ class EngineLoop:
             while not self._stopping:
                 self._take_events()
                 self._core.end_overdue(time.time_ns() // 1_000_000)
+                self._abandon_silent_worker()
                 self._send_plans()
                 self._report()
                 self._hand_over()
@@ -168,10 +137,13 @@ class EngineLoop:
         self._load_due = True
 
     def _until_due(self) -> float | None:
-        """Seconds until a deadline, a load report or a log line; None when only an event can bring news."""
+        """Seconds until a deadline, a load report, a log line or the end of patience; None when only an event can bring
+        news."""
         due = []
         if (deadline_ms := self._core.next_deadline_ms()) is not None:
             due.append(deadline_ms / 1000 - time.time())
+        if self._stream is not None and self._core.plans_in_flight:
+            due.append(self._last_answer + _SILENCE_S - time.monotonic())
         if self._load_due:
             due.append(self._last_load + _LOAD_PERIOD_S - time.monotonic())
         if self._stats_period and self._busy():
@@ -205,8 +177,7 @@ class EngineLoop:
             self._core.take(result, time.monotonic_ns())
         except ValueError as error:  # it does not do what the contract says: a fresh start is all that helps
             log.error("the worker answered wrongly", reason=str(error))
-            stream.end()
-            self._detach(stream, str(error))
+            self._abandon(stream, str(error))
             return
         # What this step brought goes out before the next result is taken in: one message for each step.
         self._news.extend(self._core.take_output())
@@ -235,6 +206,16 @@ class EngineLoop:
         self._core.detach()
         self._core.state.counters.worker_restarts += 1
         log.warning("worker lost", reason=reason, waiting=len(self._core.state.waiting))
+
+    def _abandon(self, stream: WorkerStream, reason: str) -> None:
+        """End a connection that is of no use; the link begins a new one, to this worker or to its successor."""
+        stream.end()
+        self._detach(stream, reason)
+
+    def _abandon_silent_worker(self) -> None:
+        stream, silent_s = self._stream, time.monotonic() - self._last_answer
+        if stream is not None and self._core.plans_in_flight and silent_s >= _SILENCE_S:
+            self._abandon(stream, f"no answer for {silent_s:.0f} s")
 
     def _submit(self, request: Request) -> None:
         try:
@@ -265,9 +246,8 @@ class EngineLoop:
 
     @property
     def ready(self) -> bool:
-        """The worker is there and answers."""
-        silent = self._core.plans_in_flight and time.monotonic() - self._last_answer > _SILENCE_S
-        return self._stream is not None and not silent
+        """The worker is there; one that does not answer is given up."""
+        return self._stream is not None
 
     def load(self) -> Load:
         """On the loop's thread."""

@@ -1,7 +1,11 @@
 """The paged KV cache."""
 
+import math
+
 import numpy as np
 import torch
+
+from services.common.errors import InvalidRequest
 
 
 class KvCache:
@@ -24,7 +28,15 @@ class KvCache:
     ) -> None:
         self.page_count, self.page_size = page_count, page_size
         shape = (layers, page_count, kv_heads, page_size, head_dim)
-        self.all_keys, self.all_values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        try:
+            self.all_keys, self.all_values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            gib = 2 * math.prod(shape) * dtype.itemsize / 2**30
+            raise InvalidRequest(
+                f"flag kv_cache_num_tokens={page_count * page_size}: the KV cache takes {gib:,.1f} GiB, which {device}"
+                " does not have; lower it",
+                field="kv_cache_num_tokens",
+            ) from error
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:

@@ -56,6 +56,12 @@ def test_a_directory_without_a_config_is_no_model(tmp_path):
         read_card(str(tmp_path))
 
 
+def test_a_config_of_something_else_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="has no vocab_size"):
+        read_card(str(tmp_path))
+
+
 def test_broken_json_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidRequest, match=r"config\.json is not valid JSON"):

@@ -156,3 +156,31 @@ async def test_a_resumed_sample_goes_on_without_a_gap(service):
     )
     assert samples[0].tokens == expected[8:]
     assert samples[0].finish.usage.completion_tokens == 20
+
+
+async def test_the_text_of_a_resumed_sample_goes_on_where_it_was(tokenizer):
+    reply = tokenizer.encode("one two three four five", add_special_tokens=False)
+    begun = next(n for n in range(1, len(reply)) if tokenizer.vocabulary.text_bytes(reply[:n]).endswith(b" three"))
+
+    async with start(worker=FakeWorker(script=lambda *_: 0)) as service:
+        samples = await service.generate(
+            tokens=tokens_prompt([*PROMPT, *reply[:begun]]),
+            resume=g.Resume(generated_tokens=begun),
+            output=g.Output(text=True),
+            stopping=g.Stopping(strings=["ee four"]),
+        )
+        # "ee" was held back by the scheduler that had begun: nobody has sent it yet.
+        assert samples[0].text == "ee"
+
+
+async def test_compiled_stop_strings_are_kept_within_bounds(service, monkeypatch):
+    monkeypatch.setattr("services.scheduler.api.model._AUTOMATA_BYTES", 100_000)
+    model = service.server.model
+    for number in range(20):
+        model.automaton([f"{number} " + "abcdefgh" * 100])
+    assert sum(automaton.nbytes for automaton in model._automata.values()) <= 100_000
+    assert len(model._automata) > 1
+    huge = model.automaton(["abcdefgh" * 500])
+    assert huge.nbytes > 100_000
+    assert len(model._automata) == 0
+    assert model._automata_bytes == 0

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import Overloaded
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.engine_loop import HeartbeatAnswer
+from services.scheduler.news import HeartbeatAnswer
 from tests.fakes.model import FakeShape, chosen_logprob, continuation
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
@@ -144,6 +144,21 @@ async def test_a_handle_in_use_and_an_unknown_model_are_rejected(service):
         assert "text" in client.rejected[10].message
         service.worker.release()
         await client.finished(1, 2, 3, 4)
+
+
+async def test_a_request_that_cannot_be_read_for_our_own_fault_does_not_end_the_session(service, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("boom")
+
+    async with session(service) as client:
+        monkeypatch.setattr("services.scheduler.api.session.read_prompt", broken)
+        await client.submit(0, **request())
+        await client.decided(0)
+        assert client.rejected[0].code == grpc.StatusCode.INTERNAL.value[0]
+        assert "boom" not in client.rejected[0].message
+        monkeypatch.undo()
+        await client.submit(1, **request())
+        await client.finished(1)
 
 
 async def test_the_first_message_must_open_the_session(service):

@@ -1,5 +1,7 @@
 """A worker that is late, lost, restarted, or wrong: clients notice a pause at most."""
 
+import asyncio
+
 import grpc
 import pytest
 
@@ -10,7 +12,7 @@ from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeWorker
 from tests.scheduler.service import PROMPT, Service, session, start, status_of
 from tokasaurus.scheduler.v1 import generate_pb2 as g
-from tokasaurus.scheduler.v1 import observe_pb2
+from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 
 
 def request(seed: int, most: int = 60) -> dict:
@@ -97,9 +99,45 @@ async def test_one_bad_sequence_does_not_hurt_the_others():
             assert client.samples[1].tokens == continuation(service.worker.shape, PROMPT, 8, seed=5)
 
 
-async def test_a_step_loop_that_fails_ends_the_process(monkeypatch):
-    import asyncio
+async def test_a_worker_that_hangs_is_given_up_and_its_requests_go_on(monkeypatch):
+    monkeypatch.setattr("services.scheduler.engine_loop._SILENCE_S", 0.3)
+    async with start() as service:
+        worker = service.worker
+        async with session(service) as client:
+            worker.hold()
+            await client.submit(0, **request(1, most=5))
+            await worker.received(1)
+            while worker.streams < 2:  # the second connection is the successor's
+                await client.send(heartbeat=session_pb2.Heartbeat(nonce=1))
+                await client.read()
+            worker.release()
+            await client.finished(0)
+            assert client.samples[0].tokens == continuation(worker.shape, PROMPT, 5, seed=1)
+        assert (await service.load()).counters.worker_restarts >= 1
 
+
+class MuteWorker(FakeWorker):
+    """Does not answer the first hello."""
+
+    hellos = 0
+
+    async def RunSteps(self, request_iterator, context):
+        self.hellos += 1
+        if self.hellos == 1:
+            await asyncio.Event().wait()
+        async for response in super().RunSteps(request_iterator, context):
+            yield response
+
+
+async def test_a_hello_without_an_answer_is_said_again(monkeypatch):
+    monkeypatch.setattr("services.scheduler.workers.link._READY_TIMEOUT_S", 0.2)
+    async with start(worker=MuteWorker()) as service:
+        assert service.worker.hellos == 2
+        samples = await service.generate(**request(1, most=5))
+        assert samples[0].tokens == continuation(service.worker.shape, PROMPT, 5, seed=1)
+
+
+async def test_a_step_loop_that_fails_ends_the_process(monkeypatch):
     from services.common.errors import Internal
 
     def broken(self, now_ms):

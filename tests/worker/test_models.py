@@ -142,3 +142,16 @@ def test_a_damaged_file_is_named(checkpoint, tmp_path):
     (directory / "model.safetensors").write_bytes(b"not at all")
     with pytest.raises(InvalidRequest, match=r"model.safetensors cannot be read"):
         logits_of(directory, [1])
+
+
+@pytest.mark.parametrize("name", ["partial_rotary_factor", "rope_scaling", "head_dim", "num_key_value_heads"])
+def test_a_setting_that_is_null_is_as_good_as_none(name, checkpoint, tmp_path):
+    directory = checkpoint("llama", num_key_value_heads=4)
+    absent, null = (read_json(directory / "config.json") for _ in range(2))
+    absent.pop(name, None)
+    assert read_model_config(null | {name: None}) == read_model_config(absent)
+
+
+def test_heads_of_qwen3_have_128_values_where_the_config_does_not_say(checkpoint, tmp_path):
+    changed = write_config(checkpoint("qwen3"), tmp_path, head_dim=...)
+    assert read_model_config(read_json(changed / "config.json")).head_dim == 128

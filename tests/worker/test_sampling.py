@@ -83,6 +83,16 @@ def test_noise_is_gumbel_and_neither_rows_nor_tokens_are_correlated():
         assert abs((noise > threshold).sum() - expected) < 5 * expected**0.5
 
 
+def test_no_noise_rules_out_a_token_that_is_certain():
+    """The hash of these counters is one of the few that, rounded, would be the whole interval's end."""
+    seed, position, token = 0, 235_069, 137
+    key = torch.from_numpy(row_keys(*(np.array([value], np.uint64) for value in (seed, 0, position))))
+    assert gumbel(key.unsqueeze(1), torch.arange(256, dtype=torch.int32)).isfinite().all()
+    logits = torch.zeros(256).index_fill(0, torch.tensor(token), 100.0)
+    for cut in ({}, {"top_k": 1}, {"top_p": 0.5}):
+        assert sampled([{"temperature": 1.0, "seed": seed} | cut], logits, np.array([position])).token_ids == [token]
+
+
 def test_the_tail_of_a_large_vocabulary_is_fair():
     """Equal logits over 100,000 tokens: the draws cover all parts of the vocabulary alike."""
     tokens = draws(400, torch.zeros(100_000))

@@ -11,7 +11,7 @@ from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.load import Load
 from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.core.request import Finish, FinishReason, Request
-from services.scheduler.engine_loop import Accepted, HeartbeatAnswer, PlanNews, Rejected
+from services.scheduler.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 

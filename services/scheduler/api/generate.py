@@ -17,7 +17,7 @@ from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import ragged_rows
 from services.scheduler.core.request import Finish
-from services.scheduler.engine_loop import Accepted, Rejected
+from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2
 
 
@@ -45,12 +45,13 @@ class Generation:
         request = read_request(message, tokens, model, sink=0, handle=0)
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
         self._wants_logprobs = request.sampling.logprobs
-        self._first_index = request.first_sample_index
         wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)
         if wants_text:
             self._texts = {
                 index: Detokenizer(model.tokenizer.vocabulary, message.stopping.strings) for index in range(request.n)
             }
+            if request.resumed_tokens:  # sent before, but what was held back then may be sent now
+                self._texts[0].push(tokens[request.prompt_tokens :].tolist())
         request.sink, mailbox = self._hub.open(session=False)
         try:
             self._hub.engine.submit(request)

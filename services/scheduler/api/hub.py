@@ -5,7 +5,8 @@ from itertools import count
 
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.load import Load
-from services.scheduler.engine_loop import EngineLoop, News, PlanNews
+from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.news import News, PlanNews
 
 _WATCHED_PLANS = 256  # a watcher that is further behind misses plans
 

@@ -13,7 +13,9 @@ from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 CONTRACT_VERSION = "1.0"
-_AUTOMATA = 256  # compiled stop strings kept for the next request that has the same
+# Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
+_AUTOMATA = 256
+_AUTOMATA_BYTES = 128 * 1024 * 1024
 
 
 class ServedModel:
@@ -26,6 +28,7 @@ class ServedModel:
         self.created_unix_s = int(time.time())
         self._shape: WorkerShape | None = None
         self._automata: OrderedDict[tuple[str, ...], Automaton] = OrderedDict()
+        self._automata_bytes = 0
         self._lock = threading.Lock()
 
     @property
@@ -52,9 +55,11 @@ class ServedModel:
                 return self._automata[key]
         automaton = Automaton(key)
         with self._lock:
-            self._automata[key] = automaton
-            while len(self._automata) > _AUTOMATA:
-                self._automata.popitem(last=False)
+            if key not in self._automata:
+                self._automata[key] = automaton
+                self._automata_bytes += automaton.nbytes
+            while len(self._automata) > _AUTOMATA or self._automata_bytes > _AUTOMATA_BYTES:
+                self._automata_bytes -= self._automata.popitem(last=False)[1].nbytes
         return automaton
 
     def message(self) -> observe_pb2.Model:

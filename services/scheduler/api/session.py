@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from services.common.errors import FailedPrecondition, InvalidRequest, TokaError
+from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
 from services.scheduler.api.encoding import encode_news
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.validation import read_request
-from services.scheduler.engine_loop import Accepted, Rejected
+from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import session_pb2
 
 log = structlog.get_logger(__name__)
@@ -107,5 +107,10 @@ class Session:
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
         except TokaError as error:
             self._hub.engine.reject(self._sink, submit.handle, error)
+            return
+        except Exception as error:  # one request's trouble is not the session's
+            log.error("a request could not be read", handle=submit.handle, exc_info=error)
+            internal = Internal("internal error; the server's log has the details")
+            self._hub.engine.reject(self._sink, submit.handle, internal)
             return
         self._hub.engine.submit(request)

@@ -25,6 +25,11 @@ class Admission:
         self._since: list[Candidate] = []  # admitted since the curve was computed
         self._most = pool.in_use + int(running_growth(pool, slots, step).count.sum())
 
+    def settle_ends(self) -> None:
+        """Make the ends of pages exact: call it before a candidate that would hold pages in use is worked out."""
+        if self._pool.ends_stale:
+            _restore_ends(self._pool, self._slots, self._lasting)
+
     def admit(self, candidate: Candidate) -> bool:
         """True when the pool holds everything at every step with the candidate in it."""
         if self._most + candidate.peak <= self._pool.size:

@@ -22,7 +22,6 @@ class Lifecycle:
         slots.samples[slot] = sample
         slots.active[slot] = True
         slots.admitted_step[slot] = step
-        slots.prompt[slot] = request.prompt_tokens
         slots.given[slot] = slots.known[slot] = len(tokens)
         slots.scheduled[slot] = cached
         slots.limit[slot] = request.limit
@@ -35,7 +34,6 @@ class Lifecycle:
         slots.stop_state[slot] = base
         slots.stop_set[slot] = state.stop_tokens.acquire(request.stop_token_ids)
         slots.sink[slot], slots.handle[slot] = request.sink, sample.handle
-        slots.wants_logprobs[slot] = request.sampling.logprobs
         slots.first_token_ns[slot], slots.last_token_ns[slot] = sample.first_token_ns, sample.last_token_ns
         slots.registered_pages[slot] = cached // state.shape.page_size
         self._count_cached(sample, cached)
@@ -118,6 +116,7 @@ class Lifecycle:
         state, slots, slot, request = self._state, self._state.slots, sample.slot, sample.request
         sample.generated = self._generated(slot, len(request.tokens))
         sample.computed_before = int(slots.scheduled[slot])
+        sample.setbacks = 0 if slots.known[slot] > slots.given[slot] else sample.setbacks + 1
         if request.automaton is not None:
             sample.stop_state = int(slots.stop_state[slot]) - state.matcher.base(request.automaton)
         sample.first_token_ns, sample.last_token_ns = int(slots.first_token_ns[slot]), int(slots.last_token_ns[slot])

@@ -10,6 +10,7 @@ from services.scheduler.core.state import State
 
 # Waiting samples that are placed one by one; behind them, further ones are taken to start when the last of these does.
 _PLACED = 512
+_MOST_CELLS = 4 * 1024 * 1024  # of curve looked through for all of them: the step loop waits meanwhile
 
 
 class Outlook(NamedTuple):
@@ -37,10 +38,11 @@ def look_ahead(state: State, subject: Request) -> Outlook:
     start, finish = _of_running(state, subject)
     queue = [sample.request for sample in state.waiting if _precedes(sample.request, subject)]
     queue += [subject] * (subject.n if not subject.samples else 0)
-    at, prefill = 0, _prefill_left(state)
+    at, prefill, cells = 0, _prefill_left(state), 0
     for index, request in enumerate(queue):
         prefill += len(request.tokens)
-        if index < _PLACED:
+        if index < _PLACED and cells < _MOST_CELLS:
+            cells += len(curve)
             needed = -(-(request.limit - 1) // state.shape.page_size)
             curve, slots_used = _extend(curve, at + request.limit), _extend(slots_used, at + request.limit)
             at = _first_fit(curve, slots_used, at, needed, state.pool.size, state.shape.max_running)

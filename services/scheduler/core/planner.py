@@ -118,6 +118,8 @@ class Planner:
         end = plan.step + self._steps_to_end(sample, cached, budget)
         leads = not shares_prompt and request.share is None and request.waiting > 1 and len(request.tokens) > 1
         leads = leads and not len(sample.generated)
+        if len(hits):
+            admission.settle_ends()
         if not admission.admit(self._candidate(plan, sample, hits, end, cached, budget, leads)):
             return _NO_ROOM
         state.pool.hold(hits, end)

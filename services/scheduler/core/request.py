@@ -88,7 +88,7 @@ class Sample:
 
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
-        "generated", "handle", "index", "last_token_ns", "request", "slot", "stop_state",
+        "generated", "handle", "index", "last_token_ns", "request", "setbacks", "slot", "stop_state",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -102,6 +102,7 @@ class Sample:
         self.generated = np.zeros(0, np.uint32)  # of an interrupted sample: tokens behind request.tokens
         self.stop_state = request.stop_state  # of the automaton, local numbering
         self.computed_before = 0  # tokens that were computed before the interruption
+        self.setbacks = 0  # interruptions since the last token
         self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0
         self.first_token_ns = 0

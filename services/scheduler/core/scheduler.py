@@ -16,6 +16,7 @@ from services.scheduler.core.results import Results
 from services.scheduler.core.state import State
 
 _SHORTEST_RETRY_S = 0.1
+_MOST_SETBACKS = 5  # lost workers without a token between them: then a sample may be what the worker dies of
 
 
 class Scheduler:
@@ -61,6 +62,9 @@ class Scheduler:
         running = [sample for sample in state.slots.samples if sample is not None]
         for sample in sorted(running, key=lambda sample: sample.arrival, reverse=True):
             self._lifecycle.interrupt(sample)
+            if sample.setbacks >= _MOST_SETBACKS:
+                error = f"the worker was lost {sample.setbacks} times in a row while it computed this sequence"
+                self._lifecycle.finish(sample, FinishReason.ERROR, error=error)
         for request in list(state.sharing):
             request.share = None
         shape = state.shape
@@ -167,12 +171,24 @@ class Scheduler:
         expected, sampled = next(iter(self._pending.items()), (None, None))
         if result.step != expected:
             raise ValueError(f"the worker answered step {result.step}, expected was {expected}")
+        self._check_result(result)
         if len(result.slots) + len(result.failures) != sampled:
             raise ValueError(
                 f"step {result.step}: {len(result.slots)} tokens and {len(result.failures)} failures for {sampled} rows"
             )
         del self._pending[result.step]
         self._results.take(result, now_ns)
+
+    def _check_result(self, result: Result) -> None:
+        """Arrays that do not fit each other or the worker's own sizes would be taken for something else."""
+        shape, rows = self.state.shape, len(result.slots)
+        whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows) and len(result.top_counts) in (0, rows)
+        listed = int(result.top_counts.sum())
+        whole = whole and len(result.top_token_ids) == listed and len(result.top_logprobs) == listed
+        slots_known = result.slots.max(initial=0) < shape.max_slots
+        slots_known = slots_known and all(slot < shape.max_slots for slot, _ in result.failures)
+        if not whole or not slots_known or result.tokens.max(initial=0) >= shape.vocab_size:
+            raise ValueError(f"step {result.step}: slots or tokens that do not exist, or arrays of unequal length")
 
     def take_output(self) -> list[tuple[int, Delta]]:
         """News since the last call, as (sink, delta). A finished sample's handle is free from here on."""

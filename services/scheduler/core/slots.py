@@ -12,7 +12,6 @@ class Slots:
         count = shape.max_slots
         self.active = np.zeros(count, bool)
         self.admitted_step = np.zeros(count, np.int64)  # results of earlier steps belong to a previous occupant
-        self.prompt = np.zeros(count, np.int64)  # the prompt proper
         self.given = np.zeros(count, np.int64)  # known at admission: prefilled
         self.scheduled = np.zeros(count, np.int64)  # computed once every plan sent has run
         self.known = np.zeros(count, np.int64)  # given, and results received
@@ -27,7 +26,6 @@ class Slots:
         self.stop_set = np.zeros(count, np.int32)
         self.sink = np.zeros(count, np.int64)
         self.handle = np.zeros(count, np.uint32)
-        self.wants_logprobs = np.zeros(count, bool)
         self.first_token_ns = np.zeros(count, np.int64)  # 0 = none yet
         self.last_token_ns = np.zeros(count, np.int64)
         self.registered_pages = np.zeros(count, np.int64)  # leading pages that are nodes of the prefix tree

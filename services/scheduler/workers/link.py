@@ -18,6 +18,7 @@ log = structlog.get_logger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 _INFO_TIMEOUT_S = 10.0
+_READY_TIMEOUT_S = 30.0  # a hello that is not answered for so long never will be
 
 
 class WorkerEvents(Protocol):
@@ -111,9 +112,13 @@ class WorkerLink:
                 info = self._waiting_for(asking).result().info
                 self._check(info)
                 stream = self._open(stub, info)
+                unanswered = threading.Timer(_READY_TIMEOUT_S, stream.end)
+                unanswered.daemon = True
+                unanswered.start()
                 for response in stream.call:
                     kind = response.WhichOneof("payload")
                     if kind == "ready":
+                        unanswered.cancel()
                         was_up = True
                         log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
                         self._events.worker_connected(stream)
@@ -130,6 +135,7 @@ class WorkerLink:
                 reason = str(error)
             finally:
                 if stream is not None:
+                    unanswered.cancel()
                     stream.requests.put(None)
                     stream.call.cancel()
         if was_up:

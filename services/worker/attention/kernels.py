@@ -53,7 +53,8 @@ def _make_store(head_dim: int, page_size: int) -> Callable:
                     key_pages[page, head, offset, i] = keys[token, head, i]
                     value_pages[page, head, offset, i] = values[token, head, i]
 
-    return compile_function(store, numba.void(_VIEW, _VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _PAGE_TABLE))
+    signature = numba.void(_VIEW, _VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _PAGE_TABLE)
+    return compile_function(store, signature, constants=(head_dim, page_size))
 
 
 def _make_attend(head_dim: int, group: int, page_size: int) -> Callable:
@@ -132,4 +133,4 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable:
                         output[token, (head * group + g) * head_dim + i] = sums[g, i] * inverse[g]
 
     signature = numba.void(_VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _INDICES, _PAGE_TABLE, _MATRIX, _MATRIX)
-    return compile_function(attend, signature)
+    return compile_function(attend, signature, constants=(head_dim, group, page_size))

@@ -34,7 +34,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
         raise InvalidRequest(
             f"config.json: rope type {kind!r} is not supported; default, linear and llama3 are", field="model"
         )
-    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise InvalidRequest(f"config.json: partial_rotary_factor={partial} is not supported; only 1 is", field="model")
     if head_dim % 2:

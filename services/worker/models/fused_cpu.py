@@ -132,4 +132,4 @@ def _make_forward(config: ModelConfig, page_size: int) -> Any:
             if mlp_bias:
                 x += down_biases[layer]
 
-    return compile_function(forward, _SIGNATURE)
+    return compile_function(forward, _SIGNATURE, keep=False)

@@ -14,6 +14,9 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 TOKEN_STRIDE = 0x9E3779B1 - 2**32
 ROUND_1 = (0x7FEB352D, 0x846CA68B - 2**32)
 ROUND_2 = (0x21F0AAAD, 0xD35A2D97 - 2**32)
+# From 31 bits to (0, 1). A hair less than 2**-31, or the largest numbers would be rounded up to 1, whose noise of minus
+# infinity rules out even a token that is certain.
+UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
 def row_keys(seeds: np.ndarray, sample_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -35,7 +38,7 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     bits = _scramble_(bits, ROUND_1)
     bits = _scramble_(bits.bitwise_xor_(keys[..., 1]), ROUND_2)
     # 31 bits, uniform within (0, 1) and finest near 0, which is where the largest noise comes from.
-    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(UNIT)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

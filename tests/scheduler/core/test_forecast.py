@@ -130,3 +130,21 @@ def test_the_head_of_the_queue_is_not_overtaken():
 
 def test_an_unknown_end_is_far_away():
     assert FAR > 2**60
+
+
+def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_holders_end():
+    """Pages reused right after a cancel: their ends must be those of the holders that are left, or a plan runs out."""
+    shape = FakeShape(vocab_size=62, page_size=2, page_count=26, max_slots=8, max_tokens_per_step=64,
+                      max_context_tokens=64, first_token=2)  # fmt: skip
+    driver = Driver(shape)
+    prompt = list(range(2, 15))
+    driver.submit(prompt[:8], max_tokens=6)
+    for _ in range(4):
+        driver.step()
+    cancelled = driver.submit(prompt[:6], n=2, max_tokens=8)
+    driver.step()
+    driver.cancel(cancelled, cancelled + 1)
+    driver.submit([*prompt, *[51] * 5], max_tokens=27)
+    driver.submit([40 + index % 10 for index in range(10)], max_tokens=14)
+    driver.run()  # every plan finds the pages it needs
+    assert driver.core.state.pool.in_use == 0

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from services.scheduler.core import outlook
+from services.scheduler.core.plan import Result
 from services.scheduler.core.request import FinishReason, Priority, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler
 from tests.fakes.model import FakeShape
@@ -148,6 +150,38 @@ def test_a_lost_worker_costs_nothing_but_the_time():
     assert driver.core.state.counters.recomputed_tokens > 0
 
 
+def test_a_sample_the_worker_dies_of_every_time_is_given_up():
+    driver = Driver(SHAPE)
+    handle = driver.submit(PROMPT, max_tokens=9)
+    for _ in range(4):
+        driver.plan()
+        driver.lose_worker()
+    driver.step()  # a token: the count begins anew
+    for _ in range(6):
+        driver.lose_worker()
+        driver.plan()
+    assert driver.seen[handle].finish.reason is FinishReason.ERROR
+    assert "the worker was lost 5 times" in driver.seen[handle].finish.error
+    assert driver.plan() is None
+    assert not driver.core.state.requests
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"slots": [64]}, {"tokens": [62]}, {"tokens": [5, 6]}, {"logprobs": [0.0, 0.0]}, {"top_counts": [1]},
+     {"slots": [], "tokens": [], "failures": ((64, ""),)}],
+)  # fmt: skip
+def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
+    driver = Driver(SHAPE)
+    driver.submit(PROMPT, max_tokens=9)
+    driver.core.plan(1)
+    fields = {"slots": [63], "tokens": [5], **wrong}
+    kinds = {"logprobs": np.float32}
+    arrays = {name: np.array(value, kinds.get(name, np.int64)) for name, value in fields.items() if name != "failures"}
+    with pytest.raises(ValueError, match="do not exist"):
+        driver.core.take(Result(1, **arrays, failures=fields.get("failures", ())), 1)
+
+
 def test_a_resumed_sample_goes_on_where_it_was():
     driver = Driver(SHAPE)
     whole = driver.submit(PROMPT, n=3, max_tokens=30, stop=("zz",), sampling=SamplingSettings(seed=5))
@@ -250,3 +284,15 @@ def test_a_sequence_the_worker_cannot_compute_ends_alone():
     assert "not a number" in driver.seen[bad].finish.error
     assert driver.seen[good].tokens == driver.expected(good)[0]
     assert driver.core.state.tree.match(np.array([61, *PROMPT], np.uint32), "", 5, 10**9)[0].tolist() == []
+
+
+def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monkeypatch):
+    looked = []
+    first_fit = outlook._first_fit
+    monkeypatch.setattr(outlook, "_first_fit", lambda *parts: looked.append(len(parts[0])) or first_fit(*parts))
+    monkeypatch.setattr(outlook, "_MOST_CELLS", 5000)
+    driver = Driver(SHAPE)
+    handles = [driver.submit(PROMPT, max_tokens=200) for _ in range(300)]
+    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]])
+    assert sum(looked) < 10_000
+    assert last.finish > last.start > 0

@@ -1,0 +1,40 @@
+"""What the step loop tells the streams, beside the core's deltas and loads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import TokaError
+from services.scheduler.core.plan import Plan
+from services.scheduler.core.request import Request
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The request is in the queue."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Rejected:
+    handle: int
+    error: TokaError
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    nonce: int
+
+
+@dataclass(frozen=True)
+class PlanNews:
+    """One plan, for those who watch."""
+
+    plan: Plan
+    waiting_sequences: int
+    in_use_pages: int
+    plans_in_flight: int
+
+
+# (sink, news): a Delta or one of the above; sink None = for everybody who wants that kind.
+News = list[tuple[int | None, Any]]

@@ -1,0 +1,42 @@
+"""What is kept from one start to the next, and starts that cannot succeed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
+from services.worker.boot import boot
+
+START = """
+import sys
+from services.common.config import WorkerConfig
+from services.worker.boot import boot
+boot(WorkerConfig(model=sys.argv[1], page_size=int(sys.argv[2]), kv_cache_num_tokens=1024, torch_num_threads=1))
+"""
+
+
+def start(directory: Path, page_size: int, kept: Path) -> dict[str, int]:
+    """Boot in a process of its own; the files of compiled code that are ``kept`` then, and when each was written."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(kept)}
+    subprocess.run([sys.executable, "-c", START, str(directory), str(page_size)], check=True, env=environment)
+    return {path.name: path.stat().st_mtime_ns for path in kept.rglob("*.nbc")}
+
+
+def test_a_second_start_stores_nothing_and_another_page_size_has_files_of_its_own(checkpoint, tmp_path):
+    first = start(checkpoint(), 16, tmp_path)
+    assert first
+    assert start(checkpoint(), 16, tmp_path) == first
+    both = start(checkpoint(), 8, tmp_path)
+    assert first.items() <= both.items()
+    added = set(both) - set(first)
+    assert len(added) == 2  # store and attend
+    assert all("_8-" in name for name in added)
+
+
+def test_a_cache_beyond_all_memory_names_the_flag(checkpoint):
+    with pytest.raises(InvalidRequest, match=r"flag kv_cache_num_tokens=1099511627760: the KV cache takes .* GiB"):
+        boot(WorkerConfig(model=str(checkpoint()), kv_cache_num_tokens=2**40 - 1, torch_num_threads=1))
