@@ -53,7 +53,6 @@ class EngineLoop:
         self._load_due = False
         self._last_load = self._last_stats = self._last_answer = time.monotonic()
         self._last_counts = (0, 0)
-        self._answer_times: list[float] = []
         self.watchers = 0  # set by the API: plans are reported while it is not 0
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 

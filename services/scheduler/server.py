@@ -37,7 +37,6 @@ class SchedulerServer:
         self._config = config
         self.scheduler_id = uuid.uuid4().hex
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stopped = False
         self.address = ""
 
     async def start(self) -> str:
@@ -84,7 +83,6 @@ class SchedulerServer:
 
     async def stop(self) -> None:
         """Refuse new calls, cut the running ones, let the worker go."""
-        self._stopped = True
         self._pulse.cancel()
         await self._rpc.stop(0.5)
         await asyncio.to_thread(self._link.stop)

@@ -47,7 +47,7 @@ async def _chat(gateway: Gateway, raw: bytes, trace: str, started_at: float) -> 
         request_id,
         facts,
         gateway.text.token_text if settings.logprobs else None,
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        include_usage=body.wants_usage,
     )
     answer = Answer(gateway, jobs, shape, ignored_header(body), started_at)
     return await answer.respond(stream=bool(body.stream))

@@ -112,6 +112,11 @@ class GenerationBody(Body):
         """Tokens that each answer may have, as asked for."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
