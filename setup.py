@@ -14,7 +14,11 @@ SERVICES = ("gateway", "scheduler", "worker")
 TEXT_ONLY = ("gateway", "scheduler")  # they need the built-in model's tokenizer, not its weights
 COMMANDS = {
     "gateway": ["toka-gateway = services.gateway.__main__:main"],
-    "scheduler": ["toka-scheduler = services.scheduler.__main__:main"],
+    "scheduler": [
+        "toka-scheduler = services.scheduler.__main__:main",
+        "toka-replay = services.scheduler.record.replay:main",
+        "toka-inspect = services.scheduler.record.inspection:main",
+    ],
     "worker": ["toka-worker = services.worker.__main__:main"],
     "launcher": [
         "toka = services.launcher.toka:main",

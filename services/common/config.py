@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from services.common.flags import Bool, Config, FlagError, Float, Int, Strings, load, misspelt
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+PRIORITY_CLASSES = ("high", "normal", "low")
 
 
 class ServiceConfig(Config):
@@ -65,6 +66,48 @@ class SchedulerConfig(ServiceConfig):
     max_samples_per_request: Int = Field(16384, ge=1, description="largest n")
     prefix_caching: Bool = Field(True, description="reuse KV pages of equal prefixes across requests")
     stats_report_seconds: Float = Field(10.0, ge=0, description="seconds between log lines about load; 0 = none")
+    admission: Literal["predicted", "guaranteed"] = Field(
+        "predicted", description="answers are taken to be as long as earlier ones were, or as their limits"
+    )
+    guaranteed_classes: Strings = Field(
+        (), description="priority classes (high,normal,low) admitted as guaranteed whatever admission= says"
+    )
+    admission_margin: Float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="standard deviations of the forecast kept free; 0 = none"
+    )
+    priority_ageing_seconds: Float = Field(
+        30.0, ge=0, le=1e6, description="a waiting priority class rises by one for so many seconds; 0 = never"
+    )
+    use_hydragen: Bool = Field(False, description="shared-prefix attention")
+    hydragen_min_group_size: Int = Field(32, ge=2, description="fewest sequences in a Hydragen group")
+    hydragen_min_prefix_len: Int = Field(256, ge=1, description="fewest tokens that a Hydragen group shares")
+    pp_size: Int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
+    pp_num_buffer_stages: Int = Field(
+        1, ge=0, le=64, description="a step is cut into pp_size + so many micro-batches; with pp_size=1 it is not cut"
+    )
+    record_plans: str | None = Field(None, min_length=1, description="directory to record every plan and result in")
+
+    @field_validator("guaranteed_classes")
+    @classmethod
+    def _classes_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in PRIORITY_CLASSES:
+                raise ValueError(f"{name!r} is no priority class; the classes are {', '.join(PRIORITY_CLASSES)}")
+        return names
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> "SchedulerConfig":
+        """A flag that means nothing without another is refused without it."""
+        fields = SchedulerConfig.model_fields
+        for name, needed, there in (
+            ("hydragen_min_group_size", "use_hydragen=T", self.use_hydragen),
+            ("hydragen_min_prefix_len", "use_hydragen=T", self.use_hydragen),
+            ("pp_num_buffer_stages", "pp_size=2 or more", self.pp_size > 1),
+        ):
+            value = getattr(self, name)
+            if not there and value != fields[name].default:
+                raise ValueError(f"flag {name}={value}: has no effect without {needed}; leave it out, or set both")
+        return self
 
 
 class GatewayConfig(ServiceConfig):
@@ -86,10 +129,6 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its worker each")
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
     tp_size: Int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
-    pp_size: Int = Field(1, ge=1, description="pipeline stages of a replica")
-    use_hydragen: Bool = Field(False, description="shared-prefix attention")
-    hydragen_min_group_size: Int = Field(32, ge=2)
-    hydragen_min_prefix_len: Int = Field(256, ge=1)
     use_cudagraphs: Bool = False
     async_tp_threshold: Int | None = Field(None, ge=1)
 
@@ -97,8 +136,7 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     def _refuse_what_is_not_there(self) -> "DeploymentConfig":
         """A flag is honoured or refused, never ignored."""
         fields = type(self).model_fields
-        absent = ("tp_size", "pp_size", "use_hydragen", "hydragen_min_group_size", "hydragen_min_prefix_len")
-        for name in (*absent, "use_cudagraphs", "async_tp_threshold"):
+        for name in ("tp_size", "pp_size", "use_hydragen", "use_cudagraphs", "async_tp_threshold"):
             value = getattr(self, name)
             if value != fields[name].default:
                 raise ValueError(f"flag {name}={value}: {_NOT_YET} ({name}={fields[name].default})")
@@ -137,5 +175,6 @@ def usage(kind: type[Config]) -> str:
     lines = [f"usage: {program} [flag=value ...]      (or TOKA_<FLAG>=value in the environment)", ""]
     for name, field in kind.model_fields.items():
         default = "" if field.is_required() else field.get_default()
+        default = ",".join(default) if isinstance(default, tuple) else default
         lines.append(f"  {f'{name}={default}':<44} {field.description or ''}".rstrip())
     return "\n".join(lines)

@@ -1,9 +1,10 @@
-"""What every endpoint does with HTTP itself: read a bounded body, and stop when the client has gone."""
+"""What every endpoint does with HTTP itself: read a bounded body, know the caller, stop when the client has gone."""
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -14,6 +15,7 @@ from services.common.errors import PayloadTooLarge
 _DISCARD_FACTOR = 4
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_FAIRNESS_KEY_DIGITS = 16
 
 R = TypeVar("R")
 
@@ -40,10 +42,20 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def traceparent(request: Request) -> str:
-    """The caller's W3C trace context (Trace Context level 1, section 3.2); empty when none or malformed."""
-    header = request.headers.get("traceparent", "")
-    return header if _TRACEPARENT.fullmatch(header) else ""
+class Caller(NamedTuple):
+    """What a request's headers say about who sent it."""
+
+    traceparent: str  # W3C trace context (Trace Context level 1, section 3.2); empty when none or malformed
+    fairness_key: str  # of the API key; empty without one
+
+
+def read_caller(request: Request) -> Caller:
+    """Who sent ``request``. The API key itself goes no further: a digest of it tells callers apart as well."""
+    trace = request.headers.get("traceparent", "")
+    scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
+    api_key = api_key.strip() if scheme.lower() == "bearer" else ""
+    digest = hashlib.sha256(api_key.encode("latin-1")).hexdigest()[:_FAIRNESS_KEY_DIGITS] if api_key else ""
+    return Caller(trace if _TRACEPARENT.fullmatch(trace) else "", digest)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, R]) -> R:

@@ -33,6 +33,7 @@ class Settings:
     priority: Priority = Priority.NORMAL
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller
+    fairness_key: str = ""  # whom it is for: keys share the scheduler's queue
 
 
 @dataclass(frozen=True)

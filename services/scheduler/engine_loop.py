@@ -11,13 +11,14 @@ import structlog
 
 from services.common.errors import Internal, TokaError, Unavailable
 from services.scheduler.core.load import Load
-from services.scheduler.core.plan import Result
+from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.news import Accepted, HeartbeatAnswer, News, PlanNews, Rejected
-from services.scheduler.workers.codec import decode_shape, encode_plan
+from services.scheduler.record.recorder import Recorder
+from services.scheduler.workers.codec import decode_result, decode_shape, encode_plan
 from services.scheduler.workers.link import WorkerStream
-from tokasaurus.worker.v1 import worker_pb2
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -40,12 +41,14 @@ class EngineLoop:
         failed: Callable[[BaseException], None],
         *,
         stats_report_seconds: float = 0.0,
+        recorder: Recorder | None = None,
     ) -> None:
         self._core = core
         self._max_context_tokens = max_context_tokens
         self._deliver = deliver
         self._failed = failed
         self._stats_period = stats_report_seconds
+        self._recorder = recorder
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stream: WorkerStream | None = None
         self._news: News = []
@@ -53,6 +56,7 @@ class EngineLoop:
         self._load_due = False
         self._last_load = self._last_stats = self._last_answer = time.monotonic()
         self._last_counts = (0, 0)
+        self._full_plan_s = 0.0  # recent time of building and sending a plan with onboarding
         self.watchers = 0  # set by the API: plans are reported while it is not 0
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -101,7 +105,7 @@ class EngineLoop:
     def worker_connected(self, stream: WorkerStream) -> None:
         self.post(lambda: self._attach(stream))
 
-    def worker_answered(self, stream: WorkerStream, result: Result) -> None:
+    def worker_answered(self, stream: WorkerStream, result: plan_pb2.StepResult) -> None:
         self.post(lambda: self._take_result(stream, result))
 
     def worker_lost(self, stream: WorkerStream, reason: str) -> None:
@@ -151,14 +155,32 @@ class EngineLoop:
 
     def _send_plans(self) -> None:
         """Keep the worker's queue full."""
-        while self._stream is not None and (plan := self._core.plan(time.monotonic_ns())) is not None:
-            self._stream.send(encode_plan(plan))
-            if self._core.plans_in_flight == 1:
-                self._last_answer = time.monotonic()
-            if self.watchers:
-                state = self._core.state
-                news = PlanNews(plan, len(state.waiting), state.pool.in_use, self._core.plans_in_flight)
-                self._news.append((None, news))
+        while self._stream is not None:
+            begun = time.monotonic()
+            plan = self._core.plan(time.monotonic_ns(), hurry=self._runs_dry(begun))
+            if plan is None:
+                return
+            self._send(self._stream, plan)
+            if plan.admissions:
+                took = time.monotonic() - begun
+                self._full_plan_s = took if not self._full_plan_s else 0.9 * self._full_plan_s + 0.1 * took
+
+    def _runs_dry(self, now: float) -> bool:
+        """Whether the worker would be through with the plans it holds before a plan with onboarding could reach it."""
+        left_s = self._core.plans_in_flight * self._core.step_s - (now - self._last_answer)
+        return left_s < self._full_plan_s
+
+    def _send(self, stream: WorkerStream, plan: Plan) -> None:
+        message = encode_plan(plan)
+        stream.send(message)
+        if self._recorder is not None:
+            self._recorder.plan(message, plan.admitted_ids, plan.released_ids)
+        if self._core.plans_in_flight == 1:
+            self._last_answer = time.monotonic()
+        if self.watchers:
+            state = self._core.state
+            news = PlanNews(plan, len(state.waiting), state.pool.in_use, self._core.plans_in_flight)
+            self._news.append((None, news))
 
     def _hand_over(self) -> None:
         self._news.extend(self._core.take_output())
@@ -166,14 +188,16 @@ class EngineLoop:
             self._deliver(self._news)
             self._news = []
 
-    def _take_result(self, stream: WorkerStream, result: Result) -> None:
+    def _take_result(self, stream: WorkerStream, message: plan_pb2.StepResult) -> None:
         if stream is not self._stream:
             return
+        if self._recorder is not None:
+            self._recorder.result(message)
         now = time.monotonic()
         self._note_step_time(now)
         self._last_answer = now
         try:
-            self._core.take(result, time.monotonic_ns())
+            self._core.take(decode_result(message), time.monotonic_ns())
         except ValueError as error:  # it does not do what the contract says: a fresh start is all that helps
             log.error("the worker answered wrongly", reason=str(error))
             self._abandon(stream, str(error))
@@ -197,12 +221,16 @@ class EngineLoop:
         core.attach(self.shape_of(stream.info))
         self._stream = stream
         self._last_answer = time.monotonic()
+        if self._recorder is not None:
+            self._recorder.connected(stream.info, stream.plans_in_flight)
 
     def _detach(self, stream: WorkerStream, reason: str) -> None:
         if stream is not self._stream:
             return
         self._stream = None
         self._core.detach()
+        if self._recorder is not None:
+            self._recorder.disconnected(reason)
         self._core.state.counters.worker_restarts += 1
         log.warning("worker lost", reason=reason, waiting=len(self._core.state.waiting))
 

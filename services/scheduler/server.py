@@ -15,8 +15,12 @@ from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.servicer import SchedulerServicer
+from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.link import WorkerLink
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
 from tokasaurus.worker.v1 import worker_pb2
@@ -28,6 +32,22 @@ _PULSE_S = 1.0  # between two looks at whether the step loop turns
 _PULSE_TIMEOUT_S = 10.0  # a loop that does not answer for so long is stuck
 # The step loop's thread must not wait for the event loop's long Python runs: 5 ms, the default, is a third of a step.
 _SWITCH_INTERVAL_S = 0.0005
+
+
+def read_policy(config: SchedulerConfig) -> Policy:
+    """The flags in the core's words."""
+    hydragen = HydragenPolicy(config.hydragen_min_group_size, config.hydragen_min_prefix_len)
+    return Policy(
+        steps_ahead=config.scheduling_steps_ahead,
+        prefix_caching=config.prefix_caching,
+        max_queued=config.max_queued_sequences,
+        mode=AdmissionMode[config.admission.upper()],
+        guaranteed_classes=frozenset(Priority[name.upper()] for name in config.guaranteed_classes),
+        margin=config.admission_margin,
+        ageing_s=config.priority_ageing_seconds,
+        hydragen=hydragen if config.use_hydragen else None,
+        micro_batches=config.pp_size + config.pp_num_buffer_stages if config.pp_size > 1 else 1,
+    )
 
 
 class SchedulerServer:
@@ -48,10 +68,9 @@ class SchedulerServer:
         self._core = Scheduler(
             tokenizer.vocabulary.token_bytes,
             card.vocab_size,
-            steps_ahead=config.scheduling_steps_ahead,
-            prefix_caching=config.prefix_caching,
-            max_queued=config.max_queued_sequences,
+            read_policy(config),
         )
+        self._recorder = Recorder(config.record_plans, self.scheduler_id) if config.record_plans else None
         self._hub = Hub()
         self.engine = self._hub.engine = EngineLoop(
             self._core,
@@ -59,6 +78,7 @@ class SchedulerServer:
             self._hub.deliver,
             lambda error: loop.call_soon_threadsafe(self._fail, error),
             stats_report_seconds=config.stats_report_seconds,
+            recorder=self._recorder,
         )
         self._link = WorkerLink(
             config.worker_address, self.scheduler_id, config.scheduling_steps_ahead, self.engine, self._check_worker
@@ -87,6 +107,8 @@ class SchedulerServer:
         await self._rpc.stop(0.5)
         await asyncio.to_thread(self._link.stop)
         await asyncio.to_thread(self.engine.stop)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         self._failure.cancel()
 
     def _check_worker(self, info: worker_pb2.WorkerInfo) -> None:
@@ -96,6 +118,15 @@ class SchedulerServer:
             raise ValueError(
                 f"the worker's vocabulary has {info.vocab_size} tokens and that of model={self._config.model!r} has"
                 f" {card.vocab_size}: start both with the same model"
+            )
+        policy = self._core.state.policy
+        if policy.hydragen is not None and not info.hydragen:
+            raise ValueError("use_hydragen=T, and the worker has no shared-prefix attention: leave use_hydragen out")
+        if policy.micro_batches > max(1, info.max_micro_batches):
+            raise ValueError(
+                f"pp_size={self._config.pp_size} pp_num_buffer_stages={self._config.pp_num_buffer_stages} cut a step"
+                f" into {policy.micro_batches} micro-batches, and the worker takes {max(1, info.max_micro_batches)} at"
+                " most: start both with the same pp_size"
             )
         self.model.set_shape(self.engine.shape_of(info))
 

@@ -102,11 +102,59 @@ def test_a_flag_that_would_be_ignored_is_refused(flag):
         load(DeploymentConfig, [flag], {})
 
 
+@pytest.mark.parametrize("kind", [SchedulerConfig, DeploymentConfig])
+@pytest.mark.parametrize(
+    ("flag", "needed"),
+    [
+        ("hydragen_min_group_size=64", "use_hydragen=T"),
+        ("hydragen_min_prefix_len=64", "use_hydragen=T"),
+        ("pp_num_buffer_stages=0", "pp_size=2"),
+    ],
+)
+def test_a_flag_that_means_nothing_without_another_is_refused_without_it(kind, flag, needed):
+    with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}"):
+        load(kind, [flag], {})
+
+
+def test_a_scheduler_takes_what_toka_cannot_do_yet():
+    """Another worker may be able to; one that is not is refused when it connects."""
+    arguments = ["use_hydragen=T", "hydragen_min_group_size=8", "hydragen_min_prefix_len=(2 * 64)"]
+    config = load(SchedulerConfig, [*arguments, "pp_size=2", "pp_num_buffer_stages=0"], {})
+    assert (config.use_hydragen, config.hydragen_min_group_size, config.hydragen_min_prefix_len) == (True, 8, 128)
+    assert (config.pp_size, config.pp_num_buffer_stages) == (2, 0)
+
+
+def test_admission_is_chosen_for_each_priority_class():
+    assert load(SchedulerConfig, [], {}).admission == "predicted"
+    config = load(DeploymentConfig, ["admission=guaranteed"], {"TOKA_GUARANTEED_CLASSES": "high, normal"})
+    assert (config.admission, config.guaranteed_classes) == ("guaranteed", ("high", "normal"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("admission=oracle", "flag admission='oracle': input should be 'predicted' or 'guaranteed'"),
+        (
+            "guaranteed_classes=high,urgent",
+            "guaranteed_classes=.*'urgent' is no priority class.*high, normal, low",
+        ),
+        ("admission_margin=-1", "flag admission_margin='-1'.*greater than or equal to 0"),
+        ("admission_margin=nan", "flag admission_margin='nan'.*finite"),
+        ("priority_ageing_seconds=inf", "flag priority_ageing_seconds='inf'"),
+        ("hydragen_min_group_size=1", "flag hydragen_min_group_size='1'.*greater than or equal to 2"),
+        ("record_plans=", "flag record_plans=''.*at least 1"),
+    ],
+)
+def test_a_wrong_flag_of_the_scheduler_is_named(flag, message):
+    with pytest.raises(FlagError, match=message):
+        load(SchedulerConfig, [flag], {})
+
+
 def test_the_flags_of_the_original_are_all_known():
     original = (
         "model tokenizer dp_size pp_size tp_size kv_cache_num_tokens max_tokens_per_forward max_seqs_per_forward"
         " page_size torch_compile use_cudagraphs use_hydragen hydragen_min_group_size hydragen_min_prefix_len"
-        " async_tp_threshold port stats_report_seconds log_level device dtype"
+        " pp_num_buffer_stages async_tp_threshold port stats_report_seconds log_level device dtype"
     )
     assert set(original.split()) <= set(DeploymentConfig.model_fields)
 

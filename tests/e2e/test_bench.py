@@ -7,13 +7,20 @@ import sys
 import numpy as np
 import pytest
 
+from bench.admission import POLICIES, BenchConfig, share_prompt
 from bench.coverage import coverage
 from bench.problems import Problem, read_problems
+from bench.traces import mix
 
 PROGRAMS = {
     "serve_cpu": (["sequences=2", "max_tokens=8", "repeats=1"], "ratio_to_transformers"),
     "worker_step": (["batches=1,2", "contexts=16", "compare_batch=2", "steps=2", "rounds=1"], "steps"),
     "scheduler_capacity": (["sequences=64", "seconds=0.5"], "tokens_per_second"),
+    "admission": (
+        ["prompts=2", "samples=16", "requests=32", "kv_cache_num_tokens=8192", "max_seqs_per_forward=64"],
+        "predicted_over_oracle",
+    ),
+    "forecast": (["sequences=256", "repeats=2"], "admission_ms"),
     "coverage": (["samples=2", "problems=2", "max_tokens=16"], "pass@1"),
 }
 
@@ -27,10 +34,12 @@ def test_the_last_line_holds_the_figures(program, builtin_server, tmp_path):
     arguments, figure = PROGRAMS[program]
     if program == "coverage":
         arguments = [*arguments, f"base_url={builtin_server.base_url}", f"output={tmp_path / 'curve.png'}"]
+    if program == "admission":
+        arguments = [*arguments, f"plot={tmp_path / 'curve.png'}"]
     outcome = run(program, *arguments)
     assert outcome.returncode == 0, outcome.stderr
     assert figure in json.loads(outcome.stdout.splitlines()[-1])
-    if program == "coverage":
+    if program in ("coverage", "admission"):
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -65,3 +74,18 @@ def test_the_problems_have_answers():
     problems = read_problems()
     assert len(problems) == 100
     assert all(problem.solved_by(f"#### {problem.answer}") for problem in problems)
+
+
+def test_a_forecast_finishes_a_trace_in_fewer_steps_than_static_reservation():
+    shape = BenchConfig(kv_cache_num_tokens=8192, max_seqs_per_forward=64).shape()
+    static, guaranteed = (POLICIES[name](mix(48), shape) for name in ("static", "guaranteed"))
+    assert len(guaranteed.pages) < len(static.pages)
+    assert guaranteed.preemptions == static.preemptions == 0
+
+
+def test_samples_of_one_prompt_compute_it_once_and_hold_its_pages_once():
+    shared = share_prompt(24)
+    whole, rest = divmod(shared.prompt_tokens, 16)
+    assert shared.prompt_pages == whole
+    assert shared.prefilled_tokens == shared.prompt_tokens + 23  # and the last token once more for each sibling
+    assert shared.prefilled_again == rest + shared.second_prompt_tokens - shared.prompt_tokens

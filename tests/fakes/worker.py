@@ -91,16 +91,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     # -- the contract
 
     async def GetWorkerInfo(self, request, context):
-        shape = self.shape
-        rank = worker_pb2.Rank(rank=0, size=1)
-        info = worker_pb2.WorkerInfo(
-            model="fake", incarnation_id=self._incarnation, contract_version="1.0", page_size=shape.page_size,
-            page_count=shape.page_count, max_slots=shape.max_slots, max_tokens_per_step=shape.max_tokens_per_step,
-            max_context_tokens=shape.max_context_tokens, vocab_size=shape.vocab_size,
-            max_top_logprobs=shape.max_top_logprobs, max_plans_in_flight=shape.max_plans_in_flight,
-            tensor_parallel=rank, pipeline_parallel=rank, device="fake", dtype="float32",
-        )  # fmt: skip
-        return worker_pb2.GetWorkerInfoResponse(info=info)
+        return worker_pb2.GetWorkerInfoResponse(info=self.shape.worker_info(self._incarnation))
 
     async def RunSteps(self, request_iterator, context):
         first = await anext(aiter(request_iterator), None)

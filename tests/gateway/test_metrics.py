@@ -1,6 +1,10 @@
-"""Our own histogram, as Prometheus reads it."""
+"""Our own histogram, and what schedulers report, as Prometheus reads them."""
+
+from dataclasses import dataclass
 
 from services.gateway.metrics import Histogram
+from services.gateway.replica_metrics import ReplicaMetrics
+from tokasaurus.scheduler.v1 import observe_pb2
 
 
 def test_a_histogram_is_cumulative_and_weighs_observations():
@@ -14,3 +18,24 @@ def test_a_histogram_is_cumulative_and_weighs_observations():
     assert samples[("toka_test_bucket", "2.0")] == 6
     assert samples[("toka_test_bucket", "+Inf")] == samples[("toka_test_count", None)] == 7
     assert samples[("toka_test_sum", None)] == 0.5 * 3 + 1.0 + 1.5 * 2 + 9.0
+
+
+@dataclass
+class Reporting:
+    """As much of a replica as is looked at."""
+
+    load: observe_pb2.Load
+    address: str = "there:1"
+    ready: bool = True
+
+
+def test_every_counter_of_a_scheduler_is_shown():
+    names = [field.name for field in observe_pb2.Counters.DESCRIPTOR.fields]
+    counters = observe_pb2.Counters(**{name: number for number, name in enumerate(names, 1)})
+    families = list(ReplicaMetrics([Reporting(observe_pb2.Load(counters=counters))]).collect())
+    shown = {sample.name: sample.value for family in families if family.type == "counter" for sample in family.samples}
+    assert set(shown.values()) == set(range(1, len(names) + 1))
+    assert shown["toka_hydragen_rows_total"] == counters.hydragen_rows
+    assert shown["toka_batch_rows_total"] == counters.batch_rows
+    assert shown["toka_queue_overtakes_total"] == counters.overtakes
+    assert shown["toka_postponed_plans_total"] == counters.postponed_plans

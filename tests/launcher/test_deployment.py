@@ -41,6 +41,11 @@ def test_each_replica_has_its_own_scheduler_and_worker():
         "port=1234",
         "log_level=DEBUG",
         "max_context_tokens=100",
+        "admission=guaranteed",
+        "guaranteed_classes=high,low",
+        "admission_margin=2.5",
+        "priority_ageing_seconds=0",
+        "record_plans=/tmp/plans",
     ],
 )
 def test_a_flag_reaches_the_children_that_take_it(argument):

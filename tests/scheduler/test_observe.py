@@ -88,7 +88,29 @@ async def test_plans_can_be_watched(service):
         seen.append(await call.read())
     assert seen[-1].sequences == 1
     assert seen[-1].prefill_tokens == seen[-1].tokens
+    assert (seen[-1].micro_batches, seen[-1].hydragen_groups) == (1, 0)
+    assert not seen[-1].preempted_request_ids
     call.cancel()
+
+
+async def test_watched_plans_and_counters_show_hydragen_groups_and_micro_batches():
+    flags = {"use_hydragen": True, "hydragen_min_group_size": 8, "pp_size": 2, "pp_num_buffer_stages": 0}
+    async with start(**flags) as service:
+        call = service.stub.WatchPlans(o.WatchPlansRequest())
+        while not service.server.engine.watchers:
+            await service.generate(tokens=TOKENS, stopping=g.Stopping(max_tokens=1))
+        prompt = g.TokenPrompt(token_ids=[60] * 1024)
+        await service.generate(tokens=prompt, n=128, stopping=g.Stopping(max_tokens=30))
+        counters = (await service.load()).counters
+        plans = [await call.read()]
+        while plans[-1].step < counters.steps:
+            plans.append(await call.read())
+        call.cancel()
+        grouped = [plan for plan in plans if plan.hydragen_groups]
+        assert grouped
+        assert all(8 <= plan.hydragen_rows <= plan.sequences for plan in grouped)
+        assert {plan.micro_batches for plan in plans} == {2}
+        assert sum(plan.hydragen_rows for plan in plans) == counters.hydragen_rows < counters.batch_rows
 
 
 def test_neither_torch_nor_another_service_is_loaded():

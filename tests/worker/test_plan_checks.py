@@ -72,6 +72,12 @@ WRONG_WHATEVER_THE_STATE = {
         "slot 2: its page table of 1 pages of 16 tokens is too short for 17 tokens",
     ),
     "hydragen": ({"shared_groups": 1}, "WorkerInfo.hydragen is false"),
+    "micro-batches": (
+        {"micro_batch_rows": (1, 0)},
+        "2 micro_batch_rows, but this worker's WorkerInfo.max_micro_batches",
+    ),
+    "micro-batch of other rows": ({"micro_batch_rows": (2,)}, "micro_batch_rows of 2 rows beside a batch of 1 rows"),
+    "micro-batch without a batch": ({"batch": None, "micro_batch_rows": (2,)}, "micro_batch_rows of 2 rows beside no"),
 }
 ANOTHER_STATE = {
     "step skipped": ({"step": 3}, "step 3 follows step 1: expected 2"),

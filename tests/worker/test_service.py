@@ -233,6 +233,11 @@ async def test_breaches_of_the_contract_end_the_stream_with_their_status(connect
     groups = plan_pb2.HydragenGroups(starts=[0], counts=[2], prefix_pages=[1])
     code, details = await status_of(scheduler.run(hydragen=groups))
     assert (code, "hydragen" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    await scheduler.connect()
+    both = [admission(0, [5], [0]), admission(1, [5], [1])]
+    cut = {"batch": plan_pb2.Batch(slots=[0, 1]), "micro_batch_rows": [1, 1]}
+    code, details = await status_of(scheduler.run(admissions=both, **cut))
+    assert (code, "max_micro_batches" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 @pytest.fixture

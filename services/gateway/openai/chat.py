@@ -6,7 +6,7 @@ import uuid
 from fastapi import Request, Response
 
 from services.gateway.gateway import Gateway
-from services.gateway.http import read_body, traceparent, while_connected
+from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
@@ -19,15 +19,15 @@ async def create_chat_completion(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request, _chat(gateway, raw, traceparent(request), started_at))
+    return await while_connected(request, _chat(gateway, raw, read_caller(request), started_at))
 
 
-async def _chat(gateway: Gateway, raw: bytes, trace: str, started_at: float) -> Response:
+async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ChatBody)
     check_choices(1, body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    settings = make_settings(body, facts, top_logprobs, "top_logprobs", trace)
+    settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller)
     prompt = await gateway.text.encode_chat(
         [message.render() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt is not False,

@@ -6,7 +6,7 @@ import uuid
 from fastapi import Request, Response
 
 from services.gateway.gateway import Gateway
-from services.gateway.http import read_body, traceparent, while_connected
+from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
@@ -21,14 +21,14 @@ async def create_completion(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request, _complete(gateway, raw, traceparent(request), started_at))
+    return await while_connected(request, _complete(gateway, raw, read_caller(request), started_at))
 
 
-async def _complete(gateway: Gateway, raw: bytes, trace: str, started_at: float) -> Response:
+async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, CompletionBody)
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
-    settings = make_settings(body, facts, body.logprobs, "logprobs", trace)
+    settings = make_settings(body, facts, body.logprobs, "logprobs", caller)
     prompts = body.prompt
     if isinstance(prompts[0], str):
         prompts = await gateway.text.encode(prompts, max_tokens=facts.max_context_tokens, field="prompt")

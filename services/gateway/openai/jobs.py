@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.errors import InvalidRequest
+from services.gateway.http import Caller
 from services.gateway.job import Job, Priority, Settings
 from services.gateway.openai.schemas import GenerationBody
 from services.gateway.session.codec import ModelFacts
@@ -17,7 +18,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def make_settings(
-    body: GenerationBody, facts: ModelFacts, logprobs: int | None, logprobs_field: str, trace: str
+    body: GenerationBody, facts: ModelFacts, logprobs: int | None, logprobs_field: str, caller: Caller
 ) -> Settings:
     """What all prompts of ``body`` share. ``logprobs``: None, or how many of the most likely tokens to return."""
     if logprobs is not None and logprobs > facts.max_top_logprobs:
@@ -44,7 +45,8 @@ def make_settings(
         top_logprobs=logprobs or 0,
         priority=_priority(body.priority),
         cache_salt=body.cache_salt or "",
-        traceparent=trace,
+        traceparent=caller.traceparent,
+        fairness_key=caller.fairness_key,
     )
 
 

@@ -99,6 +99,7 @@ def encode_submit(handle: int, job: Job) -> session_pb2.SessionRequest:
     request.request_id, request.model, request.n = job.request_id, job.model, settings.n
     request.priority = _PRIORITIES[settings.priority]
     request.cache_salt, request.traceparent = settings.cache_salt, settings.traceparent
+    request.fairness_key = settings.fairness_key
     fill(request.tokens, "token_ids", job.prompt_ids)
 
     sampling = request.sampling

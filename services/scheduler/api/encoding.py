@@ -91,6 +91,11 @@ def encode_plan_news(news: PlanNews) -> observe_pb2.WatchPlansResponse:
         plans_in_flight=news.plans_in_flight,
         admitted_request_ids=plan.admitted_ids,
         released_request_ids=plan.released_ids,
+        hydragen_groups=plan.hydragen_groups,
+        hydragen_rows=plan.hydragen_rows,
+        micro_batches=plan.micro_batches,
+        preempted_request_ids=plan.preempted_ids,
+        postponed=plan.postponed,
     )
 
 

@@ -1,6 +1,7 @@
 """The public service: each RPC in a few lines, its work elsewhere."""
 
 import asyncio
+import time
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.packed import read_fixed32
@@ -111,4 +112,4 @@ def _of_accepted(core: Scheduler, request_id: str) -> tuple[Outlook, float]:
 def _look(core: Scheduler, subject) -> Outlook:
     if not core.state.attached:
         raise Unavailable("the worker is not there yet; try again")
-    return look_ahead(core.state, subject)
+    return look_ahead(core.state, subject, time.monotonic_ns())

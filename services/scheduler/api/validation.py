@@ -9,18 +9,25 @@ from services.common.errors import InvalidRequest
 from services.common.packed import read_fixed32, read_float
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
-from services.scheduler.core.request import Priority, Request, SamplingSettings
+from services.scheduler.core.request import AdmissionMode, Priority, Request, SamplingSettings
 from tokasaurus.scheduler.v1 import generate_pb2
 
 _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
 _LONGEST_ID = 256
+_LONGEST_LENGTH_CLASS = 64
+_LONGEST_FAIRNESS_KEY = 256
 _PRIORITIES = {
     generate_pb2.PRIORITY_CLASS_UNSPECIFIED: Priority.NORMAL,
     generate_pb2.PRIORITY_CLASS_LOW: Priority.LOW,
     generate_pb2.PRIORITY_CLASS_NORMAL: Priority.NORMAL,
     generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
+}
+_MODES = {
+    generate_pb2.ADMISSION_MODE_UNSPECIFIED: None,
+    generate_pb2.ADMISSION_MODE_PREDICTED: AdmissionMode.PREDICTED,
+    generate_pb2.ADMISSION_MODE_GUARANTEED: AdmissionMode.GUARANTEED,
 }
 
 
@@ -29,10 +36,13 @@ def read_request(
 ) -> Request:
     """Raises ``InvalidRequest`` or ``NotFound`` naming the field. ``tokens``: what ``read_prompt`` returned."""
     model.check_name(message.model)
-    if len(message.request_id) > _LONGEST_ID:
-        raise InvalidRequest(f"request_id is longer than {_LONGEST_ID} characters", field="request_id")
+    _check_length(message, "request_id", _LONGEST_ID)
+    _check_length(message, "length_class", _LONGEST_LENGTH_CLASS)
+    _check_length(message, "fairness_key", _LONGEST_FAIRNESS_KEY)
     if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is not a PriorityClass", field="priority")
+    if message.admission not in _MODES:
+        raise InvalidRequest(f"admission {message.admission} is not an AdmissionMode", field="admission")
     n = _number(message, "n", 1)
     if not 1 <= n <= model.max_samples:
         raise InvalidRequest(f"n is {n}: expected 1 to {model.max_samples} (max_samples_per_request)", field="n")
@@ -51,6 +61,9 @@ def read_request(
         n=n,
         priority=_PRIORITIES[message.priority],
         deadline_ms=message.deadline_unix_ms if message.HasField("deadline_unix_ms") else None,
+        mode=_MODES[message.admission],
+        length_class=message.length_class,
+        fairness_key=message.fairness_key,
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
         sink=sink,
@@ -174,6 +187,12 @@ def _resume(request: Request, message: generate_pb2.GenerateRequest, model: Serv
     if request.automaton is not None and generated:
         tail = request.tokens[len(request.tokens) - generated :].tolist()
         request.stop_state = request.automaton.run(0, model.tokenizer.vocabulary.text_bytes(tail))
+
+
+def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -> None:
+    given = len(getattr(message, name))
+    if given > most:
+        raise InvalidRequest(f"{name} has {given} characters: expected at most {most}", field=name)
 
 
 def _number(message, name: str, default):

@@ -19,3 +19,7 @@ class Counters:
     sequences_finished: int = 0
     sequences_cancelled: int = 0
     worker_restarts: int = 0
+    postponed_plans: int = 0
+    overtakes: int = 0
+    hydragen_rows: int = 0
+    batch_rows: int = 0

@@ -1,10 +1,42 @@
 """A sample enters a slot, leaves it, or is interrupted: the Python that runs once for each sequence."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from services.scheduler.core.pages import FAR
 from services.scheduler.core.request import Finish, FinishReason, PromptShare, Request, Sample
 from services.scheduler.core.state import State
+
+
+class Entry(NamedTuple):
+    """Samples that enter slots together: the siblings of one request, or one sample."""
+
+    samples: list[Sample]
+    tokens: np.ndarray  # uint32, all that are known
+    cached: int  # so many of them are computed
+    node: int  # of the prefix tree: where their page tables begin
+    copied_page: int = -1  # holds the rest of the cached tokens; -1 = none
+    leads: bool = False  # its siblings wait for what it computes
+    shared: bool = False  # siblings: what is left to compute is their last token
+
+
+class Lengths(NamedTuple):
+    """How long sequences are taken to run; arrays ``[sequences]``."""
+
+    total: np.ndarray  # int64, tokens when it ends
+    quantile: np.ndarray  # float64, as in `Slots`
+    end_step: np.ndarray  # int64, absolute
+
+
+class Ending(NamedTuple):
+    """Why a sample ends."""
+
+    sample: Sample
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop_string: tuple[int, int] | None = None
+    error: str = ""
 
 
 class Lifecycle:
@@ -13,81 +45,165 @@ class Lifecycle:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def enter(self, sample: Sample, cached: int, pages: np.ndarray, end: int, step: int, now_ns: int) -> int:
-        """Put a waiting sample, with its page table so far (held already), into a free slot; returns the slot."""
-        state, slots, request = self._state, self._state.slots, sample.request
-        state.waiting.remove(sample)
-        slot = sample.slot = slots.take()
-        tokens = sample.tokens
-        slots.samples[slot] = sample
-        slots.active[slot] = True
-        slots.admitted_step[slot] = step
-        slots.given[slot] = slots.known[slot] = len(tokens)
-        slots.scheduled[slot] = cached
-        slots.limit[slot] = request.limit
-        slots.min_known[slot] = request.prompt_tokens + request.min_tokens
-        slots.end_step[slot] = end
-        slots.page_count[slot] = len(pages)
-        slots.table[slot, : len(pages)] = pages
-        slots.last_token[slot] = tokens[-1]
-        base = -1 if request.automaton is None else state.matcher.base(request.automaton) + sample.stop_state
-        slots.stop_state[slot] = base
-        slots.stop_set[slot] = state.stop_tokens.acquire(request.stop_token_ids)
-        slots.sink[slot], slots.handle[slot] = request.sink, sample.handle
-        slots.first_token_ns[slot], slots.last_token_ns[slot] = sample.first_token_ns, sample.last_token_ns
-        slots.registered_pages[slot] = cached // state.shape.page_size
-        self._count_cached(sample, cached)
-        sample.first_plan_ns = sample.first_plan_ns or now_ns
-        return slot
+    # -- in
 
-    def _count_cached(self, sample: Sample, cached: int) -> None:
+    def enter(self, entries: list[Entry], lengths: Lengths, step: int, now_ns: int):
+        """Put waiting samples into free slots, with pages for all tokens they know.
+
+        ``lengths``: beside the samples of all entries. Returns for each entry its slots, int64 ``[samples]``, and their
+        page tables, int32 ``[samples, pages]``.
+        """
+        state, slots, size = self._state, self._state.slots, self._state.shape.page_size
+        counts = [len(entry.samples) for entry in entries]
+        samples = [sample for entry in entries for sample in entry.samples]
+        state.waiting.serve(samples)
+        # All that is cached is held before a page is taken: taking evicts.
+        for entry, count in zip(entries, counts, strict=True):
+            state.tree.attach(entry.node, count)
+        new = [-(-len(entry.tokens) // size) - int(state.tree.depth[entry.node]) for entry in entries]
+        fresh = state.pool.take(sum(count * pages for count, pages in zip(counts, new, strict=True)))
+        taken = slots.take(len(samples))
+        placed, at, page_at = [], 0, 0
+        for entry, count, pages in zip(entries, counts, new, strict=True):
+            own = fresh[page_at : page_at + count * pages].reshape(count, pages)
+            chosen = taken[at : at + count]
+            placed.append((chosen, self._fill_tables(entry, chosen, own)))
+            at, page_at = at + count, page_at + count * pages
+        self._fill_slots(entries, np.array(counts), samples, taken, step)
+        slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
+        for sample, slot in zip(samples, taken.tolist(), strict=True):
+            sample.slot = slot
+            sample.first_plan_ns = sample.first_plan_ns or now_ns
+        for entry in entries:
+            self._count_cached(entry)
+        state.membership += len(samples)
+        return placed
+
+    def _fill_tables(self, entry: Entry, chosen: np.ndarray, own: np.ndarray) -> np.ndarray:
+        state, slots, size = self._state, self._state.slots, self._state.shape.page_size
+        path = state.tree.path(entry.node)
+        table = np.empty((len(chosen), len(path) + own.shape[1]), np.int32)
+        table[:, : len(path)], table[:, len(path) :] = path, own
+        slots.table[chosen, : table.shape[1]] = table
+        slots.page_count[chosen] = table.shape[1]
+        held = np.zeros(own.shape[1] * size, np.uint32)
+        rest = entry.tokens[len(path) * size :]
+        held[: len(rest)] = rest
+        state.pool.tokens[own] = held.reshape(-1, size)
+        return table
+
+    def _fill_slots(
+        self, entries: list[Entry], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
+    ) -> None:
+        state, slots = self._state, self._state.slots
+        slots.samples[taken] = samples
+        slots.active[taken] = True
+        slots.admitted_step[taken] = step
+        slots.delay[taken] = 0
+        rows = []
+        for entry in entries:
+            request = entry.samples[0].request
+            rows.append((len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, entry.cached,
+                         request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
+                         state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
+                         -(-(len(entry.tokens) - 1) // state.shape.page_size) if entry.leads else 0))  # fmt: skip
+        given, prompt, limit, least, cached, classes, node, sink, last, stop_set, lent = np.repeat(
+            np.array(rows, np.int64), counts, axis=0
+        ).T
+        slots.given[taken] = slots.known[taken] = given
+        slots.looked_at[taken] = given - prompt
+        slots.prompt[taken], slots.limit[taken], slots.min_known[taken] = prompt, limit, prompt + least
+        slots.scheduled[taken], slots.length_class[taken], slots.node[taken] = cached, classes, node
+        slots.sink[taken], slots.last_token[taken], slots.stop_set[taken] = sink, last, stop_set
+        slots.lent_pages[taken] = lent
+        slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
+        slots.handle[taken] = [sample.handle for sample in samples]
+        slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
+        slots.last_token_ns[taken] = [sample.last_token_ns for sample in samples]
+        slots.stop_state[taken] = [self._stop_state(sample) for sample in samples]
+
+    def _stop_state(self, sample: Sample) -> int:
+        automaton = sample.request.automaton
+        return -1 if automaton is None else self._state.matcher.base(automaton) + sample.stop_state
+
+    def _count_cached(self, entry: Entry) -> None:
         counters = self._state.counters
-        if sample.cached_tokens < 0:
-            sample.cached_tokens = min(cached, sample.request.prompt_tokens)
-            counters.cached_prompt_tokens += sample.cached_tokens
-        counters.recomputed_tokens += max(0, min(sample.computed_before, sample.given) - cached)
+        for sample in entry.samples:
+            if sample.cached_tokens < 0:
+                sample.cached_tokens = min(entry.cached, sample.request.prompt_tokens)
+                counters.cached_prompt_tokens += sample.cached_tokens
+            elif sample.computed_before > entry.cached:
+                counters.recomputed_tokens += min(sample.computed_before, len(entry.tokens)) - entry.cached
 
-    def begin_share(self, leader: Sample, pages: np.ndarray) -> None:
-        """Hold the prompt's pages for the leader's waiting siblings; they may be used when ``share_ready`` says so."""
-        self._state.pool.hold(pages, FAR)
-        self._state.sharing[leader.request] = pages
-        leader.request.share = PromptShare(leader, pages=pages)
+    # -- prompts that siblings share
+
+    def begin_share(self, leader: Sample) -> None:
+        """Siblings wait for what ``leader`` computes; they may use it when ``share_ready`` says so."""
+        leader.request.share = PromptShare(leader)
+        self._state.sharing[leader.request] = None
 
     def share_ready(self, leader: Sample, step: int) -> None:
         """The plan ``step`` computes the last of the prompt."""
-        share = leader.request.share
-        if share is not None and share.leader is leader and not share.ready_step:
-            share.ready_step = step + 1
+        state, share, slot = self._state, leader.request.share, leader.slot
+        if share is None or share.leader is not leader or share.ready_step:
+            return
+        whole, rest = divmod(leader.given - 1, state.shape.page_size)
+        share.node = int(state.slots.node[slot])
+        if state.tree.depth[share.node] != whole:  # somebody else's pages are in its place: siblings find those
+            self.end_share(leader.request)
+            return
+        share.ready_step = step + 1
+        state.tree.attach(share.node)
+        if rest:
+            share.last_page = int(state.slots.table[slot, whole])
 
     def end_share(self, request: Request) -> None:
         """Let go of the prompt's pages: nobody waits for them, or they are needed elsewhere."""
-        pages = self._state.sharing.pop(request, None)
-        request.share = None
-        if pages is not None:
-            self._state.pool.drop(pages, FAR)
+        share, request.share = request.share, None
+        if share is None:
+            return
+        del self._state.sharing[request]
+        if share.leader.slot >= 0:
+            self._state.slots.lent_pages[share.leader.slot] = 0
+        if share.ready_step:
+            self._state.tree.detach(share.node)
+        if share.owns_last_page:
+            self._state.pool.give(np.array([share.last_page]))
 
-    def finish(
-        self,
-        sample: Sample,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        stop_string: tuple[int, int] | None = None,
-        error: str = "",
-    ) -> None:
-        """End a sample, wherever it is, and tell its sink."""
-        state, request = self._state, sample.request
-        if sample.slot >= 0:
-            completion = int(state.slots.known[sample.slot]) - request.prompt_tokens
-            self._leave(sample, keep_pages=reason is not FinishReason.ERROR)
-        else:
-            completion = sample.given - request.prompt_tokens
-            state.waiting.remove(sample)
+    # -- out
+
+    def finish(self, endings: Sequence[Ending]) -> None:
+        """End samples, wherever they are, and tell their sinks."""
+        state, slots = self._state, self._state.slots
+        running = []
+        for ending in endings:
+            if ending.sample.slot >= 0:
+                running.append(ending)
+            else:
+                state.waiting.remove(ending.sample)
+        if running:
+            at = np.array([ending.sample.slot for ending in running])
+            stopped = np.array([ending.reason is FinishReason.STOP for ending in running])
+            self._observe(at, stopped)
+            for ending, known in zip(running, slots.known[at].tolist(), strict=True):
+                ending.sample.known = known
+            self._leave(at, [ending.reason is not FinishReason.ERROR for ending in running])
+        for ending in endings:
+            self._finish(ending)
+
+    def _observe(self, leaving: np.ndarray, stopped: np.ndarray) -> None:
+        """Tell the predictor how long these ran."""
+        slots = self._state.slots
+        generated = slots.known[leaving] - slots.prompt[leaving]
+        self._state.lengths.observe(slots.length_class[leaving], generated, stopped, slots.looked_at[leaving])
+
+    def _finish(self, ending: Ending) -> None:
+        state, sample = self._state, ending.sample
+        request, reason = sample.request, ending.reason
         sample.finished = True
         request.unfinished -= 1
-        if request.share is not None and (
-            not request.waiting or (request.share.leader is sample and not request.share.ready_step)
-        ):
+        share = request.share
+        if share is not None and not request.waiting:
             self.end_share(request)
         if not request.unfinished:
             state.requests.pop(request.request_id, None)
@@ -100,31 +216,56 @@ class Lifecycle:
             handle=sample.handle,
             reason=reason,
             prompt_tokens=request.prompt_tokens,
-            completion_tokens=completion,
+            completion_tokens=sample.known - request.prompt_tokens,
             cached_prompt_tokens=max(0, sample.cached_tokens),
             queued_ns=max(0, started - sample.accepted_ns),
             prefill_ns=max(0, first - started) if first else 0,
             decode_ns=last - first,
-            stop_token_id=stop_token_id,
-            stop_string=stop_string,
-            error=error,
+            stop_token_id=ending.stop_token_id,
+            stop_string=ending.stop_string,
+            error=ending.error,
         )
         state.outbox.finish(request.sink, finish)
 
-    def interrupt(self, sample: Sample) -> None:
-        """Take a running sample back to the head of its class, its tokens kept; its pages are gone with the worker."""
-        state, slots, slot, request = self._state, self._state.slots, sample.slot, sample.request
-        sample.generated = self._generated(slot, len(request.tokens))
+    def preempt(self, victims: np.ndarray) -> None:
+        """Running samples give their pages up and wait again, first of their kind, their tokens kept."""
+        state = self._state
+        samples = state.slots.samples[victims].tolist()
+        for sample in samples:
+            sample.preemptions += 1
+            state.preempted.append(sample.request.request_id)
+            self._keep_tokens(sample)
+        self._observe(victims, np.zeros(len(samples), bool))
+        self._leave(victims, [True] * len(samples))
+        state.counters.preemptions += len(samples)
+        self._wait_again(samples)
+
+    def lose_worker(self) -> None:
+        """All running samples wait again, their tokens kept; their pages are gone with the worker."""
+        state = self._state
+        samples = state.slots.running_samples()
+        for sample in samples:
+            slot = sample.slot
+            sample.setbacks = 0 if state.slots.known[slot] > state.slots.given[slot] else sample.setbacks + 1
+            self._keep_tokens(sample)
+            self._note_times(sample, slot)
+            state.stop_tokens.release(sample.request.stop_token_ids)
+            sample.slot = -1
+        for request in state.sharing:
+            request.share = None
+        self._wait_again(samples)
+
+    def _wait_again(self, samples: list[Sample]) -> None:
+        for sample in sorted(samples, key=lambda sample: sample.arrival, reverse=True):
+            self._state.waiting.push_front(sample)
+
+    def _keep_tokens(self, sample: Sample) -> None:
+        state, slots, slot = self._state, self._state.slots, sample.slot
+        sample.generated = self._generated(slot, len(sample.request.tokens))
+        sample.known = int(slots.known[slot])
         sample.computed_before = int(slots.scheduled[slot])
-        sample.setbacks = 0 if slots.known[slot] > slots.given[slot] else sample.setbacks + 1
-        if request.automaton is not None:
-            sample.stop_state = int(slots.stop_state[slot]) - state.matcher.base(request.automaton)
-        sample.first_token_ns, sample.last_token_ns = int(slots.first_token_ns[slot]), int(slots.last_token_ns[slot])
-        state.stop_tokens.release(request.stop_token_ids)
-        slots.active[slot] = False
-        sample.slot = -1
-        request.share = None
-        state.waiting.push_front(sample)
+        if sample.request.automaton is not None:
+            sample.stop_state = int(slots.stop_state[slot]) - state.matcher.base(sample.request.automaton)
 
     def _generated(self, slot: int, start: int) -> np.ndarray:
         """Known tokens of a slot from position ``start`` on."""
@@ -135,31 +276,49 @@ class Lifecycle:
             tokens = np.append(tokens, slots.last_token[slot])
         return tokens[start:].astype(np.uint32)
 
-    def _leave(self, sample: Sample, keep_pages: bool) -> None:
-        state, slots, slot = self._state, self._state.slots, sample.slot
-        pages = slots.pages(slot).copy()
-        if slot in state.prefilling:
-            state.prefilling.remove(slot)
-        if not keep_pages:
-            state.tree.forget(pages)
-        elif state.prefix_caching:
-            computed = min(int(slots.known[slot]), int(slots.scheduled[slot]))
-            self.register_pages(slot, computed, ready_step=state.step + 1)
-        state.pool.drop(pages, int(slots.end_step[slot]))
-        state.stop_tokens.release(sample.request.stop_token_ids)
+    def _note_times(self, sample: Sample, slot: int) -> None:
+        slots = self._state.slots
         sample.first_token_ns, sample.last_token_ns = int(slots.first_token_ns[slot]), int(slots.last_token_ns[slot])
-        slots.give(slot)
-        sample.slot = -1
-        state.to_release.append((slot, sample.request.request_id))
+
+    def _leave(self, leaving: np.ndarray, keep_pages: list[bool]) -> None:
+        """Give slots and pages back. What was computed stays in the tree, unless ``keep_pages`` says it is wrong."""
+        state, slots, tree = self._state, self._state.slots, self._state.tree
+        own_from = []
+        for slot, keep in zip(leaving.tolist(), keep_pages, strict=True):
+            sample = slots.samples[slot]
+            if slot in state.prefilling:
+                state.prefilling.remove(slot)
+            share, lent = sample.request.share, 0
+            if share is not None and share.leader is sample and not (keep and share.ready_step):
+                self.end_share(sample.request)
+            elif share is not None and share.leader is sample and share.last_page >= 0:
+                share.owns_last_page, lent = True, 1
+            if keep and not lent:
+                computed = min(int(slots.known[slot]), int(slots.scheduled[slot]))
+                self.register_pages(slot, computed, ready_step=state.step + 1)
+            node = int(slots.node[slot])
+            own_from.append(int(tree.depth[node]) + lent)
+            tree.detach(node)
+            if not keep:
+                tree.forget(node)
+            state.stop_tokens.release(sample.request.stop_token_ids)
+            self._note_times(sample, slot)
+            sample.slot = -1
+            state.to_release.append((slot, sample.request.request_id))
+        counts = slots.page_count[leaving]
+        columns = np.arange(counts.max(initial=0))
+        own = (columns >= np.array(own_from)[:, None]) & (columns < counts[:, None])
+        state.pool.give(slots.table[leaving, : len(columns)][own])
+        slots.give(leaving)
+        state.membership += len(leaving)
 
     def register_pages(self, slot: int, length: int, ready_step: int) -> None:
         """Make the pages that lie within the first ``length`` tokens findable for plans from ``ready_step`` on."""
         state, slots = self._state, self._state.slots
-        first, end = int(slots.registered_pages[slot]), length // state.shape.page_size
-        pages = slots.pages(slot)
-        # A page that another sequence registered first ends the run: what is behind it would hang from a stranger.
-        if first >= end or (first and not state.pool.registered[pages[first - 1]]):
-            return
-        tokens = state.pool.tokens[pages[:end]].reshape(-1)
-        salt = slots.samples[slot].request.cache_salt
-        slots.registered_pages[slot] = state.tree.register(tokens, salt, pages, first, end, ready_step)
+        node = int(slots.node[slot])
+        first, end = int(state.tree.depth[node]), length // state.shape.page_size
+        if first < end:
+            pages = slots.table[slot, first:end].copy()
+            tokens = state.pool.tokens[pages[0]]
+            salt = slots.samples[slot].request.salt
+            slots.node[slot] = state.tree.extend(node, tokens, salt, pages, ready_step)

@@ -1,15 +1,16 @@
-"""When what is queued will start and finish, if every sequence runs to its limit."""
+"""When what is queued will start and finish, if every sequence runs as long as is expected of it."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from services.scheduler.core.admission import running_curve
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, Sample
 from services.scheduler.core.state import State
 
-# Waiting samples that are placed one by one; behind them, further ones are taken to start when the last of these does.
+# Waiting samples that are placed one by one; further ones are taken to start at the pace of these.
 _PLACED = 512
+_MOST_LOOKED_AT = 4096  # waiting samples; what is behind them is taken to be as many as are left
 _MOST_CELLS = 4 * 1024 * 1024  # of curve looked through for all of them: the step loop waits meanwhile
 
 
@@ -18,48 +19,52 @@ class Outlook(NamedTuple):
 
     start: int  # first token
     finish: int  # last token
-    curve: np.ndarray  # int64, pages in use at steps 0, 1, ...; the subject and all before it included
+    curve: np.ndarray  # int64, pages in use at steps 0, 1, ...; the subject and what comes before it included
 
 
-def first_release_step(state: State) -> int:
-    """Steps until the first running sequence is released at the latest."""
+def steps_until_released(state: State, count: int) -> int:
+    """Steps until ``count`` of the running sequences are gone; with fewer running, until the last one is."""
     active = np.flatnonzero(state.slots.active)
-    return int(max(1, (state.slots.end_step[active] - state.step).min(initial=1))) if len(active) else 1
+    if not len(active):
+        return 1
+    ends = np.sort(state.slots.end_step[active])
+    return int(max(1, ends[min(count, len(ends)) - 1] - state.step))
 
 
-def look_ahead(state: State, subject: Request) -> Outlook:
-    """Place the queue behind the running sequences, first come first served, until ``subject`` has its place.
+def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:
+    """Place the queue behind the running sequences, in the order of service, until ``subject`` has its place.
 
-    ``subject`` may be queued, running, or not submitted (then it comes last of its class).
+    ``subject`` may be queued, running, or not submitted (then it comes behind all of its class and of higher ones).
     """
-    horizon = subject.limit + int(max(1, (state.slots.end_step - state.step)[state.slots.active].max(initial=1)))
-    curve = running_curve(state.pool, state.slots, state.step, state.sharing.values(), 2 * horizon)
-    slots_used = _running_curve(state, len(curve))
     start, finish = _of_running(state, subject)
-    queue = [sample.request for sample in state.waiting if _precedes(sample.request, subject)]
-    queue += [subject] * (subject.n if not subject.samples else 0)
-    at, prefill, cells = 0, _prefill_left(state), 0
-    for index, request in enumerate(queue):
-        prefill += len(request.tokens)
-        if index < _PLACED and cells < _MOST_CELLS:
-            cells += len(curve)
-            needed = -(-(request.limit - 1) // state.shape.page_size)
-            curve, slots_used = _extend(curve, at + request.limit), _extend(slots_used, at + request.limit)
-            at = _first_fit(curve, slots_used, at, needed, state.pool.size, state.shape.max_running)
-            at = max(at, prefill // state.shape.max_tokens_per_step)
-            length = max(1, request.limit - len(request.tokens))
-            curve, slots_used = _extend(curve, at + length + 1), _extend(slots_used, at + length + 1)
-            curve[at : at + length] += needed
-            slots_used[at : at + length] += 1
-        if request is subject:
-            begins = at + max(1, -(-len(request.tokens) // state.shape.max_tokens_per_step))
-            start = begins if start is None else min(start, begins)
-            finish = max(finish, begins + request.limit - len(request.tokens) - 1)
-    return Outlook(start or 0, finish, curve)
+    queue, passed_over = _before(state, subject, now_ns)
+    if not queue or queue[-1].request is not subject:
+        return Outlook(start or 0, finish, running_curve(state, state.step))
+    return _Placement(state).place(queue, passed_over, subject, start, finish)
 
 
-def _precedes(request: Request, subject: Request) -> bool:
-    return request is subject or request.priority <= subject.priority
+def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], int]:
+    """The waiting samples up to the last of ``subject``, in the order of service; and how many of a long queue are left
+    out before those of ``subject`` that stand far back in it."""
+    waiting = state.waiting.candidates(_MOST_LOOKED_AT, now_ns)
+    if subject.samples:
+        mine = [sample for sample in subject.samples if sample.slot < 0 and not sample.finished]
+        within = [index for index, sample in enumerate(waiting) if sample.request is subject]
+        if len(within) == len(mine):
+            return waiting[: within[-1] + 1] if within else [], 0
+        mine = mine[len(within) :]
+    else:
+        mine = [Sample(subject, index, 0, now_ns) for index in range(subject.n)]
+        waiting = [sample for sample in waiting if sample.request.priority <= subject.priority]
+    return waiting + mine, max(0, len(state.waiting) - _MOST_LOOKED_AT - len(mine))
+
+
+def _expected(state: State, samples: list[Sample]) -> np.ndarray:
+    """Tokens that waiting samples are expected to generate from here: int64."""
+    rows = [(s.request.length_class_id, s.given - s.request.prompt_tokens, s.request.limit - s.request.prompt_tokens)
+            for s in samples]  # fmt: skip
+    classes, ages, limits = np.array(rows, np.int64).T
+    return np.maximum(np.ceil(state.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1)
 
 
 def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
@@ -75,27 +80,60 @@ def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
             sampled = slots.known[slot] > slots.given[slot]
             begins = 0 if sampled else 1 + max(0, missing) // state.shape.max_tokens_per_step
             start = begins if start is None else min(start, begins)
-            finish = max(finish, begins + int(slots.limit[slot] - slots.known[slot]))
+            finish = max(finish, begins + int(max(0, slots.total[slot] - slots.known[slot])))
     return start, finish
 
 
-def _prefill_left(state: State) -> int:
-    return sum(int(state.slots.given[slot] - state.slots.scheduled[slot]) for slot in state.prefilling)
+class _Placement:
+    """Pages and slots in use at steps 0, 1, ...; grows as samples are placed."""
 
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._pages = running_curve(state, state.step)
+        ends = np.clip((state.slots.end_step - state.step)[state.slots.active], 0, len(self._pages))
+        gone = np.cumsum(np.bincount(ends, minlength=len(self._pages) + 1))[: len(self._pages)]
+        self._slots = state.slots.running - gone
 
-def _running_curve(state: State, length: int) -> np.ndarray:
-    """Slots in use at steps 0, 1, ..."""
-    ends = np.clip((state.slots.end_step - state.step)[state.slots.active], 0, length)
-    gone = np.cumsum(np.bincount(ends, minlength=length + 1))[:length]
-    return np.count_nonzero(state.slots.active) - gone
+    def place(self, queue: list[Sample], passed_over: int, subject: Request, start: int | None, finish: int) -> Outlook:
+        state, shape = self._state, self._state.shape
+        prefill = sum(int(state.slots.given[slot] - state.slots.scheduled[slot]) for slot in state.prefilling)
+        at, cells, placed = 0, 0, 0
+        lengths = _expected(state, queue)
+        for index, (sample, length) in enumerate(zip(queue, lengths.tolist(), strict=True)):
+            prefill += self._to_prefill(sample, queue[index - 1] if index else None)
+            if index < _PLACED and cells < _MOST_CELLS:
+                cells += len(self._pages)
+                needed = -(-(sample.given + length - 1) // shape.page_size)
+                at = self._first_fit(at, needed, length)
+                at = max(at, prefill // shape.max_tokens_per_step)
+                self._add(at, length, needed)
+                begins, placed = at, index + 1
+            else:
+                begins = max(at * (index + 1 + passed_over) // placed, prefill // shape.max_tokens_per_step)
+            if sample.request is subject:
+                begins += max(1, -(-sample.given // shape.max_tokens_per_step))
+                start = begins if start is None else min(start, begins)
+                finish = max(finish, begins + length - 1)
+        return Outlook(start or 0, finish, self._pages)
 
+    def _to_prefill(self, sample: Sample, before: Sample | None) -> int:
+        """Tokens to compute before it decodes: siblings share their prompt."""
+        return 1 if before is not None and before.request is sample.request else sample.given
 
-def _extend(curve: np.ndarray, length: int) -> np.ndarray:
-    missing = length + 1 - len(curve)
-    return np.concatenate((curve, np.full(missing, curve[-1]))) if missing > 0 else curve
+    def _first_fit(self, at: int, needed: int, length: int) -> int:
+        """First step from ``at`` from which on there is room for ``needed`` pages and a slot for good."""
+        self._extend(at + length)
+        total, most = self._state.pool.size, self._state.shape.max_running
+        full = np.flatnonzero((self._pages[at:] + needed > total) | (self._slots[at:] >= most))
+        return at if len(full) == 0 else at + int(full[-1]) + 1
 
+    def _add(self, at: int, length: int, needed: int) -> None:
+        self._extend(at + length + 1)
+        self._pages[at : at + length] += needed
+        self._slots[at : at + length] += 1
 
-def _first_fit(pages: np.ndarray, slots: np.ndarray, at: int, needed: int, total: int, most: int) -> int:
-    """First step from ``at`` from which on there is room for ``needed`` pages and a slot for good."""
-    full = np.flatnonzero((pages[at:] + needed > total) | (slots[at:] >= most))
-    return at if len(full) == 0 else at + int(full[-1]) + 1
+    def _extend(self, length: int) -> None:
+        missing = length + 1 - len(self._pages)
+        if missing > 0:
+            self._pages = np.concatenate((self._pages, np.full(missing, self._pages[-1])))
+            self._slots = np.concatenate((self._slots, np.full(missing, self._slots[-1])))

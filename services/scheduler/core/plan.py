@@ -24,15 +24,15 @@ def no_tokens() -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotAdmission:
-    """A sequence enters a slot."""
+class SlotAdmissions:
+    """Sequences with the same tokens and settings enter slots."""
 
-    slot: int
     token_ids: np.ndarray  # uint32, every token known
     cached_tokens: int
-    pages: np.ndarray  # int32, page table so far
     sampling: SamplingSettings
-    sample_index: int
+    slots: np.ndarray  # int64 [sequences]
+    pages: np.ndarray  # int32 [sequences, pages], page tables so far
+    sample_indices: list[int]
 
 
 @dataclass(eq=False)
@@ -41,13 +41,18 @@ class Plan:
 
     step: int
     released: list[int] = field(default_factory=list)  # slots
-    admissions: list[SlotAdmission] = field(default_factory=list)
+    admissions: list[SlotAdmissions] = field(default_factory=list)
     append_slots: np.ndarray = field(default_factory=no_slots)
     append_pages: np.ndarray = field(default_factory=no_slots)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page)
     # The batch in order; both None = as in the previous plan. `counts` None with `slots` given = one token each.
     slots: np.ndarray | None = None
     counts: np.ndarray | None = None
+    parts: np.ndarray | None = None  # rows of each micro-batch, given with the batch; None = one
+    # Hydragen groups; None = as in the previous plan, empty = none from now on.
+    group_starts: np.ndarray | None = None  # int64, rows of the batch
+    group_counts: np.ndarray | None = None
+    group_pages: np.ndarray | None = None
     # For observers.
     sequences: int = 0
     tokens: int = 0
@@ -55,6 +60,11 @@ class Plan:
     sampled: int = 0  # rows that sample a token
     admitted_ids: list[str] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
+    preempted_ids: list[str] = field(default_factory=list)  # of the released
+    hydragen_groups: int = 0
+    hydragen_rows: int = 0
+    micro_batches: int = 1
+    postponed: bool = False  # onboarding waits for a later plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,110 +1,204 @@
-"""Finds pages by their content: a page's tokens behind the page before it."""
+"""Finds pages by their content: a radix tree over whole pages of tokens."""
 
 import heapq
+from collections.abc import Hashable
 
 import numpy as np
 
 from services.scheduler.core.pages import PagePool
 
+ROOT = 0
+
 
 class PrefixTree:
-    """A node is a registered page; its key is its parent page (or the request's salt, for a first page) and its tokens.
+    """A node is a run of pages behind its parent's; siblings differ in their first page. Below the root, requests of
+    different salts never meet. A sequence hangs on one node and so holds every page from the root through it.
 
-    A holder of a page holds all its ancestors, so a page without holders has no held descendants and every cached page
-    can be evicted, leaves first, longest unused first. Owned by the core.
+    Nodes that nobody holds are cache, or, without ``keep``, given back at once. Pages of cached nodes are evicted from
+    the leaves, longest unused first. A node's number stays that of its last page when the node is split, so whoever
+    hangs on it never notices. Owned by the core.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, *, keep: bool = True) -> None:
         self._pool = pool
-        pool.evict, pool.unused = self._evict, self._unused
-        self._pages: dict[tuple[int | str, bytes], int] = {}
-        self._keys: list[tuple[int | str, bytes] | None] = [None] * pool.size
-        self._children = np.zeros(pool.size, np.int32)
-        self._ready = np.zeros(pool.size, np.int64)  # first step whose plan may use the page
-        self._stamps = np.zeros(pool.size, np.int64)
+        self._keep = keep
+        pool.evict = self._evict
+        nodes = pool.size + 1  # a node has a page at least
+        # By node; node 0 is the root. `top` is behind the highest number in use.
+        self.parent = np.full(nodes, -1, np.int32)
+        self.size = np.zeros(nodes, np.int32)  # pages
+        self.depth = np.zeros(nodes, np.int32)  # pages from the root through this node
+        self.users = np.zeros(nodes, np.int32)  # sequences that hang here, and children with users
+        self.group = np.full(nodes, -1, np.int32)  # Hydragen group of a sequence that hangs here; -1 = none
+        self.top = 1
+        self._ready = np.zeros(nodes, np.int64)  # first step whose plan may use the pages
+        self._children = np.zeros(nodes, np.int32)
+        self._stamps = np.zeros(nodes, np.int64)
+        self._pages: list[np.ndarray] = [np.zeros(0, np.int32)] * nodes
+        self._keys: list[tuple[Hashable, bytes] | None] = [None] * nodes
+        self._nodes: dict[tuple[Hashable, bytes], int] = {}  # (parent or salt, first page's tokens)
+        self._free: list[int] = []
         self._clock = 0
-        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, page); stale entries are skipped
+        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, node); stale entries are skipped
 
-    def match(self, tokens: np.ndarray, salt: str, most: int, step: int) -> tuple[np.ndarray, bool]:
-        """The longest run of registered pages that ``tokens`` begins with, at most ``most`` of them.
+    def match(self, tokens: np.ndarray, salt: Hashable, most: int, step: int) -> tuple[int, bool]:
+        """The node that ends the longest cached run of pages ``tokens`` begins with, at most ``most`` pages.
 
         The flag says that there is more, but only for plans behind ``step``: it is being computed now.
         """
-        size, data = self._pool.page_size * 4, tokens.tobytes()
-        parent: int | str = salt
-        found: list[int] = []
-        early = False
-        for index in range(most):
-            page = self._pages.get((parent, data[index * size : (index + 1) * size]))
-            if page is None:
+        node, at = ROOT, 0
+        while at < most:
+            child = self._nodes.get(self.key(tokens, salt, node, at))
+            if child is None:
                 break
-            if self._ready[page] > step:
-                early = True
-                break
-            found.append(page)
-            parent = page
-        return np.array(found, np.int32), early
+            if self._ready[child] > step:
+                return node, True
+            pages = self._pages[child][: most - at]
+            size = self._pool.page_size
+            given = tokens[at * size : (at + len(pages)) * size].reshape(-1, size)
+            same = (self._pool.tokens[pages] == given).all(axis=1)
+            count = len(pages) if same.all() else int(same.argmin())
+            if count < self.size[child]:
+                return self._split(child, count), False
+            node, at = child, at + count
+        return node, False
 
-    def register(self, tokens: np.ndarray, salt: str, pages: np.ndarray, first: int, end: int, ready_step: int) -> int:
-        """Register pages ``first..end-1`` of a sequence whose first ``first`` pages are registered; returns how many
-        of its pages are now. It ends where another page has the same content already.
+    def key(self, tokens: np.ndarray, salt: Hashable, node: int, at: int) -> tuple[Hashable, bytes]:
+        """Names the page of ``tokens`` that begins with page ``at``, behind ``node``."""
+        size = self._pool.page_size
+        return salt if node == ROOT else node, tokens[at * size : (at + 1) * size].tobytes()
+
+    def path(self, node: int) -> np.ndarray:
+        """All pages from the root through ``node``: int32 ``[depth]``."""
+        parts = []
+        while node != ROOT:
+            parts.append(self._pages[node])
+            node = int(self.parent[node])
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts[::-1]])
+
+    def attach(self, node: int, count: int = 1) -> None:
+        """``count`` more sequences hang on ``node``."""
+        users = self.users
+        while True:
+            before = int(users[node])
+            users[node] = before + count
+            if before or node == ROOT:
+                return
+            self._pool.in_use += int(self.size[node])
+            node, count = int(self.parent[node]), 1
+
+    def detach(self, node: int) -> None:
+        """One sequence less."""
+        users = self.users
+        while True:
+            left = int(users[node]) - 1
+            users[node] = left
+            if left or node == ROOT:
+                return
+            parent = int(self.parent[node])
+            self._unused(node)
+            node = parent
+
+    def extend(self, node: int, tokens: np.ndarray, salt: Hashable, pages: np.ndarray, ready_step: int) -> int:
+        """A sequence that hangs on ``node`` gives ``pages``, its own ones behind it, to the tree and hangs on them from
+        now on; they hold ``tokens``. Returns its node: the same as before when their content is there already.
         """
-        size, data = self._pool.page_size * 4, tokens.tobytes()
-        parent: int | str = int(pages[first - 1]) if first else salt
-        for index in range(first, end):
-            page = int(pages[index])
-            key = (parent, data[index * size : (index + 1) * size])
-            if self._pages.setdefault(key, page) != page:
-                return index
-            self._keys[page] = key
-            self._pool.registered[page] = True
-            self._ready[page] = ready_step
-            if index:
-                self._children[parent] += 1
-            parent = page
-        return end
+        key = self.key(tokens, salt, node, 0)
+        if key in self._nodes:
+            return node
+        child = self._add(key, node, pages, ready_step)
+        self._children[node] += 1
+        self.depth[child] = self.depth[node] + len(pages)
+        self.group[child] = self.group[node]
+        self.users[child] = 1  # and the parent keeps its user: the child instead of the sequence
+        return child
 
-    def forget(self, pages: np.ndarray) -> None:
-        """Take what can be taken of a failed sequence's pages (in its order) out of the tree."""
-        for page in pages[::-1].tolist():
-            if self._pool.registered[page]:
-                if self._children[page] or self._pool.refs[page] > 1:
-                    return
-                self._remove(page)
+    def forget(self, node: int) -> None:
+        """Take the nodes from ``node`` upwards out of the tree, as far as nobody else uses them."""
+        while self._keys[node] is not None and not self.users[node] and not self._children[node]:
+            parent = int(self.parent[node])
+            self._pool.give_cached(self._remove(node))
+            self._note_leaf(parent)
+            node = parent
 
-    def _unused(self, pages: np.ndarray) -> None:
+    def held(self) -> np.ndarray:
+        """Nodes with users, without the root: int64 ``[nodes]``."""
+        return np.flatnonzero(self.users[1 : self.top]) + 1
+
+    def _add(self, key: tuple[Hashable, bytes], parent: int, pages: np.ndarray, ready_step: int) -> int:
+        if self._free:
+            node = self._free.pop()
+        else:
+            node, self.top = self.top, self.top + 1
+        self._nodes[key], self._keys[node] = node, key
+        self._pages[node], self.size[node] = pages, len(pages)
+        self.parent[node], self._children[node] = parent, 0
+        self._ready[node] = ready_step
+        return node
+
+    def _split(self, node: int, count: int) -> int:
+        """Cut ``node`` behind its first ``count`` pages; returns the new upper part."""
+        pages, parent = self._pages[node], int(self.parent[node])
+        upper = self._add(self._keys[node], parent, pages[:count], int(self._ready[node]))
+        self._children[upper] = 1
+        self.depth[upper] = self.depth[node] - len(pages) + count
+        self.group[upper] = self.group[parent]
+        self.users[upper] = 1 if self.users[node] else 0
+        self._stamps[upper] = self._stamps[node]
+        key = (upper, self._pool.tokens[pages[count]].tobytes())
+        self._nodes[key], self._keys[node] = node, key
+        self._pages[node], self.size[node], self.parent[node] = pages[count:], len(pages) - count, upper
+        return upper
+
+    def _unused(self, node: int) -> None:
+        self._pool.in_use -= int(self.size[node])
         self._clock += 1
-        self._stamps[pages] = self._clock
-        for page in pages[self._children[pages] == 0].tolist():
-            self._push(page)
+        self._stamps[node] = self._clock
+        if self._children[node]:
+            return
+        if self._keep:
+            self._note_leaf(node)
+        else:
+            self._pool.give_cached(self._remove(node))
 
-    def _push(self, page: int) -> None:
-        heapq.heappush(self._leaves, (int(self._stamps[page]), page))
+    def _note_leaf(self, node: int) -> None:
+        if node == ROOT or self.users[node] or self._children[node]:
+            return
+        heapq.heappush(self._leaves, (int(self._stamps[node]), node))
         if len(self._leaves) > 2 * self._pool.size + 64:
             self._leaves = [entry for entry in set(self._leaves) if self._evictable(*entry)]
             heapq.heapify(self._leaves)
 
-    def _evictable(self, stamp: int, page: int) -> bool:
-        pool = self._pool
-        return bool(
-            pool.registered[page] and pool.refs[page] == 0 and not self._children[page] and self._stamps[page] == stamp
-        )
+    def _evictable(self, stamp: int, node: int) -> bool:
+        known = self._keys[node] is not None and self._stamps[node] == stamp
+        return bool(known and not self.users[node] and not self._children[node])
 
     def _evict(self, count: int) -> None:
-        freed: list[int] = []
-        while len(freed) < count:
-            stamp, page = heapq.heappop(self._leaves)
-            if self._evictable(stamp, page):
-                self._remove(page)
-                freed.append(page)
-        self._pool.give_free(np.array(freed, np.int32))
+        while count > 0:
+            stamp, node = heapq.heappop(self._leaves)
+            if not self._evictable(stamp, node):
+                continue
+            pages = self._pages[node]
+            if len(pages) > count:
+                self._pages[node] = pages[:-count]
+                self.size[node] -= count
+                self.depth[node] -= count
+                self.group[node] = -1  # it may have lost pages that its group shares
+                heapq.heappush(self._leaves, (stamp, node))
+                pages = pages[-count:]
+            else:
+                parent = int(self.parent[node])
+                self._remove(node)
+                self._note_leaf(parent)
+            self._pool.give_cached(pages)
+            count -= len(pages)
 
-    def _remove(self, page: int) -> None:
-        parent, _ = key = self._keys[page]
-        del self._pages[key]
-        self._keys[page] = None
-        self._pool.registered[page] = False
-        if isinstance(parent, int):
-            self._children[parent] -= 1
-            if self._children[parent] == 0 and self._pool.refs[parent] == 0:
-                self._push(parent)
+    def _remove(self, node: int) -> np.ndarray:
+        """Take a leaf out; returns its pages."""
+        del self._nodes[self._keys[node]]
+        self._keys[node] = None
+        self._children[self.parent[node]] -= 1
+        self.parent[node], self.group[node] = ROOT, -1
+        self._free.append(node)
+        pages, self._pages[node] = self._pages[node], np.zeros(0, np.int32)
+        return pages

@@ -1,7 +1,9 @@
 """What is asked for, in the scheduler's own words: a request, and the samples it is made of."""
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +16,13 @@ class Priority(enum.IntEnum):
     HIGH = 0
     NORMAL = 1
     LOW = 2
+
+
+class AdmissionMode(enum.IntEnum):
+    """How long a sequence is taken to run when it is admitted; numbered as in the contract."""
+
+    PREDICTED = 1  # as long as others of its class did; may be preempted when that was wrong
+    GUARANTEED = 2  # to its limit: never preempted
 
 
 class FinishReason(enum.IntEnum):
@@ -43,7 +52,7 @@ class SamplingSettings:
 
 @dataclass(eq=False)
 class Request:
-    """One accepted request. Immutable but for ``share``, which the scheduler's core sets."""
+    """One accepted request. From ``limit`` on, its fields belong to the scheduler's core."""
 
     request_id: str
     tokens: np.ndarray  # [all tokens known at submission] uint32; a resumed tail included
@@ -55,6 +64,9 @@ class Request:
     n: int = 1
     priority: Priority = Priority.NORMAL
     deadline_ms: int | None = None  # milliseconds since the epoch
+    mode: AdmissionMode | None = None  # None: the policy's
+    length_class: str = ""  # requests whose answers are alike in length; "": those of like max_tokens
+    fairness_key: str = ""  # who it is for
     cache_salt: str = ""
     traceparent: str = ""  # of the caller, for logs
     resumed_tokens: int = 0  # tail of `tokens` that an earlier scheduler generated
@@ -62,7 +74,11 @@ class Request:
     stop_state: int = 0  # of the automaton after the resumed tail
     sink: int = 0  # where the output goes: the owner of the handles
     handle: int = 0  # sample i answers to handle + i
-    limit: int = 0  # length at which a sample ends; set at submission
+    limit: int = 0  # length at which a sample ends
+    guaranteed: bool = True
+    length_class_id: int = 0  # of the length predictor
+    cost: int = 1  # tokens that a sample is expected to take, for fairness
+    salt: Hashable = ""  # of the prefix tree
     samples: list["Sample"] = field(default_factory=list)
     unfinished: int = 0  # samples without a Finish
     waiting: int = 0  # samples in the queue
@@ -76,11 +92,17 @@ class Request:
 
 @dataclass(eq=False)
 class PromptShare:
-    """The prompt's pages, computed once by a request's first sample and held for the siblings still waiting."""
+    """The prompt's pages, computed once by a request's first sample and held for the siblings still waiting.
+
+    They are ``node`` of the prefix tree and, when the prompt does not end with a page, one page more, which siblings
+    copy: the leader's own, or the share's when the leader is gone.
+    """
 
     leader: "Sample"
     ready_step: int = 0  # first step whose plan may use the pages; 0 while being computed
-    pages: np.ndarray | None = None  # all pages of the prompt, the partly filled last one included
+    node: int = 0
+    last_page: int = -1  # -1 = none
+    owns_last_page: bool = False
 
 
 class Sample:
@@ -88,7 +110,8 @@ class Sample:
 
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
-        "generated", "handle", "index", "last_token_ns", "request", "setbacks", "slot", "stop_state",
+        "generated", "handle", "index", "known", "last_token_ns", "overtaken", "preemptions", "request", "setbacks",
+        "slot", "stop_state",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -102,7 +125,10 @@ class Sample:
         self.generated = np.zeros(0, np.uint32)  # of an interrupted sample: tokens behind request.tokens
         self.stop_state = request.stop_state  # of the automaton, local numbering
         self.computed_before = 0  # tokens that were computed before the interruption
-        self.setbacks = 0  # interruptions since the last token
+        self.known = len(request.tokens)  # tokens, when it left its slot last
+        self.setbacks = 0  # lost workers since the last token
+        self.preemptions = 0
+        self.overtaken = 0  # samples admitted before it while it was first and did not fit
         self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0
         self.first_token_ns = 0
@@ -118,13 +144,21 @@ class Sample:
         return len(self.request.tokens) + len(self.generated)
 
     @property
+    def guaranteed(self) -> bool:
+        """A sample that was preempted twice is guaranteed from then on: nothing is computed over and over."""
+        return self.request.guaranteed or self.preemptions >= 2
+
+    @property
+    def cost(self) -> int:
+        return self.request.cost
+
+    @property
     def outstanding(self) -> int:
         """Prompt tokens to compute and answer tokens to generate at most."""
         return self.request.limit
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """The end of one sample; everything about it that is sent once."""
 
     handle: int

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.lifecycle import Ending, Lifecycle
 from services.scheduler.core.output import ragged_rows
 from services.scheduler.core.plan import Result
 from services.scheduler.core.request import FinishReason
@@ -39,10 +39,18 @@ class Results:
         state.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
         for row in np.flatnonzero(matched & ~late_enough).tolist():
             self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
-        ended = ((matched | in_set) & late_enough) | (known >= slots.limit[rows])
-        for row in np.flatnonzero(ended).tolist():
-            token, at = int(tokens[row]), bool(late_enough[row])
-            self._end(int(rows[row]), token, at and bool(in_set[row]), at and bool(matched[row]), int(before[row]))
+        by_token, by_string = in_set & late_enough, matched & late_enough
+        endings = []
+        for row in np.flatnonzero(by_token | by_string | (known >= slots.limit[rows])).tolist():
+            sample, token = slots.samples[rows[row]], int(tokens[row])
+            if by_token[row]:
+                endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
+            elif by_string[row]:
+                match = state.matcher.first_match(sample.request.automaton, int(before[row]), token)
+                endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
+            else:
+                endings.append(Ending(sample, FinishReason.LENGTH))
+        self._lifecycle.finish(endings)
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
         state, slots = self._state, self._state.slots
@@ -74,22 +82,12 @@ class Results:
         automaton = self._state.slots.samples[slot].request.automaton
         self._state.slots.stop_state[slot] = self._state.matcher.pass_over(automaton, state_before, token)
 
-    def _end(self, slot: int, token: int, by_token: bool, by_string: bool, state_before: int) -> None:
-        sample = self._state.slots.samples[slot]
-        if by_token:
-            self._lifecycle.finish(sample, FinishReason.STOP, stop_token_id=token)
-        elif by_string:
-            match = self._state.matcher.first_match(sample.request.automaton, state_before, token)
-            self._lifecycle.finish(sample, FinishReason.STOP, stop_string=match)
-        else:
-            self._lifecycle.finish(sample, FinishReason.LENGTH)
-
     def _fail(self, result: Result) -> None:
         slots = self._state.slots
         for slot, message in result.failures:
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
                 error = f"the worker could not compute this sequence: {message}"
-                self._lifecycle.finish(slots.samples[slot], FinishReason.ERROR, error=error)
+                self._lifecycle.finish([Ending(slots.samples[slot], FinishReason.ERROR, error=error)])
 
 
 def select_rows(result: Result, rows: np.ndarray) -> Result:

@@ -3,15 +3,21 @@
 from collections.abc import Sequence
 from itertools import count
 
+import numpy as np
+
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
+from services.scheduler.core.admission import Admission
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.lifecycle import Ending, Lifecycle
 from services.scheduler.core.load import Load, read_load
-from services.scheduler.core.outlook import first_release_step
+from services.scheduler.core.onboarding import Onboarding
+from services.scheduler.core.outlook import steps_until_released
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan, Result
 from services.scheduler.core.planner import Planner
-from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.prediction import Prediction
+from services.scheduler.core.request import AdmissionMode, FinishReason, Request, Sample, WorkerShape
 from services.scheduler.core.results import Results
 from services.scheduler.core.state import State
 
@@ -28,15 +34,15 @@ class Scheduler:
         self,
         token_bytes: Sequence[bytes],
         vocab_size: int,
+        policy: Policy | None = None,
         *,
-        steps_ahead: int = 2,
-        prefix_caching: bool = True,
-        max_queued: int = 65536,
+        admission: type[Admission] = Admission,
     ) -> None:
-        self.state = State(token_bytes, vocab_size, steps_ahead=steps_ahead, prefix_caching=prefix_caching)
+        """``admission``: another rule than the forecast's, to compare with."""
+        self.state = State(token_bytes, vocab_size, policy or Policy())
         self._lifecycle = Lifecycle(self.state)
+        self._admission = admission
         self._deadlines = Deadlines()
-        self._max_queued = max_queued
         self._arrivals = count()
         self._sinks: dict[int, dict[int, Sample]] = {}
         self._pending: dict[int, int] = {}  # step -> rows that will sample, of plans in flight
@@ -48,25 +54,26 @@ class Scheduler:
         """A worker that holds nothing is there. Samples that cannot run on it end with an error."""
         state = self.state
         state.attach(shape)
-        self._planner, self._results = Planner(state, self._lifecycle), Results(state, self._lifecycle)
+        prediction = Prediction(state)
+        onboarding = Onboarding(state, self._lifecycle, prediction, self._admission)
+        self._planner = Planner(state, self._lifecycle, onboarding, prediction)
+        self._results = Results(state, self._lifecycle)
         for sample in list(state.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
                 error = "the worker came back smaller than the one that accepted this request; send it again"
-                self._lifecycle.finish(sample, FinishReason.ERROR, error=error)
+                self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
 
     def detach(self) -> None:
         """The worker is gone and its pages with it: running samples go back to the head of the queue, tokens kept."""
         state = self.state
         if not state.attached:
             return
-        running = [sample for sample in state.slots.samples if sample is not None]
-        for sample in sorted(running, key=lambda sample: sample.arrival, reverse=True):
-            self._lifecycle.interrupt(sample)
+        running = state.slots.running_samples()
+        self._lifecycle.lose_worker()
+        for sample in running:
             if sample.setbacks >= _MOST_SETBACKS:
                 error = f"the worker was lost {sample.setbacks} times in a row while it computed this sequence"
-                self._lifecycle.finish(sample, FinishReason.ERROR, error=error)
-        for request in list(state.sharing):
-            request.share = None
+                self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
         shape = state.shape
         state.attach(shape)  # an empty pool until the next worker says otherwise
         self._pending.clear()
@@ -98,6 +105,7 @@ class Scheduler:
         except (InvalidRequest, AlreadyExists, Overloaded):
             state.counters.requests_rejected += 1
             raise
+        self._resolve(request)
         request.unfinished = request.n
         for offset in range(request.n):
             sample = Sample(request, offset, next(self._arrivals), now_ns)
@@ -109,6 +117,17 @@ class Scheduler:
         state.counters.requests_accepted += 1
         state.counters.prompt_tokens += request.prompt_tokens
 
+    def _resolve(self, request: Request) -> None:
+        """What the core wants to know about an accepted request."""
+        state, policy = self.state, self.state.policy
+        default = AdmissionMode.GUARANTEED if request.priority in policy.guaranteed_classes else policy.mode
+        request.guaranteed = (request.mode or default) is AdmissionMode.GUARANTEED
+        request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
+        answer = request.limit - request.prompt_tokens
+        request.length_class_id = state.lengths.class_of(request.length_class, answer)
+        expected = state.lengths.mean(np.array([request.length_class_id]), np.zeros(1, np.int64), np.array([answer]))
+        request.cost = -(-request.prompt_tokens // request.n) + int(expected[0])
+
     def _check(self, request: Request, handles: dict[int, Sample]) -> None:
         shape = self.state.shape
         request.limit = resolve_limit(request, shape)
@@ -118,16 +137,17 @@ class Scheduler:
         taken = next((handle for handle in wanted if handle in handles), None)
         if taken is not None:
             raise AlreadyExists(f"handle {taken} belongs to an unfinished sample of this session; choose another")
-        if len(self.state.waiting) + request.n > self._max_queued:
+        excess = len(self.state.waiting) + request.n - self.state.policy.max_queued
+        if excess > 0:
             raise Overloaded(
                 f"{len(self.state.waiting)} sequences wait and {request.n} more would pass max_queued_sequences="
-                f"{self._max_queued}; come back later, or raise it",
-                retry_after_s=self.retry_after_s(),
+                f"{self.state.policy.max_queued}; come back later, or raise it",
+                retry_after_s=self.retry_after_s(excess),
             )
 
-    def retry_after_s(self) -> float:
-        """When the queue should next become shorter: the first release that the forecast sees."""
-        return max(_SHORTEST_RETRY_S, first_release_step(self.state) * self.step_s)
+    def retry_after_s(self, places: int) -> float:
+        """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
+        return max(_SHORTEST_RETRY_S, steps_until_released(self.state, places) * self.step_s)
 
     def cancel(self, sink: int, handles: Sequence[int]) -> None:
         """End samples early; unknown handles finished before and are passed over."""
@@ -149,7 +169,7 @@ class Scheduler:
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
         if not sample.finished:  # it may have finished since the last `take_output`
-            self._lifecycle.finish(sample, reason)
+            self._lifecycle.finish([Ending(sample, reason)])
 
     # -- steps
 
@@ -157,11 +177,11 @@ class Scheduler:
     def plans_in_flight(self) -> int:
         return len(self._pending)
 
-    def plan(self, now_ns: int) -> Plan | None:
-        """The next plan, if another may be in flight and there is something to compute."""
+    def plan(self, now_ns: int, *, hurry: bool = False) -> Plan | None:
+        """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
         if len(self._pending) >= self.state.steps_ahead:
             return None
-        plan = self._planner.build(now_ns)
+        plan = self._planner.build(now_ns, hurry=hurry)
         if plan is not None:
             self._pending[plan.step] = plan.sampled
         return plan

@@ -12,15 +12,25 @@ class Slots:
         count = shape.max_slots
         self.active = np.zeros(count, bool)
         self.admitted_step = np.zeros(count, np.int64)  # results of earlier steps belong to a previous occupant
+        self.prompt = np.zeros(count, np.int64)  # tokens of the prompt proper
         self.given = np.zeros(count, np.int64)  # known at admission: prefilled
         self.scheduled = np.zeros(count, np.int64)  # computed once every plan sent has run
         self.known = np.zeros(count, np.int64)  # given, and results received
-        self.limit = np.zeros(count, np.int64)  # length at which the sequence ends
+        self.limit = np.zeros(count, np.int64)  # length at which the sequence ends at the latest
         self.min_known = np.zeros(count, np.int64)  # stops are not looked for before this length
-        self.end_step = np.zeros(count, np.int64)  # step whose plan releases it when it runs to its limit
+        self.total = np.zeros(count, np.int64)  # length at which it will end: its limit if guaranteed, else predicted
+        # Step whose plan releases it then, at the latest.
+        self.end_step = np.zeros(count, np.int64)
+        self.guaranteed = np.zeros(count, bool)
+        self.length_class = np.zeros(count, np.int64)
+        self.looked_at = np.zeros(count, np.int64)  # tokens generated when the predictor looked at it last
+        self.quantile = np.zeros(count, np.float64)  # which part of its class's lengths it stands for
         self.delay = np.zeros(count, np.int64)  # least number of steps until its prefill is through
+        # Pages: those of its node of the prefix tree and of all nodes above, then its own.
         self.page_count = np.zeros(count, np.int64)
         self.table = np.zeros((count, -(-shape.max_context_tokens // shape.page_size) + 1), np.int32)
+        self.node = np.zeros(count, np.int64)
+        self.lent_pages = np.zeros(count, np.int64)  # leading pages that its waiting siblings need beyond its end
         self.last_token = np.zeros(count, np.uint32)
         self.stop_state = np.full(count, -1, np.int32)  # global state of the stop automaton; -1 = no stop strings
         self.stop_set = np.zeros(count, np.int32)
@@ -28,23 +38,28 @@ class Slots:
         self.handle = np.zeros(count, np.uint32)
         self.first_token_ns = np.zeros(count, np.int64)  # 0 = none yet
         self.last_token_ns = np.zeros(count, np.int64)
-        self.registered_pages = np.zeros(count, np.int64)  # leading pages that are nodes of the prefix tree
-        self.samples: list[Sample | None] = [None] * count
-        self._free = list(range(count - 1, -1, -1))
+        self.samples = np.full(count, None, object)
+        self._free = np.arange(count - 1, -1, -1)
+        self._free_count = count
 
     @property
     def running(self) -> int:
-        return len(self.samples) - len(self._free)
+        return len(self.active) - self._free_count
 
-    def take(self) -> int:
-        """A free slot."""
-        return self._free.pop()
+    def take(self, count: int) -> np.ndarray:
+        """Free slots: int64 ``[count]``."""
+        self._free_count -= count
+        return self._free[self._free_count : self._free_count + count].copy()
 
-    def give(self, slot: int) -> None:
-        """Free a slot. Its next occupant's admission comes behind its release, in the same plan at the earliest."""
-        self.active[slot] = False
-        self.samples[slot] = None
-        self._free.append(slot)
+    def give(self, slots: np.ndarray) -> None:
+        """Free slots. Their next occupants' admission comes behind their release, in the same plan at the earliest."""
+        self.active[slots] = False
+        self.samples[slots] = None
+        self._free[self._free_count : self._free_count + len(slots)] = slots
+        self._free_count += len(slots)
+
+    def running_samples(self) -> list[Sample]:
+        return self.samples[self.active].tolist()
 
     def pages(self, slot: int) -> np.ndarray:
         """Page table of one sequence, a view ``[pages held]``."""

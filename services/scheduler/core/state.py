@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from services.scheduler.core.counters import Counters
+from services.scheduler.core.lengths import LengthPredictor
 from services.scheduler.core.output import Outbox
 from services.scheduler.core.pages import PagePool
+from services.scheduler.core.policy import Policy
 from services.scheduler.core.prefix_tree import PrefixTree
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.slots import Slots
@@ -16,14 +16,12 @@ from services.scheduler.core.waiting import WaitingQueue
 
 
 class State:
-    """``attach`` begins a new worker's life with an empty pool; queue, stop tables and counters stay."""
+    """``attach`` begins a new worker's life with an empty pool; queue, stop tables, lengths and counters stay."""
 
-    def __init__(
-        self, token_bytes: Sequence[bytes], vocab_size: int, *, steps_ahead: int, prefix_caching: bool
-    ) -> None:
-        self.steps_ahead = steps_ahead
-        self.prefix_caching = prefix_caching
-        self.waiting = WaitingQueue()
+    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, policy: Policy) -> None:
+        self.policy = policy
+        self.steps_ahead = policy.steps_ahead  # what the worker allows of them
+        self.waiting = WaitingQueue(int(policy.ageing_s * 1e9))
         self.requests: dict[str, Request] = {}  # unfinished ones, by id
         self.outbox = Outbox()
         self.counters = Counters()
@@ -34,12 +32,16 @@ class State:
 
     def attach(self, shape: WorkerShape) -> None:
         """Begin with a worker that holds nothing."""
+        if not self.attached:
+            self.lengths = LengthPredictor(shape.max_context_tokens)
         self.shape = shape
         self.slots = Slots(shape)
         self.pool = PagePool(shape.page_count, shape.page_size)
-        self.tree = PrefixTree(self.pool)
+        self.tree = PrefixTree(self.pool, keep=self.policy.prefix_caching)
         self.step = 0
         self.prefilling: list[int] = []  # slots whose prompt is not computed yet, in order; at most one
         self.to_release: list[tuple[int, str]] = []  # (slot, request id): freed here, to be told to the worker
-        self.sharing: dict[Request, np.ndarray] = {}  # pages held for siblings that wait
+        self.preempted: list[str] = []  # request ids of those among them that wait again
+        self.sharing: dict[Request, None] = {}  # requests with a share, in order
+        self.membership = 0  # sequences that entered or left, ever
         self.attached = True

@@ -13,8 +13,8 @@ class StopTokens:
         self._users = [1, 0, 0, 0]
         self._free = [3, 2, 1]
 
-    def acquire(self, tokens: frozenset[int]) -> int:
-        """The number of the set, for one more user."""
+    def acquire(self, tokens: frozenset[int], users: int) -> int:
+        """The number of the set, for ``users`` more."""
         row = self._rows.get(tokens)
         if row is None:
             if not self._free:
@@ -25,7 +25,7 @@ class StopTokens:
             row = self._rows[tokens] = self._free.pop()
             for token in tokens:
                 self._bits[row, token >> 3] |= 1 << (token & 7)
-        self._users[row] += 1
+        self._users[row] += users
         return row
 
     def release(self, tokens: frozenset[int]) -> None:

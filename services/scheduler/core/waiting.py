@@ -1,38 +1,298 @@
-"""The queue of samples that are accepted and not running."""
+"""The queue of samples that are accepted and not running: priority classes, ageing, fairness between keys."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count, groupby, islice
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from services.scheduler.core.request import Priority, Sample
 
+QUANTUM = 4096  # tokens that a fairness key may take in each round
+
+K, T = TypeVar("K"), TypeVar("T")
+
 
 class WaitingQueue:
-    """Priority classes, first come first served within each. Owned by the core."""
+    """Who is served next: the class of lowest rank, and within it each fairness key in turn. Owned by the core.
 
-    def __init__(self) -> None:
-        self._classes: dict[Priority, OrderedDict[Sample, None]] = {priority: OrderedDict() for priority in Priority}
+    A class ranks as its priority, less one for every ``ageing_ns`` that its oldest sample waited; of equal ranks the
+    higher class goes first. When a class goes before a higher one, which only age can bring about, its oldest sample is
+    served. Otherwise its keys are served by deficit round robin (Shreedhar and Varghese 1996), each key first come,
+    first served. With ``ageing_ns`` 0 priorities are strict.
+
+    A call's cost grows with the samples it is about, and with the logarithm at most of all that wait. ``arrival`` must
+    differ between samples: it settles equal ages.
+    """
+
+    def __init__(self, ageing_ns: int) -> None:
         self.tokens = 0  # outstanding tokens of all samples here
+        self._length = 0
+        self._ageing_ns = ageing_ns
+        self._classes = [_PriorityClass(priority, ageing=ageing_ns > 0) for priority in Priority]
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes.values()))
+        return self._length
 
     def __iter__(self) -> Iterator[Sample]:
-        """In the order of service."""
-        for samples in self._classes.values():
-            yield from samples
+        """Every sample once: class by class and key by key, not in the order of service."""
+        for each in self._classes:
+            for flow in each.flows.values():
+                yield from flow.samples
 
     def push(self, sample: Sample) -> None:
-        """At the end of its class."""
-        self._classes[sample.request.priority][sample] = None
-        self.tokens += sample.outstanding
-        sample.request.waiting += 1
+        """As the last of its key in its class."""
+        self._classes[sample.request.priority].push(sample)
+        self._count(sample, 1)
 
     def push_front(self, sample: Sample) -> None:
-        """At the head of its class: a sample that was running before."""
-        self.push(sample)
-        self._classes[sample.request.priority].move_to_end(sample, last=False)
+        """As the first of its key in its class: a sample that was running before."""
+        self._classes[sample.request.priority].push(sample, front=True)
+        self._count(sample, 1)
 
     def remove(self, sample: Sample) -> None:
-        del self._classes[sample.request.priority][sample]
-        self.tokens -= sample.outstanding
-        sample.request.waiting -= 1
+        """It leaves unserved, so its key is charged nothing. ``KeyError`` when it is not here."""
+        self._classes[sample.request.priority].take(sample.request.fairness_key, (sample,))
+        self._count(sample, -1)
+
+    def serve(self, samples: Sequence[Sample]) -> None:
+        """They leave to run, and their keys are charged: some of what ``candidates`` said, in its order.
+
+        ``KeyError`` when one is not here.
+        """
+        for (priority, key), run in groupby(samples, attrgetter("request.priority", "request.fairness_key")):
+            served = list(run)
+            # Age takes samples out of turn: the round of a class goes on only when no higher class waits.
+            in_turn = not any(higher.flows for higher in self._classes[:priority])
+            cost = sum(sample.cost for sample in served)
+            self._classes[priority].take(key, served, cost=cost, in_turn=in_turn)
+            for sample in served:
+                self._count(sample, -1)
+
+    def candidates(self, most: int, now_ns: int) -> list[Sample]:
+        """The next ``most`` samples in the order of service, as if each was served now. Nothing changes."""
+        order: list[Sample] = []
+        waiting = [each for each in self._classes if each.flows]
+        if not self._ageing_ns or len(waiting) == 1:
+            for each in waiting:
+                order += islice(each.in_turn(), most - len(order))
+            return order
+        contest = [_Contender(each, self._ageing_ns, now_ns) for each in waiting]
+        while contest and len(order) < most:
+            first = contest[0]
+            rival = min(contest[1:], key=attrgetter("rank"), default=None)
+            if rival is None or rival.rank >= first.priority:  # age takes `first` only further ahead
+                order += islice(first.in_turn(), most - len(order))
+                del contest[0]
+                continue
+            chosen = first if first.rank <= rival.rank else rival
+            take = chosen.take_in_turn if chosen is first else chosen.take_oldest
+            rank = chosen.rank
+            while chosen.rank == rank and len(order) < most:  # until it changes, the same class is chosen
+                order.append(take())
+            if chosen.oldest is None:
+                contest.remove(chosen)
+        return order
+
+    def _count(self, sample: Sample, change: int) -> None:
+        self._length += change
+        self.tokens += change * sample.outstanding
+        sample.request.waiting += change
+
+
+class _LazyHeap(Generic[K, T]):
+    """Items by (first, second), lowest first, each once. What is discarded stays in the heap until it is in the way."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, K, T]] = []
+        self._entries: dict[T, tuple[int, K, T]] = {}  # an entry of the heap is stale when it is not here
+
+    def put(self, first: int, second: K, item: T) -> None:
+        """Add an item, or move it."""
+        entry = (first, second, item)
+        self._entries[item] = entry
+        heappush(self._heap, entry)
+        self._trim()
+
+    def discard(self, item: T) -> None:
+        del self._entries[item]
+        self._trim()
+
+    def _trim(self) -> None:
+        """Stale entries are at most about half, and none is first."""
+        heap, entries = self._heap, self._entries
+        if len(heap) > 2 * len(entries) + 64:
+            heap[:] = entries.values()
+            heapify(heap)
+        while heap and entries.get(heap[0][2]) is not heap[0]:
+            heappop(heap)
+
+    def __iter__(self) -> Iterator[tuple[int, K, T]]:
+        """In order; the first k cost k log k, however many there are."""
+        heap, entries = self._heap, self._entries
+        frontier = [(heap[0], 0)] if heap else []
+        while frontier:
+            entry, index = frontier[0]
+            child = 2 * index + 1
+            if child < len(heap):
+                heapreplace(frontier, (heap[child], child))
+                if child + 1 < len(heap):
+                    heappush(frontier, (heap[child + 1], child + 1))
+            else:
+                heappop(frontier)
+            if entries.get(entry[2]) is entry:
+                yield entry
+
+
+class _Flow:
+    """The samples of one fairness key in one class, in order of service."""
+
+    __slots__ = ("key", "position", "round", "samples", "spent")
+
+    def __init__(self, key: str, position: tuple[int, int], spent: int) -> None:
+        self.key = key
+        self.position = position  # in every round: those that joined last come first, of one round in order
+        # Tokens served, as if it had been here from round 0 and never saved any: the deficit in round r is
+        # r * QUANTUM - spent. The rounds that a key must gather for a large sample are then one division.
+        self.spent = spent
+        self.round = -1  # in which the first sample is served
+        self.samples: OrderedDict[Sample, None] = OrderedDict()
+
+
+class _PriorityClass:
+    """Deficit round robin over the keys of one class."""
+
+    def __init__(self, priority: Priority, *, ageing: bool) -> None:
+        self.priority = priority
+        self.flows: dict[str, _Flow] = {}  # those with samples; one that is empty is forgotten, deficit and all
+        self.ages: _LazyHeap[int, Sample] | None = _LazyHeap() if ageing else None  # by (accepted_ns, arrival)
+        self._turns: _LazyHeap[tuple[int, int], _Flow] = _LazyHeap()  # by (round, position)
+        self._round = 0  # the latest in which a sample was served
+        self._joined = count()
+
+    def push(self, sample: Sample, *, front: bool = False) -> None:
+        key = sample.request.fairness_key
+        flow = self.flows.get(key)
+        if flow is None:
+            # From the next round on, for one that comes and goes would else have many turns in this one; and there
+            # before those that had their turn in this round already.
+            flow = self.flows[key] = _Flow(key, (-self._round, next(self._joined)), self._round * QUANTUM)
+            front = True
+        flow.samples[sample] = None
+        if front:
+            flow.samples.move_to_end(sample, last=False)
+            self._settle(flow)
+        if self.ages is not None:
+            self.ages.put(sample.accepted_ns, sample.arrival, sample)
+
+    def take(self, key: str, samples: Iterable[Sample], *, cost: int = 0, in_turn: bool = False) -> None:
+        """Samples of one key leave, for ``cost`` tokens; ``in_turn``: the round goes on to where they were served."""
+        flow = self.flows[key]
+        for sample in samples:
+            del flow.samples[sample]
+            if self.ages is not None:
+                self.ages.discard(sample)
+        flow.spent += cost
+        if in_turn:
+            self._round = max(self._round, _round(flow.spent))
+        self._settle(flow)
+
+    def _settle(self, flow: _Flow) -> None:
+        """Bring its turn up to date after its first sample, or what it spent, changed."""
+        head = next(iter(flow.samples), None)
+        if head is None:
+            del self.flows[flow.key]
+            self._turns.discard(flow)
+            return
+        turn = _round(flow.spent + head.cost)
+        if turn != flow.round:
+            flow.round = turn
+            self._turns.put(turn, flow.position, flow)
+
+    def in_turn(self, gone: Collection[Sample] = (), charged: Mapping[str, int] | None = None) -> Iterator[Sample]:
+        """The order of service without ageing, as if the samples ``gone`` had left and cost their keys ``charged``."""
+        if len(self.flows) == 1:
+            (flow,) = self.flows.values()
+            yield from (sample for sample in flow.samples if sample not in gone) if gone else flow.samples
+            return
+        charged = charged or {}
+        # Flows that were looked at: (round, position, tokens spent, its next sample, those behind it).
+        begun: list[tuple[int, tuple[int, int], int, Sample, Iterator[Sample]]] = []
+        for key, tokens in charged.items():
+            flow = self.flows[key]
+            rest = (sample for sample in flow.samples if sample not in gone)
+            for sample in rest:
+                spent = flow.spent + tokens
+                heappush(begun, (_round(spent + sample.cost), flow.position, spent, sample, rest))
+                break
+        others = (entry for entry in self._turns if entry[2].key not in charged)
+        other = next(others, None)
+        while begun or other is not None:
+            if other is not None and (not begun or other < begun[0]):
+                turn, position, flow = other
+                other = next(others, None)
+                rest = iter(flow.samples)
+                spent, sample = flow.spent, next(rest)
+            else:
+                turn, position, spent, sample, rest = heappop(begun)
+            yield sample
+            spent += sample.cost
+            for sample in rest:
+                if spent + sample.cost > turn * QUANTUM:
+                    heappush(begun, (_round(spent + sample.cost), position, spent, sample, rest))
+                    break
+                yield sample
+                spent += sample.cost
+
+
+class _Contender:
+    """A class while classes contend by age, and what one call of ``candidates`` took of it."""
+
+    def __init__(self, each: _PriorityClass, ageing_ns: int, now_ns: int) -> None:
+        self.priority = each.priority
+        self.oldest: Sample | None = None
+        self.rank: int | None = None  # None when nothing is left
+        self._class = each
+        self._ageing_ns, self._now_ns = ageing_ns, now_ns
+        self._gone: set[Sample] = set()
+        self._charged: dict[str, int] = {}
+        self._by_age = iter(each.ages)
+        self._turns: Iterator[Sample] | None = None
+        self._find_oldest()
+
+    def in_turn(self) -> Iterator[Sample]:
+        """The rest by key. A class comes to this when no higher one waits: no more of its samples go by age."""
+        if self._turns is None:
+            self._turns = self._class.in_turn(self._gone, self._charged)
+        return self._turns
+
+    def take_in_turn(self) -> Sample:
+        sample = next(self.in_turn())
+        self._take(sample)
+        return sample
+
+    def take_oldest(self) -> Sample:
+        sample = self.oldest
+        key = sample.request.fairness_key
+        self._charged[key] = self._charged.get(key, 0) + sample.cost
+        self._take(sample)
+        return sample
+
+    def _take(self, sample: Sample) -> None:
+        self._gone.add(sample)
+        if sample is self.oldest:
+            self._find_oldest()
+
+    def _find_oldest(self) -> None:
+        for accepted_ns, _, sample in self._by_age:
+            if sample not in self._gone:
+                self.oldest = sample
+                self.rank = self.priority - (self._now_ns - accepted_ns) // self._ageing_ns
+                return
+        self.oldest = self.rank = None
+
+
+def _round(tokens: int) -> int:
+    """The first round in which so many tokens may be spent in all."""
+    return -(-tokens // QUANTUM)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.scheduler.core.plan import NO_SLOTS, Plan, Result, SlotAdmission
+from services.scheduler.core.plan import NO_SLOTS, Plan, Result, SlotAdmissions
 from services.scheduler.core.request import WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
@@ -12,8 +12,8 @@ def encode_plan(plan: Plan) -> plan_pb2.StepPlan:
     """Arrays go in as packed bytes: no Python object for each row."""
     message = plan_pb2.StepPlan(step=plan.step)
     message.release_slots.extend(plan.released)
-    for admission in plan.admissions:
-        _encode_admission(message.admissions.add(), admission)
+    for admissions in plan.admissions:
+        _encode_admissions(message, admissions)
     fill(message, "append_slots", plan.append_slots)
     fill(message, "append_pages", plan.append_pages)
     message.copy_source_pages.extend(source for source, _ in plan.copies)
@@ -22,20 +22,33 @@ def encode_plan(plan: Plan) -> plan_pb2.StepPlan:
         message.batch.SetInParent()
         fill(message.batch, "slots", plan.slots)
         fill(message.batch, "token_counts", NO_SLOTS if plan.counts is None else plan.counts)
+        fill(message, "micro_batch_rows", NO_SLOTS if plan.parts is None else plan.parts)
+    if plan.group_starts is not None:
+        message.hydragen.SetInParent()
+        fill(message.hydragen, "starts", plan.group_starts)
+        fill(message.hydragen, "counts", plan.group_counts)
+        fill(message.hydragen, "prefix_pages", plan.group_pages)
     return message
 
 
-def _encode_admission(message: plan_pb2.Admission, admission: SlotAdmission) -> None:
-    message.slot, message.cached_tokens = admission.slot, admission.cached_tokens
-    fill(message, "token_ids", admission.token_ids)
-    fill(message, "pages", admission.pages)
-    wanted, sampling = admission.sampling, message.sampling
+def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -> None:
+    """What the sequences have in common is encoded once."""
+    common = plan_pb2.Admission(cached_tokens=admissions.cached_tokens)
+    fill(common, "token_ids", admissions.token_ids)
+    wanted, sampling = admissions.sampling, common.sampling
     sampling.SetInParent()
     sampling.temperature, sampling.top_p, sampling.top_k = wanted.temperature, wanted.top_p, wanted.top_k
-    sampling.min_p, sampling.seed, sampling.sample_index = wanted.min_p, wanted.seed, admission.sample_index
+    sampling.min_p, sampling.seed = wanted.min_p, wanted.seed
     sampling.logprobs, sampling.top_logprobs = wanted.logprobs, wanted.top_logprobs
     fill(sampling, "logit_bias_token_ids", wanted.logit_bias_token_ids)
     fill(sampling, "logit_bias_values", wanted.logit_bias_values)
+    encoded = common.SerializeToString()
+    rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
+    for slot, pages, sample_index in rows:
+        admission = message.admissions.add()
+        admission.MergeFromString(encoded)
+        admission.slot, admission.sampling.sample_index = slot, sample_index
+        fill(admission, "pages", pages)
 
 
 def decode_result(message: plan_pb2.StepResult) -> Result:

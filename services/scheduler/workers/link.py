@@ -10,8 +10,6 @@ import grpc
 import structlog
 
 from services.common.rpc.channel import CHANNEL_OPTIONS
-from services.scheduler.core.plan import Result
-from services.scheduler.workers.codec import decode_result
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -26,7 +24,7 @@ class WorkerEvents(Protocol):
 
     def worker_connected(self, stream: "WorkerStream") -> None: ...
 
-    def worker_answered(self, stream: "WorkerStream", result: Result) -> None: ...
+    def worker_answered(self, stream: "WorkerStream", result: plan_pb2.StepResult) -> None: ...
 
     def worker_lost(self, stream: "WorkerStream", reason: str) -> None: ...
 
@@ -123,7 +121,7 @@ class WorkerLink:
                         log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
                         self._events.worker_connected(stream)
                     elif kind == "result":
-                        self._events.worker_answered(stream, decode_result(response.result))
+                        self._events.worker_answered(stream, response.result)
                 reason = "the worker ended the stream"
             except grpc.RpcError as error:
                 reason = f"{error.code().name}: {error.details()}"

@@ -19,6 +19,7 @@ def decode_plan(message: plan_pb2.StepPlan) -> Plan:
         copy_targets=_integers(message.copy_target_pages),
         batch=_decode_batch(message.batch) if message.HasField("batch") else None,
         shared_groups=len(message.hydragen.starts),
+        micro_batch_rows=tuple(message.micro_batch_rows),
     )
 
 

@@ -17,12 +17,26 @@ def check_plan(plan: Plan, previous_step: int, previous_batch: Batch, slots: Slo
         raise FailedPrecondition(f"step {plan.step} follows step {previous_step}: expected {previous_step + 1}")
     if plan.shared_groups:
         raise InvalidRequest("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
+    _check_micro_batches(plan)
     if not (plan.releases.size or plan.admissions or plan.append_slots.size):
         after = slots.used, slots.known, slots.computed, slots.page_counts
     else:
         after = _after_changes(plan, slots, limits)
     _check_copies(plan, limits)
     _check_batch(plan.batch or previous_batch, previous_batch, *after, limits)
+
+
+def _check_micro_batches(plan: Plan) -> None:
+    """This worker runs a step in one piece."""
+    rows, field = plan.micro_batch_rows, "plan.micro_batch_rows"
+    if len(rows) > 1:
+        raise InvalidRequest(
+            f"{len(rows)} micro_batch_rows, but this worker's WorkerInfo.max_micro_batches is 0: leave them out",
+            field=field,
+        )
+    if rows and (plan.batch is None or rows[0] != len(plan.batch.slots)):
+        given = "no batch" if plan.batch is None else f"a batch of {len(plan.batch.slots)} rows"
+        raise InvalidRequest(f"micro_batch_rows of {rows[0]} rows beside {given}", field=field)
 
 
 def _after_changes(plan: Plan, slots: SlotTable, limits: Limits) -> tuple[np.ndarray, ...]:

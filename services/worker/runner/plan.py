@@ -56,6 +56,7 @@ class Plan:
     copy_targets: np.ndarray  # beside copy_sources
     batch: Batch | None  # None = the previous plan's
     shared_groups: int = 0  # Hydragen groups in the plan
+    micro_batch_rows: tuple[int, ...] = ()  # rows of each micro-batch; empty = the step is not cut
 
 
 @dataclass(frozen=True)

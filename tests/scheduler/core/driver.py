@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.output import Delta
-from services.scheduler.core.pages import FAR
 from services.scheduler.core.plan import Plan
-from services.scheduler.core.request import Finish, FinishReason, Request, SamplingSettings, WorkerShape
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.request import (
+    AdmissionMode,
+    Finish,
+    FinishReason,
+    Request,
+    SamplingSettings,
+    WorkerShape,
+)
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stop_automaton import Automaton
 from services.scheduler.workers.codec import decode_result, encode_plan
@@ -29,9 +36,11 @@ class Seen:
 class Driver:
     """The core, a fake worker's model, and the plans between them."""
 
-    def __init__(self, shape: FakeShape, *, steps_ahead: int = 2, prefix_caching: bool = True) -> None:
+    def __init__(self, shape: FakeShape, **policy) -> None:
+        """``policy``: fields of `Policy`; sequences are guaranteed unless it says otherwise."""
         self.shape = shape
-        self.core = Scheduler(TOKEN_BYTES, shape.vocab_size, steps_ahead=steps_ahead, prefix_caching=prefix_caching)
+        policy = Policy(**{"mode": AdmissionMode.GUARANTEED, **policy})
+        self.core = Scheduler(TOKEN_BYTES, shape.vocab_size, policy)
         self.core.open_sink(SINK)
         self.seen: dict[int, Seen] = {}
         self.requests: dict[int, Request] = {}
@@ -81,9 +90,9 @@ class Driver:
         self.clock += 1
         return self.clock
 
-    def plan(self) -> Plan | None:
+    def plan(self, *, hurry: bool = False) -> Plan | None:
         """Build one plan and let the model answer it; the answer stays on its way."""
-        plan = self.core.plan(self.tick())
+        plan = self.core.plan(self.tick(), hurry=hurry)
         if plan is not None:
             self.plans.append(plan)
             self.in_flight.append(decode_result(self.model.apply(encode_plan(plan))))
@@ -163,32 +172,45 @@ def _stops(request: Request, generated: list[int]) -> bool:
 
 def check(core: Scheduler) -> None:
     """Every page has exactly its holders, and every count is what it counts."""
-    state, pool, slots = core.state, core.state.pool, core.state.slots
-    held, ends = Counter(), {}
+    state, pool, slots, tree = core.state, core.state.pool, core.state.slots, core.state.tree
+    nodes = [node for node in range(1, tree.top) if tree._keys[node] is not None]
+    in_tree = {page: node for node in nodes for page in tree._pages[node].tolist()}
+    assert len(in_tree) == sum(int(tree.size[node]) for node in nodes), "a page in two nodes"
+    users, owners = Counter(), Counter()
     for slot in np.flatnonzero(slots.active).tolist():
-        pages = slots.pages(slot).tolist()
+        pages, node = slots.pages(slot).tolist(), int(slots.node[slot])
         assert len(set(pages)) == len(pages)
-        held.update(pages)
-        for page in pages:
-            ends[page] = max(ends.get(page, -1), int(slots.end_step[slot]))
-    for pages in state.sharing.values():
-        held.update(pages.tolist())
-        ends |= dict.fromkeys(pages.tolist(), FAR)
-    assert held == Counter({page: int(refs) for page, refs in enumerate(pool.refs) if refs})
+        assert pages[: tree.depth[node]] == tree.path(node).tolist()
+        owners.update(pages[tree.depth[node] :])
+        users[node] += 1
+    for request in state.sharing:
+        share = request.share
+        users[share.node] += bool(share.ready_step)
+        if share.owns_last_page:
+            owners[share.last_page] += 1
+        assert request.waiting, "a share that nobody waits for"
+    for node in sorted(nodes, key=lambda node: -tree.depth[node]):
+        parent = int(tree.parent[node])
+        assert tree.size[node] > 0
+        assert tree.depth[node] == tree.depth[parent] + tree.size[node]
+        assert tree.users[node] == users[node]
+        users[parent] += users[node] > 0
+    assert tree.users[0] == users[0]
+    assert not owners or max(owners.values()) == 1, "a page with two owners"
+    held = {page for page, node in in_tree.items() if tree.users[node]}
     free = pool._free[: pool.free].tolist()
     assert len(set(free)) == len(free)
-    assert not set(free) & set(held)
-    assert not pool.registered[free].any()
-    cached = set(np.flatnonzero(pool.registered & (pool.refs == 0)).tolist())
-    assert len(free) + len(held) + len(cached) == pool.size
-    assert (pool.free, pool.in_use, pool.cached) == (len(free), len(held), len(cached))
-    if not pool.ends_stale:
-        assert ends == {page: int(pool.ends[page]) for page in ends}
-    else:
-        assert all(end <= pool.ends[page] for page, end in ends.items())
+    assert not set(free) & (set(owners) | set(in_tree))
+    assert not set(owners) & set(in_tree)
+    assert (pool.free, pool.in_use, pool.cached) == (len(free), len(owners) + len(held), len(in_tree) - len(held))
+    assert pool.free + pool.in_use + pool.cached == pool.size
+    assert state.policy.prefix_caching or not pool.cached
     waiting = list(state.waiting)
+    assert len(waiting) == len(state.waiting)
     assert state.waiting.tokens == sum(sample.outstanding for sample in waiting)
     assert all(sample.slot < 0 and not sample.finished for sample in waiting)
     assert slots.running == np.count_nonzero(slots.active)
     assert len(waiting) + slots.running == core.live(SINK)
-    assert state.counters.preemptions == 0
+    for request in state.requests.values():
+        assert not request.guaranteed or not any(sample.preemptions for sample in request.samples)
+        assert all(sample.preemptions <= 2 for sample in request.samples)

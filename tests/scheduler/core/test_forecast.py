@@ -1,21 +1,21 @@
 """The forecast is what a naive simulation says, and what then happens."""
 
+import contextlib
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.scheduler.core.admission import running_curve
-from services.scheduler.core.forecast import Candidate, candidate_curve
-from services.scheduler.core.pages import FAR
+from services.scheduler.core import onboarding
+from services.scheduler.core.admission import Admission, running_curve
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
 
 
 def curve_of(driver: Driver) -> np.ndarray:
-    state = driver.core.state
-    return running_curve(state.pool, state.slots, state.step, state.sharing.values())
+    return running_curve(driver.core.state, driver.core.state.step)
 
 
 def simulate(driver: Driver, steps: int) -> list[int]:
@@ -23,18 +23,26 @@ def simulate(driver: Driver, steps: int) -> list[int]:
     state = driver.core.state
     slots, size = state.slots, state.shape.page_size
     sequences = []
+    lasting = set()
     for slot in np.flatnonzero(slots.active).tolist():
         length = max(int(slots.scheduled[slot]), int(slots.given[slot]))
-        starts = int(slots.delay[slot])
-        sequences.append([length, int(slots.limit[slot]), int(slots.end_step[slot]) - state.step, starts,
-                          [("held", page) for page in slots.pages(slot).tolist()], slot])  # fmt: skip
-    lasting = {("held", page) for pages in state.sharing.values() for page in pages.tolist()}
+        pages = [("held", page) for page in slots.pages(slot).tolist()]
+        if slots.lent_pages[slot]:  # waiting siblings will need these, and what else of the tree they hang on
+            depth = int(state.tree.depth[slots.node[slot]])
+            lasting |= set(pages[: max(depth, int(slots.lent_pages[slot]))])
+        end = max(1, int(slots.end_step[slot]) - state.step)
+        sequences.append([length, int(slots.limit[slot]), end, int(slots.delay[slot]), pages, slot])
+    for request in state.sharing:
+        if request.share.ready_step:
+            lasting |= {("held", page) for page in state.tree.path(request.share.node).tolist()}
+        if request.share.owns_last_page:
+            lasting.add(("held", request.share.last_page))
     found = []
     for step in range(steps):
         in_use = set(lasting)
         for sequence in sequences:
             length, limit, end, starts, pages, slot = sequence
-            if step > starts and length < limit - 1:
+            if starts < step < end and length < limit - 1:
                 if length == len(pages) * size:
                     pages.append((slot, len(pages)))
                 sequence[0] = length + 1
@@ -86,23 +94,6 @@ def test_what_happens_follows_the_curve(driver):
         assert state.pool.in_use == expected if exact else state.pool.in_use <= expected
 
 
-@given(
-    st.integers(0, 20), st.integers(1, 30), st.integers(0, 20), st.integers(0, 80),
-    st.lists(st.integers(0, 90), max_size=5), st.integers(1, 9), st.integers(1, 100),
-)  # fmt: skip
-def test_a_candidate_adds_what_a_loop_adds(new_pages, first, count, life, kept, page_size, horizon):
-    end = first + count * page_size + life
-    candidate = Candidate(new_pages, first, count, end, np.array(kept, np.int64))
-    expected = []
-    for step in range(horizon):
-        grown = sum(first + index * page_size <= step for index in range(count))
-        longer = sum(page_end <= step for page_end in kept)
-        expected.append(new_pages + grown + longer if step < end else 0)
-    # A page kept longer than its holders, beyond the candidate's own end, is not the candidate's: never asked for.
-    if all(page_end < end for page_end in kept):
-        assert candidate_curve(candidate, page_size, horizon).tolist() == expected
-
-
 def test_sequences_that_end_at_different_times_share_pages_they_never_need_together():
     """Two sequences whose limits add up to more than the pool run together, since one ends before the other grows."""
     shape = FakeShape(vocab_size=62, page_size=4, page_count=12, max_slots=4, max_tokens_per_step=64,
@@ -117,19 +108,62 @@ def test_sequences_that_end_at_different_times_share_pages_they_never_need_toget
     driver.run()
 
 
-def test_the_head_of_the_queue_is_not_overtaken():
-    shape = FakeShape(vocab_size=62, page_size=4, page_count=10, max_slots=4, max_tokens_per_step=64,
-                      max_context_tokens=64, first_token=2)  # fmt: skip
-    driver = Driver(shape)
-    driver.submit([2] * 8, max_tokens=20)
-    driver.submit([3] * 20, max_tokens=20)  # does not fit beside the first
-    driver.submit([4], max_tokens=2)  # would fit
+SMALL = FakeShape(vocab_size=62, page_size=4, page_count=10, max_slots=4, max_tokens_per_step=64,
+                  max_context_tokens=64, first_token=2)  # fmt: skip
+
+
+def admitted(driver: Driver) -> list[str]:
+    return [name for plan in driver.plans for name in plan.admitted_ids]
+
+
+def test_the_head_of_the_queue_is_passed_only_by_what_leaves_it_its_place():
+    driver = Driver(SMALL)
+    driver.submit([2] * 8, max_tokens=20)  # seven pages at its end
+    driver.submit([3] * 20, max_tokens=20)  # ten: must wait for the first
+    driver.submit([4], max_tokens=2)  # over before that
+    driver.submit([5], max_tokens=40)  # would still be there: the head would wait for it
     driver.run()
-    assert [name for plan in driver.plans for name in plan.admitted_ids] == ["r0", "r1", "r2"]
+    assert admitted(driver) == ["r0", "r2", "r1", "r3"]
+    assert driver.core.state.counters.overtakes == 1
 
 
-def test_an_unknown_end_is_far_away():
-    assert FAR > 2**60
+def test_the_head_of_the_queue_is_not_passed_for_ever(monkeypatch):
+    monkeypatch.setattr(onboarding, "_MOST_OVERTAKEN", 3)
+    driver = Driver(SMALL)
+    driver.submit([2] * 8, max_tokens=20)
+    driver.submit([3] * 20, max_tokens=20)
+    for _ in range(9):
+        driver.submit([4], max_tokens=2)
+        driver.step()
+    driver.run()
+    assert admitted(driver).index("r1") == 4  # behind the first and three who passed it
+
+
+class Watched(Admission):
+    """Remembers the forecast with what it let in."""
+
+    def select(self, candidates, classes, *, may_overtake):
+        chosen = super().select(candidates, classes, may_overtake=may_overtake)
+        self.last = self._at_hand(candidates).with_candidates(candidates.take(chosen))
+        Watched.latest = self
+        return chosen
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
+def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
+    driver.core._planner._onboarding._admission = Watched
+    Watched.latest = None
+    with contextlib.suppress(InvalidRequest):
+        driver.submit(prompt, n=n, max_tokens=12)
+    while driver.core.plans_in_flight:
+        driver.answer()
+    state = driver.core.state
+    shares = dict(state.sharing)
+    driver.plan()
+    if Watched.latest is not None and not state.prefilling and shares.keys() <= state.sharing.keys():
+        curve = curve_of(driver).tolist()
+        assert Watched.latest.last.tolist()[: len(curve)] == curve
 
 
 def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_holders_end():

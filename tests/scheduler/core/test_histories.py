@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.scheduler.core.request import FinishReason, Priority
+from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 
@@ -47,6 +48,9 @@ def requests(draw):
         "min_tokens": draw(st.sampled_from([0, 0, 3])) if most is None or most >= 3 else 0,
         "priority": draw(st.sampled_from(list(Priority))),
         "cache_salt": draw(st.sampled_from(["", "", "salt"])),
+        "mode": draw(st.sampled_from([None, None, *AdmissionMode])),
+        "length_class": draw(st.sampled_from(["", "", "short"])),
+        "fairness_key": draw(st.sampled_from(["", "", "someone"])),
         "stop": draw(st.sampled_from([(), (), ("abcab",), ("aa", "ab"), ("bcc", "cab", "bcc")])),
         "stop_token_ids": draw(st.sampled_from([frozenset(), frozenset({0}), frozenset({0, 5, 6})])),
     }
@@ -56,16 +60,26 @@ moves = st.lists(
     st.one_of(
         requests(),
         st.tuples(st.just("cancel"), st.integers(0, 40)),
-        st.sampled_from(["plan", "plan", "plan", "answer", "answer", "step", "step", "lose"]),
+        st.sampled_from(["plan", "plan", "hurry", "answer", "answer", "step", "step", "lose"]),
     ),
     max_size=60,
+)
+policies = st.fixed_dictionaries(
+    {
+        "steps_ahead": st.integers(2, 5),
+        "prefix_caching": st.booleans(),
+        "mode": st.sampled_from(list(AdmissionMode)),
+        "margin": st.sampled_from([0.0, 1.0]),
+        "hydragen": st.sampled_from([None, HydragenPolicy(2, 2, row_cost=0, group_cost=0, call_cost=0)]),
+        "micro_batches": st.sampled_from([1, 1, 3]),
+    }
 )
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shapes(), moves, st.integers(2, 5), st.booleans())
-def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, steps_ahead, prefix_caching):
-    driver = Driver(shape, steps_ahead=steps_ahead, prefix_caching=prefix_caching)
+@given(shapes(), moves, policies)
+def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, policy):
+    driver = Driver(shape, **policy)
     for move in moves:
         match move:
             case dict():
@@ -75,6 +89,8 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
                 driver.cancel(handle)
             case "plan":
                 driver.plan()
+            case "hurry":
+                driver.plan(hurry=True)
             case "answer":
                 driver.answer()
             case "step":

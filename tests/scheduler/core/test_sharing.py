@@ -6,6 +6,8 @@ import pytest
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.scheduler.core import outlook
 from services.scheduler.core.plan import Result
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.prefix_tree import ROOT
 from services.scheduler.core.request import FinishReason, Priority, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler
 from tests.fakes.model import FakeShape
@@ -230,7 +232,7 @@ def test_the_batch_is_sent_only_when_it_changes():
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back():
-    core = Scheduler([b"a"] * 62, 62, max_queued=3)
+    core = Scheduler([b"a"] * 62, 62, Policy(max_queued=3))
     driver = Driver(SHAPE)
     core.open_sink(SINK)
     core.attach(driver.core.state.shape)
@@ -283,16 +285,20 @@ def test_a_sequence_the_worker_cannot_compute_ends_alone():
     assert driver.seen[bad].finish.reason is FinishReason.ERROR
     assert "not a number" in driver.seen[bad].finish.error
     assert driver.seen[good].tokens == driver.expected(good)[0]
-    assert driver.core.state.tree.match(np.array([61, *PROMPT], np.uint32), "", 5, 10**9)[0].tolist() == []
+    assert driver.core.state.tree.match(np.array([61, *PROMPT], np.uint32), "", 5, 10**9) == (ROOT, False)
 
 
 def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monkeypatch):
     looked = []
-    first_fit = outlook._first_fit
-    monkeypatch.setattr(outlook, "_first_fit", lambda *parts: looked.append(len(parts[0])) or first_fit(*parts))
+    first_fit = outlook._Placement._first_fit
+    monkeypatch.setattr(
+        outlook._Placement,
+        "_first_fit",
+        lambda self, *parts: looked.append(len(self._pages)) or first_fit(self, *parts),
+    )
     monkeypatch.setattr(outlook, "_MOST_CELLS", 5000)
     driver = Driver(SHAPE)
     handles = [driver.submit(PROMPT, max_tokens=200) for _ in range(300)]
-    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]])
+    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]], driver.tick())
     assert sum(looked) < 10_000
     assert last.finish > last.start > 0

@@ -106,7 +106,7 @@ def test_a_vocabulary_of_128k_tokens_keeps_its_rows_within_bounds():
 @given(st.lists(st.frozensets(st.integers(0, 99), max_size=5), max_size=20), st.data())
 def test_stop_tokens_are_sets(sets, data):
     stop = StopTokens(100)
-    rows = [stop.acquire(tokens) for tokens in sets]
+    rows = [stop.acquire(tokens, 1) for tokens in sets]
     dropped = set(data.draw(st.lists(st.sampled_from(range(len(sets))), unique=True))) if sets else set()
     for index in dropped:
         stop.release(sets[index])

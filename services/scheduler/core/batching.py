@@ -1,0 +1,70 @@
+"""The rows of a plan: their order, Hydragen groups and micro-batches; sent only when they changed."""
+
+import numpy as np
+
+from services.scheduler.core.arrangement import arrange
+from services.scheduler.core.hydragen import choose_groups
+from services.scheduler.core.plan import NO_SLOTS, Plan
+from services.scheduler.core.state import State
+
+_REGROUP_SHARE = 20  # groups are chosen anew when one in so many of the running sequences has come or gone
+
+
+class Batching:
+    """Remembers what the worker was told last. Owned by the core, for as long as one worker lives."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._last_slots = self._last_counts = self._last_parts = NO_SLOTS
+        self._last_groups = np.zeros((3, 0), np.int64)
+        self._membership = 0  # when groups were chosen last
+        self._prefix_pages = NO_SLOTS
+        self._no_groups = np.full(len(state.slots.active), -1, np.int32)
+
+    def fill(self, plan: Plan, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool) -> None:
+        """Put the rows into ``plan``; ``regroup``: Hydragen groups may be chosen anew now."""
+        state = self._state
+        if regroup and state.policy.hydragen is not None:
+            self._regroup()
+        policy = state.policy
+        rows = np.array(prefilling, np.int64).reshape(-1, 2)
+        groups = state.tree.group[state.slots.node[decoding]] if len(self._prefix_pages) else self._no_groups[decoding]
+        least = policy.hydragen.min_group_size if policy.hydragen else 1
+        batch = arrange(decoding, groups, self._prefix_pages, rows[:, 0], rows[:, 1], min_rows=least,
+                        parts=policy.micro_batches)  # fmt: skip
+        plan.sequences = len(batch.slots)
+        counts = batch.counts if prefilling else NO_SLOTS
+        self._set_batch(plan, batch.slots, counts, batch.parts)
+        self._set_groups(plan, np.stack((batch.group_starts, batch.group_counts, batch.group_pages)))
+        plan.hydragen_groups, plan.hydragen_rows = len(batch.group_counts), int(batch.group_counts.sum())
+        plan.micro_batches = policy.micro_batches
+        state.counters.batch_rows += plan.sequences
+        state.counters.hydragen_rows += plan.hydragen_rows
+
+    def _regroup(self) -> None:
+        state = self._state
+        changed = state.membership - self._membership
+        if changed * _REGROUP_SHARE < state.slots.running or not changed:
+            return
+        self._membership = state.membership
+        tree = state.tree
+        rows = state.slots.node[state.slots.active]
+        grouping = choose_groups(
+            tree.parent[: tree.top], tree.depth[: tree.top], rows, state.shape.page_size, state.policy.hydragen
+        )
+        tree.group[: tree.top] = grouping.of_node
+        self._prefix_pages = grouping.prefix_pages
+
+    def _set_batch(self, plan: Plan, slots: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> None:
+        unchanged = not plan.released and not plan.admissions and np.array_equal(slots, self._last_slots)
+        unchanged = unchanged and np.array_equal(counts, self._last_counts) and np.array_equal(parts, self._last_parts)
+        if unchanged:
+            return
+        self._last_slots, self._last_counts, self._last_parts = slots, counts, parts
+        plan.slots, plan.counts = slots, counts if len(counts) else None
+        plan.parts = parts if len(parts) else None
+
+    def _set_groups(self, plan: Plan, groups: np.ndarray) -> None:
+        if not np.array_equal(groups, self._last_groups):
+            self._last_groups = groups
+            plan.group_starts, plan.group_counts, plan.group_pages = groups

@@ -1,0 +1,238 @@
+"""Lets waiting samples in, and computes their prompts in chunks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from services.scheduler.core.admission import Admission
+from services.scheduler.core.forecast import Sequences
+from services.scheduler.core.lifecycle import Ending, Entry, Lengths, Lifecycle
+from services.scheduler.core.plan import Plan, SlotAdmissions
+from services.scheduler.core.prediction import Prediction
+from services.scheduler.core.request import FinishReason, Request, Sample
+from services.scheduler.core.state import State
+
+# Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
+MOST_ADMISSIONS = 256
+_MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
+_MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue and does not fit
+
+Rows = list[tuple[int, int]]  # (slot, tokens) of prefilling rows
+
+
+class Onboarding:
+    """Owned by the core."""
+
+    def __init__(
+        self, state: State, lifecycle: Lifecycle, prediction: Prediction, admission: type[Admission] = Admission
+    ) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._prediction = prediction
+        self._admission = admission
+
+    def continue_prefill(self, plan: Plan, budget: int) -> Rows:
+        """The next chunks of prompts that were begun."""
+        rows: Rows = []
+        for slot in list(self._state.prefilling):
+            if budget == 0:
+                break
+            count = self._prefill(plan, slot, budget)
+            rows.append((slot, count))
+            budget -= count
+        return rows
+
+    def admit(self, plan: Plan, budget: int, now_ns: int) -> Rows:
+        """Let in waiting samples, in order, as long as the first chunk of each has room and the forecast allows.
+
+        One whose prefix is being computed now is first again next time. One that does not fit may be passed by others
+        that leave it its place in the forecast, a limited number of times.
+        """
+        state = self._state
+        if budget == 0 or not state.waiting or state.slots.running == state.shape.max_running:
+            return []
+        entries = self._gather(plan, budget, now_ns)
+        samples = [sample for entry in entries for sample in entry.samples]
+        if not samples:
+            return []
+        candidates = self._candidates(plan, entries, samples, budget)
+        head_waits = samples[0].overtaken < _MOST_OVERTAKEN
+        classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
+        admission = self._admission(state, plan.step)
+        chosen = admission.select(candidates.sequences, classes, may_overtake=head_waits)
+        if len(chosen) == 0:
+            return self._make_room(plan, samples[0], budget, now_ns)
+        self._count_overtaken(samples, chosen)
+        return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
+
+    def _gather(self, plan: Plan, budget: int, now_ns: int) -> list[Entry]:
+        """The next samples in the order of service whose prefix is ready, as many as this plan has tokens for."""
+        state, entries = self._state, []
+        room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
+        later: set[Request] = set()
+        claimed = set()  # pages that an entry before will compute
+        siblings: dict[Request, list[Sample]] = {}
+        for sample in state.waiting.candidates(2 * MOST_ADMISSIONS, now_ns):
+            if budget <= 0 or room == 0 or len(later) == _MOST_LATER:
+                break
+            request = sample.request
+            if request in later:
+                continue
+            if request in siblings and not len(sample.generated):
+                siblings[request].append(sample)
+                budget, room = budget - 1, room - 1
+                continue
+            entry = self._entry(plan, sample, claimed)
+            if entry is None:
+                later.add(request)
+                continue
+            if entry.shared:
+                siblings[request] = entry.samples
+            elif entry.leads:
+                later.add(request)
+            entries.append(entry)
+            budget, room = budget - (len(entry.tokens) - entry.cached), room - 1
+        return entries
+
+    def _entry(self, plan: Plan, sample: Sample, claimed: set) -> Entry | None:
+        """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
+        state, request, size = self._state, sample.request, self._state.shape.page_size
+        share, tokens = request.share, sample.tokens
+        if share is not None and not len(sample.generated):
+            if not 0 < share.ready_step <= plan.step:
+                return None
+            return Entry([sample], tokens, len(tokens) - 1, share.node, share.last_page, shared=True)
+        # The page of the last token is never taken from the tree: that token is computed, to sample behind it.
+        most = (len(tokens) - 1) // size
+        node, early = state.tree.match(tokens, request.salt, most, plan.step)
+        if early:
+            return None
+        at = int(state.tree.depth[node])
+        if at < most:
+            key = state.tree.key(tokens, request.salt, node, at)
+            if key in claimed:
+                return None
+            claimed.add(key)
+        leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
+        return Entry([sample], tokens, at * size, node, leads=leads)
+
+    def _candidates(self, plan: Plan, entries: list[Entry], samples: list[Sample], budget: int) -> "_Candidates":
+        state, size = self._state, self._state.shape.page_size
+        counts = [len(entry.samples) for entry in entries]
+        given, cached, node, leads = np.repeat(
+            np.array([(len(e.tokens), e.cached, e.node, e.leads) for e in entries], np.int64), counts, axis=0
+        ).T
+        missing = given - cached
+        # Only the last can have less of this step than it needs, and not even that when others are not admitted.
+        rest, least = np.maximum(np.cumsum(missing) - budget, 0), np.maximum(missing - budget, 0)
+        total, quantile = self._prediction.totals(samples)
+        limit = np.array([sample.request.limit for sample in samples], np.int64)
+        slowest = max(1, state.shape.max_tokens_per_step - state.slots.running - len(samples))
+        end = -(-rest // slowest) + total - 1 - given + state.steps_ahead
+        delay = -(-least // state.shape.max_tokens_per_step)
+        lent = np.where(leads > 0, -(-(given - 1) // size), 0)
+        sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
+        return _Candidates(sequences, total, quantile, plan.step + end)
+
+    def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
+        state, rows = self._state, []
+        budget = state.shape.max_tokens_per_step - plan.tokens
+        placed = self._lifecycle.enter(entries, lengths, plan.step, now_ns)
+        for entry, (slots, tables) in zip(entries, placed, strict=True):
+            request, whole = entry.samples[0].request, int(state.tree.depth[entry.node])
+            if entry.copied_page >= 0:
+                plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
+            indices = [sample.index for sample in entry.samples]
+            plan.admissions.append(SlotAdmissions(entry.tokens, entry.cached, request.sampling, slots, tables, indices))
+            plan.admitted_ids += [request.request_id] * len(indices)
+            if entry.leads:
+                self._lifecycle.begin_share(entry.samples[0])
+            if entry.shared:  # one token each, and no page of theirs is complete
+                rows += [(slot, 1) for slot in slots.tolist()]
+                self._complete(slots, plan.step)
+                plan.tokens, plan.prefill_tokens = plan.tokens + len(slots), plan.prefill_tokens + len(slots)
+                plan.sampled += len(slots)
+                budget -= len(slots)
+            else:
+                slot = int(slots[0])
+                state.prefilling.append(slot)
+                count = self._prefill(plan, slot, budget)
+                rows.append((slot, count))
+                budget -= count
+        return rows
+
+    def _prefill(self, plan: Plan, slot: int, budget: int) -> int:
+        """Schedule the next chunk of a slot's known tokens; returns its length."""
+        state, slots = self._state, self._state.slots
+        given, before = int(slots.given[slot]), int(slots.scheduled[slot])
+        count = min(given - before, budget)
+        plan.tokens += count
+        plan.prefill_tokens += count
+        slots.scheduled[slot] = before + count
+        # Of a prompt that siblings share, the page of the last token stays its own: they copy it.
+        findable = before + count - (slots.lent_pages[slot] > 0)
+        self._lifecycle.register_pages(slot, int(findable), ready_step=plan.step + 1)
+        if before + count < given:
+            slots.delay[slot] = -(-(given - before - count) // state.shape.max_tokens_per_step)
+            return count
+        plan.sampled += 1
+        state.prefilling.remove(slot)
+        self._complete(np.array([slot]), plan.step)
+        self._lifecycle.share_ready(slots.samples[slot], plan.step)
+        return count
+
+    def _complete(self, chosen: np.ndarray, step: int) -> None:
+        """The plan ``step`` computes the last of these slots' known tokens: now their ends are exact."""
+        slots = self._state.slots
+        slots.scheduled[chosen] = slots.given[chosen]
+        slots.delay[chosen] = 0
+        slots.end_step[chosen] = step + self._prediction.steps_to_end(chosen)
+
+    def _count_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> None:
+        """``chosen``: indices into ``samples``; the first that is missing was passed by all behind it."""
+        gaps = np.flatnonzero(chosen != np.arange(len(chosen)))
+        if len(gaps):
+            passed = len(chosen) - int(gaps[0])
+            samples[int(gaps[0])].overtaken += passed
+            self._state.counters.overtakes += passed
+
+    def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int) -> Rows:
+        """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with
+        nothing running its own is too. A sample that does not fit even then ends with an error, never with a hang."""
+        state = self._state
+        idle = state.slots.running == 0
+        let_go = [request for request in state.sharing if idle or request is not head.request]
+        for request in let_go:
+            self._lifecycle.end_share(request)
+        if not idle:
+            return []
+        if not let_go:
+            error = "the sequence does not fit the KV cache by itself"
+            self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
+        return self.admit(plan, budget, now_ns)
+
+
+class _Candidates(NamedTuple):
+    """Beside the samples of the entries."""
+
+    sequences: Sequences
+    total: np.ndarray
+    quantile: np.ndarray
+    end_step: np.ndarray
+
+    def lengths(self, chosen: np.ndarray) -> Lengths:
+        return Lengths(self.total[chosen], self.quantile[chosen], self.end_step[chosen])
+
+
+def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:
+    """The entries with only those of their samples, counted through, that are in ``chosen`` (ascending)."""
+    kept, at = [], 0
+    for entry in entries:
+        count = len(entry.samples)
+        within = chosen[(chosen >= at) & (chosen < at + count)] - at
+        if len(within) == count:
+            kept.append(entry)
+        elif len(within):
+            kept.append(entry._replace(samples=[entry.samples[index] for index in within.tolist()]))
+        at += count
+    return kept

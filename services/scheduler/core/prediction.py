@@ -1,0 +1,69 @@
+"""Says when running sequences will end: at their limits, or as the predictor says."""
+
+import numpy as np
+
+from services.scheduler.core.request import Sample
+from services.scheduler.core.state import State
+
+_GOLDEN = (5**0.5 - 1) / 2
+_REFRESH_STEPS = 32  # between two looks at what running sequences teach
+
+
+class Prediction:
+    """Predicted lengths are draws, not means: every sequence stands for one quantile of its class, the quantiles of
+    successive sequences are spread evenly (an additive recurrence with the golden ratio), so that the curve of many
+    sequences is that of the distribution. A sequence that outlives its length gets a new one. Owned by the core.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._refreshed = 0
+
+    def totals(self, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths, prompt included, at which waiting samples will end (int64), and their quantiles (float64)."""
+        limits = np.array([sample.request.limit for sample in samples], np.int64)
+        quantiles = np.array([sample.arrival for sample in samples], np.int64) * _GOLDEN % 1
+        chosen = np.array([index for index, sample in enumerate(samples) if not sample.guaranteed], np.int64)
+        if len(chosen):
+            rows = [(s.request.length_class_id, s.request.prompt_tokens, s.given) for s in samples if not s.guaranteed]
+            classes, prompts, given = np.array(rows, np.int64).T
+            limits[chosen] = self._draw(classes, prompts, given, limits[chosen], quantiles[chosen])
+        return limits, quantiles
+
+    def refresh(self, step: int) -> None:
+        """Before the plan ``step``: new lengths for sequences that should be gone, and from time to time for all."""
+        state, slots = self._state, self._state.slots
+        chosen = np.flatnonzero(slots.active & ~slots.guaranteed)
+        if not 0 <= step - self._refreshed < _REFRESH_STEPS:
+            self._refreshed = step
+            running = np.flatnonzero(slots.active)
+            ages = slots.known[running] - slots.prompt[running]
+            state.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
+            slots.looked_at[running] = ages
+        else:
+            chosen = chosen[slots.end_step[chosen] <= step]
+        if len(chosen):
+            # A new quantile each time: those with low ones are drawn anew more often, and high ones would be left.
+            slots.quantile[chosen] = (slots.quantile[chosen] + _GOLDEN) % 1
+            known = slots.known[chosen]
+            classes, limits = slots.length_class[chosen], slots.limit[chosen]
+            slots.total[chosen] = self._draw(classes, slots.prompt[chosen], known, limits, slots.quantile[chosen])
+            # As of the plan before: this one has not computed anything yet.
+            slots.end_step[chosen] = step - 1 + self.steps_to_end(chosen)
+
+    def steps_to_end(self, chosen: np.ndarray) -> np.ndarray:
+        """Steps from the last plan that computed something for these slots to the one that releases them, if prefill is
+        as slow as it can be: later chunks get what decoding leaves of a step. int64.
+
+        The last result arrives ``steps_ahead`` plans after its own at the latest.
+        """
+        state, slots = self._state, self._state.slots
+        missing = np.maximum(slots.given[chosen] - slots.scheduled[chosen], 0)
+        slowest = max(1, state.shape.max_tokens_per_step - slots.running)
+        decoding = np.maximum(slots.total[chosen] - 1 - np.maximum(slots.scheduled[chosen], slots.given[chosen]), 0)
+        return -(-missing // slowest) + decoding + state.steps_ahead
+
+    def _draw(self, classes, prompts, known, limits, quantiles) -> np.ndarray:
+        """Total lengths, int64; arrays beside each other, lengths in tokens."""
+        drawn = self._state.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
+        return np.minimum(prompts + np.minimum(drawn, limits), limits)

@@ -1,0 +1,166 @@
+"""Gives a worker the plans of a recording again and compares what it answers."""
+
+import queue
+from collections import deque
+from dataclasses import dataclass, field
+
+import grpc
+
+from services.common.packed import read_fixed32
+from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.scheduler.record.occupants import Occupants
+from services.scheduler.record.reader import RecordedStep, Recording
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
+
+_MOST_DIFFERENCES = 20  # lines
+_SCHEDULER_ID = "toka-replay"
+
+
+class Unsuitable(Exception):
+    """The worker cannot run these plans; the message says why."""
+
+
+@dataclass
+class Outcome:
+    """What came of a replay. A sequence whose token differs goes on from it: its later tokens may differ too."""
+
+    steps: int = 0
+    tokens: int = 0  # recorded
+    different_tokens: int = 0  # another token, or one where there was none, or none where there was one
+    different_failures: int = 0
+    different_steps: int = 0
+    differences: list[str] = field(default_factory=list)  # sentences about the first of them
+    model: str = ""  # of the worker
+
+    @property
+    def same(self) -> bool:
+        return not self.different_steps
+
+
+def feed(recording: Recording, address: str) -> Outcome:
+    """Replay the answered plans of ``recording``, with as many on the wire as there were.
+
+    The worker at ``address`` is taken over: a scheduler that it serves loses it. Raises ``Unsuitable``,
+    ``RecordingError`` and, when the worker refuses or is lost, ``grpc.RpcError``.
+    """
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        info = stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=30.0).info
+        _check_worker(recording, info)
+        requests: queue.SimpleQueue[worker_pb2.RunStepsRequest | None] = queue.SimpleQueue()
+        hello = worker_pb2.Hello(
+            scheduler_id=_SCHEDULER_ID,
+            expected_incarnation_id=info.incarnation_id,
+            plans_in_flight=recording.connected.plans_in_flight,
+        )
+        requests.put(worker_pb2.RunStepsRequest(hello=hello))
+        call = stub.RunSteps(iter(requests.get, None))
+        try:
+            _next(call)  # ready
+            outcome = _run(recording, requests, call)
+            outcome.model = info.model
+            requests.put(None)
+            for _ in call:
+                pass
+        finally:
+            requests.put(None)
+            call.cancel()
+    return outcome
+
+
+def _run(recording: Recording, requests: queue.SimpleQueue, answers: grpc.Call) -> Outcome:
+    outcome, occupants = Outcome(), Occupants()
+    on_the_wire: deque[RecordedStep] = deque()
+    for step in recording.steps():
+        if step.result is None:
+            break
+        if len(on_the_wire) == recording.connected.plans_in_flight:
+            _compare(on_the_wire.popleft(), _next(answers).result, occupants, outcome)
+        requests.put(worker_pb2.RunStepsRequest(plan=step.plan.plan))
+        on_the_wire.append(step)
+    while on_the_wire:
+        _compare(on_the_wire.popleft(), _next(answers).result, occupants, outcome)
+    return outcome
+
+
+def _next(answers: grpc.Call) -> worker_pb2.RunStepsResponse:
+    answer = next(answers, None)
+    if answer is None:
+        raise Unsuitable("the worker ended the stream")
+    return answer
+
+
+def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
+    """Sizes only: what a plan needs beyond them (Hydragen, micro-batches) the worker refuses itself."""
+    recorded = recording.info
+    for name in ("page_size", "vocab_size"):
+        if getattr(found, name) != getattr(recorded, name):
+            raise Unsuitable(
+                f"the worker has {name}={getattr(found, name)}, recorded was {name}={getattr(recorded, name)}: start a"
+                " worker with the same model and page_size"
+            )
+    for name, flag in (
+        ("page_count", "kv_cache_num_tokens"),
+        ("max_slots", "max_seqs_per_forward"),
+        ("max_tokens_per_step", "max_tokens_per_forward"),
+        ("max_context_tokens", "max_context_tokens"),
+    ):
+        if getattr(found, name) < getattr(recorded, name):
+            raise Unsuitable(
+                f"the worker has {name}={getattr(found, name)}, recorded was {name}={getattr(recorded, name)}: start"
+                f" it with {flag} as it was"
+            )
+    if found.max_plans_in_flight < recording.connected.plans_in_flight:
+        raise Unsuitable(
+            f"the worker takes {found.max_plans_in_flight} plans in flight, recorded were"
+            f" {recording.connected.plans_in_flight}"
+        )
+
+
+def _compare(step: RecordedStep, found: plan_pb2.StepResult, occupants: Occupants, outcome: Outcome) -> None:
+    occupants.apply(step.plan)
+    recorded = step.result.result
+    outcome.steps += 1
+    outcome.tokens += len(recorded.token_ids)
+    pairs = [_tokens(message) for message in (recorded, found)]
+    tokens = _differing(*pairs)
+    failures = _differing(*({failure.slot: failure.message for failure in m.failures} for m in (recorded, found)))
+    order = not tokens and not failures and list(recorded.slots) != list(found.slots)
+    if not (tokens or failures or order or recorded.step != found.step):
+        return
+    outcome.different_steps += 1
+    outcome.different_tokens += len(tokens)
+    outcome.different_failures += len(failures)
+    if len(outcome.differences) < _MOST_DIFFERENCES:
+        outcome.differences.append(_describe(step, found, tokens, failures, occupants))
+
+
+def _tokens(result: plan_pb2.StepResult) -> dict[int, int]:
+    return dict(zip(read_fixed32(result.slots).tolist(), read_fixed32(result.token_ids).tolist(), strict=True))
+
+
+def _differing(recorded: dict, found: dict) -> dict[int, tuple]:
+    """slot -> (recorded, found) where they are not the same; None = nothing."""
+    if recorded == found:
+        return {}
+    slots = sorted(recorded.keys() | found.keys())
+    return {slot: (recorded.get(slot), found.get(slot)) for slot in slots if recorded.get(slot) != found.get(slot)}
+
+
+def _describe(
+    step: RecordedStep,
+    found: plan_pb2.StepResult,
+    tokens: dict[int, tuple],
+    failures: dict[int, tuple],
+    occupants: Occupants,
+) -> str:
+    number = step.plan.plan.step
+    if found.step != number:
+        return f"step {number}: the worker answered step {found.step}"
+    if not tokens and not failures:
+        return f"step {number}: the same tokens in another order of slots"
+    kind, differing = ("token", tokens) if tokens else ("failure", failures)
+    slot, (recorded, now) = next(iter(differing.items()))
+    more = len(tokens) + len(failures) - 1
+    rest = f", and {more} more in this step" if more else ""
+    return f"step {number}, slot {slot} ({occupants.name(slot)}): recorded {kind} {recorded}, now {now}{rest}"

@@ -1,0 +1,75 @@
+"""``toka-inspect record=FILE_OR_DIR step=N | sequence=REQUEST_ID[:SAMPLE] | page=N``: a step, the life of a sequence,
+or the life of a page.
+"""
+
+import sys
+from collections.abc import Callable
+
+from pydantic import Field
+from rich.console import Console
+
+from services.common.flags import Config, Int
+from services.scheduler.record.command import fail, read_flags
+from services.scheduler.record.page_view import PageView
+from services.scheduler.record.reader import Recording, RecordingError, open_recordings
+from services.scheduler.record.sequence_view import SequenceView
+from services.scheduler.record.step_view import StepView
+from services.scheduler.record.view import View, walk
+
+_WIDTH = 160  # columns, where the output is no terminal
+
+
+class InspectConfig(Config):
+    """The flags."""
+
+    record: str = Field("", description="a recording (*.tkrec), or a directory of them")
+    step: Int | None = Field(None, ge=1, description="show this step: its plan, its batch, its result")
+    sequence: str = Field("", description="show the life of REQUEST_ID, or of one of its samples: REQUEST_ID:SAMPLE")
+    page: Int | None = Field(None, ge=0, description="show who held this page, its copies and its tokens")
+
+
+def main() -> None:
+    config = read_flags(InspectConfig, __doc__)
+    view = _view(config)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    try:
+        shown, violations = inspect(open_recordings(config.record), view, console)
+    except RecordingError as error:
+        fail(str(error))
+    if not shown:
+        fail("the recording has no such step, sequence or page holder")
+    sys.exit(1 if violations else 0)
+
+
+def inspect(recordings: list[Recording], view: Callable[[], View], console: Console) -> tuple[bool, bool]:
+    """Show a fresh view of each recording. Returns: anything shown, a plan that breaks the contract met."""
+    shown = broken = False
+    for recording in recordings:
+        seen = view()
+        violation = walk(recording, seen)
+        parts = seen.shown()
+        shown, broken = shown or bool(parts), broken or bool(violation)
+        if violation:
+            parts = [*parts, f"the recording cannot be followed any further: {violation}"]
+        if parts and len(recordings) > 1:
+            console.print(str(recording.path))
+        for part in parts:
+            console.print(part)
+    return shown, broken
+
+
+def _view(config: InspectConfig) -> Callable[[], View]:
+    if not config.record:
+        fail("give record=FILE_OR_DIR: what the scheduler wrote with record_plans=DIR", status=2)
+    chosen = [config.step is not None, bool(config.sequence), config.page is not None]
+    if sum(chosen) != 1:
+        fail("give one of step=N, sequence=REQUEST_ID[:SAMPLE] and page=N", status=2)
+    if config.step is not None:
+        return lambda: StepView(config.step)
+    if config.page is not None:
+        return lambda: PageView(config.page)
+    return lambda: SequenceView(config.sequence)
+
+
+if __name__ == "__main__":
+    main()

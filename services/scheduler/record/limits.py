@@ -1,0 +1,49 @@
+"""Sizes of a worker, and whether an admission fits them."""
+
+from typing import Protocol
+
+import numpy as np
+
+from services.scheduler.record.violation import require
+from tokasaurus.worker.v1 import plan_pb2
+
+
+class WorkerLimits(Protocol):
+    """What plans must fit into; a ``WorkerInfo`` is one."""
+
+    page_size: int
+    page_count: int
+    max_slots: int
+    max_tokens_per_step: int
+    max_context_tokens: int
+    vocab_size: int
+    max_top_logprobs: int
+    hydragen: bool
+    max_micro_batches: int
+
+
+def most_pages(limits: WorkerLimits) -> int:
+    """Of one page table: a sequence may own a page more than it fills."""
+    return -(-limits.max_context_tokens // limits.page_size) + 1
+
+
+def check_admission(admission: plan_pb2.Admission, tokens: np.ndarray, pages: np.ndarray, limits: WorkerLimits) -> None:
+    """Whatever the worker's state. ``tokens`` uint32 and ``pages`` int64: the admission's own, unpacked."""
+    slot, cached = admission.slot, admission.cached_tokens
+    require(slot < limits.max_slots, f"admission, and the worker has {limits.max_slots} slots", slot=slot)
+    require(0 < len(tokens) < limits.max_context_tokens, f"admission with {len(tokens)} tokens", slot=slot)
+    require(tokens.max() < limits.vocab_size, "admission with a token outside the vocabulary", slot=slot)
+    require(cached < len(tokens), f"cached_tokens={cached} leaves nothing to compute", slot=slot)
+    require(cached <= len(pages) * limits.page_size, f"cached_tokens={cached} do not fit its pages", slot=slot)
+    require(len(pages) <= most_pages(limits), "a page table longer than the context", slot=slot)
+    require(not len(pages) or pages.max() < limits.page_count, "a page outside the pool", slot=slot)
+    require(len(set(pages.tolist())) == len(pages), "a page twice in one page table", slot=slot)
+    require(admission.HasField("sampling"), "admission without sampling settings", slot=slot)
+    settings = admission.sampling
+    require(settings.temperature >= 0, f"temperature={settings.temperature}", slot=slot)
+    require(0 < settings.top_p <= 1, f"top_p={settings.top_p}", slot=slot)
+    require(0 <= settings.min_p <= 1, f"min_p={settings.min_p}", slot=slot)
+    require(settings.top_logprobs <= limits.max_top_logprobs, f"top_logprobs={settings.top_logprobs}", slot=slot)
+    biased, values = settings.logit_bias_token_ids, settings.logit_bias_values
+    require(len(biased) == len(values), "logit_bias arrays differ in length", slot=slot)
+    require(all(token < limits.vocab_size for token in biased), "a bias outside the vocabulary", slot=slot)

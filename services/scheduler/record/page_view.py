@@ -1,0 +1,84 @@
+"""The life of a page: who held it, what it was copied from and onto, and what it held."""
+
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+
+from services.scheduler.record.reader import RecordedStep
+from services.scheduler.record.view import WorkerState, listed, table
+
+
+@dataclass
+class _Holding:
+    sequence: str
+    slot: int
+    place: int  # in the page table
+    how: str
+    first: int  # step
+    last: int | None = None  # step that lets go; None = not yet
+    tokens: str = "-"
+
+
+class PageView:
+    """Memory grows with the number of holders only."""
+
+    def __init__(self, page: int) -> None:
+        self._page = page
+        self._holdings: list[_Holding] = []
+        self._held: dict[int, _Holding] = {}  # by slot
+        self._copies: list[tuple[int, int, int]] = []  # (step, from, onto)
+        self.done = False
+
+    def before(self, step: RecordedStep, state: WorkerState) -> None:
+        """What releases let go, with what it held until then; what the plan itself says."""
+        plan, self._state = step.plan.plan, state
+        for slot in plan.release_slots:
+            holding = self._held.pop(slot, None)
+            if holding is not None:
+                holding.last, holding.tokens = plan.step, self._tokens(holding, state)
+        for admission, request_id in zip(plan.admissions, step.plan.admitted_ids, strict=True):
+            pages = list(admission.pages)
+            if self._page in pages:
+                place = pages.index(self._page)
+                cached = min(
+                    admission.cached_tokens - place * state.checker.limits.page_size, state.checker.kv.shape[1]
+                )
+                how = f"{cached} tokens cached" if cached > 0 else "new"
+                name = f"{request_id}:{admission.sampling.sample_index}"
+                self._take(_Holding(name, admission.slot, place, how, plan.step))
+        for source, target in zip(plan.copy_source_pages, plan.copy_target_pages, strict=False):
+            if self._page in (source, target):
+                self._copies.append((plan.step, source, target))
+
+    def after(self, step: RecordedStep, state: WorkerState) -> None:
+        plan = step.plan.plan
+        for slot, page in zip(plan.append_slots, plan.append_pages, strict=True):
+            if page == self._page:
+                place = state.checker.tables[slot, : state.checker.page_counts[slot]].tolist().index(page)
+                self._take(_Holding(state.occupants.name(slot), slot, place, "appended", plan.step))
+
+    def shown(self) -> list[RenderableType]:
+        tables = []
+        for holding in self._held.values():
+            holding.tokens = self._tokens(holding, self._state)
+        if self._holdings:
+            rows = (
+                (h.first, "-" if h.last is None else h.last, h.sequence, h.slot, h.place, h.how, h.tokens)
+                for h in self._holdings
+            )
+            columns = ("from step", "to step", "sequence", "slot", "place", "how", "tokens in it")
+            tables.append(table(f"page {self._page}", columns, rows))
+        if self._copies:
+            tables.append(table(f"copies from and onto page {self._page}", ("step", "from", "onto"), self._copies))
+        return tables
+
+    def _take(self, holding: _Holding) -> None:
+        self._held[holding.slot] = holding
+        self._holdings.append(holding)
+
+    def _tokens(self, holding: _Holding, state: WorkerState) -> str:
+        """The tokens of the holder whose keys and values are in the page."""
+        checker = state.checker
+        size = checker.limits.page_size
+        count = int(checker.computed[holding.slot]) - holding.place * size
+        return listed(checker.page_tokens[self._page, : max(0, min(size, count))].tolist())

@@ -1,0 +1,123 @@
+"""Reads what `Recorder` wrote, entry by entry: a file may be larger than memory."""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from services.scheduler.record.recorder import SUFFIX
+from tokasaurus.worker.v1 import record_pb2
+
+_LONGEST_VARINT = 10  # bytes
+TORN = "it ends in the middle of an entry"
+OPEN = "it has no end: it is still being written, or its scheduler died"
+
+
+class RecordingError(Exception):
+    """The file is no recording, or damaged. The message names it and says where."""
+
+
+class _Torn(Exception):
+    """The file ends within an entry."""
+
+
+class RecordedStep(NamedTuple):
+    """A plan and its answer."""
+
+    plan: record_pb2.PlanRecord
+    result: record_pb2.ResultRecord | None  # None = not answered before the recording ended
+
+
+class Recording:
+    """One file: one connection to one worker. ``steps`` may be called any number of times."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``RecordingError`` when it does not begin as a recording does."""
+        self.path = path
+        self.ending = ""  # why the recording ends; known when ``steps`` is through
+        first = next(self._entries(), None)
+        if first is None or first.WhichOneof("entry") != "connected":
+            raise RecordingError(f"{path}: no recording: it does not begin with the connection to a worker")
+        self.connected: record_pb2.Connected = first.connected
+        self.info = first.connected.info
+
+    def steps(self) -> Iterator[RecordedStep]:
+        """In order; those at the end may be without an answer. Raises ``RecordingError``."""
+        waiting: deque[record_pb2.PlanRecord] = deque()
+        self.ending = OPEN
+        for entry in islice(self._entries(), 1, None):
+            match entry.WhichOneof("entry"):
+                case "plan":
+                    waiting.append(self._checked(entry.plan))
+                case "result":
+                    expected = waiting[0].plan.step if waiting else None
+                    if entry.result.result.step != expected:
+                        raise RecordingError(
+                            f"{self.path}: the result of step {entry.result.result.step} where that of {expected} is"
+                            " due: the file is damaged, or the worker answered out of turn"
+                        )
+                    yield RecordedStep(waiting.popleft(), entry.result)
+                case "disconnected":
+                    self.ending = f"disconnected: {entry.disconnected.reason}"
+                case "cut":
+                    self.ending = f"cut short: {entry.cut.reason}"
+                case kind:
+                    raise RecordingError(f"{self.path}: an entry ({kind}) where a plan or a result is due")
+        for plan in waiting:
+            yield RecordedStep(plan, None)
+
+    def _checked(self, record: record_pb2.PlanRecord) -> record_pb2.PlanRecord:
+        plan = record.plan
+        if (len(record.admitted_ids), len(record.released_ids)) != (len(plan.admissions), len(plan.release_slots)):
+            raise RecordingError(f"{self.path}: damaged: step {plan.step} has request ids of other sequences")
+        return record
+
+    def _entries(self) -> Iterator[record_pb2.Record]:
+        with self.path.open("rb") as file:
+            while True:
+                at = file.tell()
+                try:
+                    payload = _next_payload(file)
+                    if payload is None:
+                        return
+                    yield record_pb2.Record.FromString(payload)
+                except _Torn:
+                    self.ending = TORN
+                    return
+                except (DecodeError, ValueError) as error:
+                    raise RecordingError(f"{self.path}: damaged, or no recording, at byte {at}: {error}") from error
+
+
+def open_recordings(path: str) -> list[Recording]:
+    """The recording ``path``, or all in the directory ``path``, oldest first. Raises ``RecordingError``."""
+    place = Path(path)
+    if not place.exists():
+        raise RecordingError(f"{path}: there is no such file or directory")
+    paths = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
+    if not paths:
+        raise RecordingError(f"{path}: no recordings (*{SUFFIX}) in this directory")
+    return [Recording(path) for path in paths]
+
+
+def _next_payload(file: BinaryIO) -> bytes | None:
+    """One entry's bytes; None at the end of the file."""
+    length, shift = 0, 0
+    while True:
+        byte = file.read(1)
+        if not byte:
+            if shift:
+                raise _Torn
+            return None
+        length |= (byte[0] & 0x7F) << shift
+        shift += 7
+        if byte[0] < 0x80:
+            break
+        if shift >= 7 * _LONGEST_VARINT:
+            raise ValueError("a length of more than ten bytes")
+    if length > os.fstat(file.fileno()).st_size - file.tell():
+        raise _Torn
+    return file.read(length)

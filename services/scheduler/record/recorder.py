@@ -1,0 +1,139 @@
+"""Keeps every plan and every result of a scheduler in files."""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import structlog
+from google.protobuf.proto import serialize_length_prefixed
+
+from services.common.errors import InvalidRequest
+from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2
+
+log = structlog.get_logger(__name__)
+
+SUFFIX = ".tkrec"
+_MOST_WAITING = 4096  # entries
+_CLOSE_S = 10.0
+
+
+class Recorder:
+    """Called on the step loop's thread, which it never keeps waiting: a thread of its own writes.
+
+    Each connection to a worker has a file of its own in ``directory``, ``plans-<UTC time>-<process id>.tkrec``: a
+    sequence of ``Record`` messages, each behind its length as a varint. When the disk does not keep up or fails, the
+    recording ends for good with one error in the log: a file may be cut short, and says so if it still can, but it
+    never has a hole.
+    """
+
+    def __init__(self, directory: str, scheduler_id: str = "", *, most_waiting: int = _MOST_WAITING) -> None:
+        """``most_waiting``: entries that may wait for the disk. ``InvalidRequest`` when it may not write there."""
+        self._directory = Path(directory)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            writable = os.access(self._directory, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise InvalidRequest(
+                f"flag record_plans={directory}: {error.strerror}; name a directory", field="record_plans"
+            ) from error
+        if not writable:
+            raise InvalidRequest(
+                f"flag record_plans={directory}: this process may not write there; name another directory",
+                field="record_plans",
+            )
+        self._scheduler_id = scheduler_id
+        self._most_waiting = most_waiting
+        self._waiting: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._ended = False  # no entry is taken any more
+        self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
+        self._thread.start()
+
+    # -- on the step loop's thread; what is given must not change afterwards
+
+    def connected(self, info: worker_pb2.WorkerInfo, plans_in_flight: int) -> None:
+        """A worker that holds nothing is there: a new file begins."""
+        self._put(
+            "connected",
+            info=info,
+            plans_in_flight=plans_in_flight,
+            scheduler_id=self._scheduler_id,
+            connected_ns=time.time_ns(),
+        )
+
+    def plan(self, message: plan_pb2.StepPlan, admitted_ids: Sequence[str], released_ids: Sequence[str]) -> None:
+        """A plan was sent. The request ids stand beside its admissions and its releases."""
+        self._put("plan", plan=message, sent_ns=time.time_ns(), admitted_ids=admitted_ids, released_ids=released_ids)
+
+    def result(self, message: plan_pb2.StepResult) -> None:
+        """The oldest plan without an answer was answered."""
+        self._put("result", result=message, received_ns=time.time_ns())
+
+    def disconnected(self, reason: str) -> None:
+        """The worker is gone: its file ends."""
+        self._put("disconnected", reason=reason)
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("the disk does not answer: the end of the recording is lost", directory=str(self._directory))
+
+    def _put(self, kind: str, **fields: Any) -> None:
+        """The writer makes the ``Record``: that copies the messages."""
+        if self._ended:
+            return
+        if self._waiting.qsize() < self._most_waiting:
+            self._waiting.put((kind, fields))
+            return
+        self._ended = True
+        reason = f"the disk does not keep up: {self._most_waiting} entries wait for it"
+        self._waiting.put(("cut", {"reason": reason}))
+        log.error("the recording of plans ends here", directory=str(self._directory), reason=reason)
+
+    # -- on the writer's thread
+
+    def _write_all(self) -> None:
+        file: BinaryIO | None = None
+        try:
+            while (entry := self._waiting.get()) is not None:
+                kind, fields = entry
+                if kind == "connected":
+                    if file is not None:
+                        file.close()
+                    file = self._open()
+                if file is None:
+                    continue
+                serialize_length_prefixed(record_pb2.Record(**{kind: fields}), file)
+                if kind in ("disconnected", "cut"):
+                    file.close()
+                    file = None
+                elif self._waiting.empty():
+                    file.flush()
+            if file is not None:
+                serialize_length_prefixed(record_pb2.Record(disconnected={"reason": "the scheduler stopped"}), file)
+                file.close()
+        except Exception as error:
+            self._fail(file, error)
+
+    def _open(self) -> BinaryIO:
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        path = self._directory / f"plans-{now}-{os.getpid()}{SUFFIX}"
+        log.info("recording plans", file=str(path))
+        return path.open("xb")
+
+    def _fail(self, file: BinaryIO | None, error: Exception) -> None:
+        """What waits and what follows is let go; the file may end in the middle of an entry."""
+        self._ended = True
+        log.error("the recording of plans ends here", directory=str(self._directory), reason=str(error))
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+        while self._waiting.get() is not None:  # until `close`
+            pass

@@ -1,0 +1,49 @@
+"""What is wrong with a plan or with its answer."""
+
+import numpy as np
+
+
+class Violation(Exception):
+    """Says in which step, and which slot and page it is about, where there is one."""
+
+    def __init__(self, message: str, *, slot: int | None = None, page: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.step: int | None = None  # the checker knows
+        self.slot = slot
+        self.page = page
+
+    def __str__(self) -> str:
+        parts = (("step", self.step), ("slot", self.slot), ("page", self.page))
+        where = ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+        return f"{where}: {self.message}" if where else self.message
+
+
+class PlanViolation(Violation):
+    """The plan breaks the worker's contract."""
+
+
+class ResultViolation(Violation):
+    """The answer does not fit the plan."""
+
+
+def require(condition: bool, message: str, *, slot: int | None = None) -> None:
+    """``PlanViolation`` unless ``condition``."""
+    if not condition:
+        raise PlanViolation(message, slot=slot)
+
+
+def require_each(
+    good: np.ndarray, message: str, *, slots: np.ndarray | None = None, pages: np.ndarray | None = None
+) -> None:
+    """``PlanViolation`` about the first of ``slots`` and ``pages`` whose entry in ``good`` is not true."""
+    if not good.all():
+        at = int(good.argmin())
+        slot, page = (None if ids is None else int(ids[at]) for ids in (slots, pages))
+        raise PlanViolation(message, slot=slot, page=page)
+
+
+def expect(condition: bool, message: str) -> None:
+    """``ResultViolation`` unless ``condition``."""
+    if not condition:
+        raise ResultViolation(message)

@@ -1,0 +1,389 @@
+"""The waiting queue: nothing is lost or doubled, classes are kept, keys get like shares, and age reaches everybody."""
+
+import gc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.request import Priority, Request, Sample, SamplingSettings
+from services.scheduler.core.waiting import QUANTUM, WaitingQueue
+
+HIGH, NORMAL, LOW = Priority
+EVERYTHING = 1_000_000
+SETTINGS, TOKENS = SamplingSettings(), np.zeros(1, np.uint32)
+
+
+class Arrivals:
+    """Makes samples as the core does: numbered in the order of arrival."""
+
+    def __init__(self):
+        self.made = []
+
+    def request(self, *, key="", priority=NORMAL, cost=100, n=1, now_ns=0):
+        request = Request(f"r{len(self.made)}", TOKENS, SETTINGS, n=n, priority=priority, fairness_key=key)
+        request.cost, request.limit = cost, cost + 1
+        samples = [Sample(request, offset, len(self.made) + offset, now_ns) for offset in range(n)]
+        self.made += samples
+        return samples
+
+    def sample(self, **fields):
+        return self.request(**fields)[0]
+
+
+@pytest.fixture
+def arrivals():
+    return Arrivals()
+
+
+def filled(samples, ageing_ns=0):
+    queue = WaitingQueue(ageing_ns)
+    for sample in samples:
+        queue.push(sample)
+    return queue
+
+
+def drain(queue, most=1, now_ns=0):
+    """The whole order of service, ``most`` samples at a time."""
+    order = []
+    while queue:
+        served = queue.candidates(most, now_ns)
+        queue.serve(served)
+        order += served
+    return order
+
+
+class Naive:
+    """The same rules without any of the bookkeeping: lists, and everything computed anew for each sample."""
+
+    def __init__(self, ageing_ns):
+        self.ageing_ns = ageing_ns
+        self.flows = {}  # (priority, key): [samples, tokens spent, position in a round]
+        self.round = dict.fromkeys(Priority, 0)
+        self.joined = 0
+
+    def push(self, sample, *, front=False):
+        place = (sample.request.priority, sample.request.fairness_key)
+        if place not in self.flows:
+            round_ = self.round[place[0]]
+            self.flows[place] = [[], round_ * QUANTUM, (-round_, self.joined)]
+            self.joined += 1
+        samples = self.flows[place][0]
+        samples.insert(0 if front else len(samples), sample)
+
+    def leave(self, sample, *, served):
+        place = (sample.request.priority, sample.request.fairness_key)
+        flow = self.flows[place]
+        flow[0].remove(sample)
+        if served:
+            flow[1] += sample.cost
+            if place[0] == min(self.flows)[0]:
+                self.round[place[0]] = max(self.round[place[0]], -(-flow[1] // QUANTUM))
+        if not flow[0]:
+            del self.flows[place]
+
+    def samples(self, priority=None):
+        return [s for (p, _), flow in self.flows.items() if priority in (None, p) for s in flow[0]]
+
+    def first(self, now_ns):
+        def rank(priority):
+            oldest = min(sample.accepted_ns for sample in self.samples(priority))
+            return priority - (now_ns - oldest) // self.ageing_ns if self.ageing_ns else priority
+
+        waiting = sorted({priority for priority, _ in self.flows})
+        chosen = min(waiting, key=rank)
+        if chosen != waiting[0]:
+            return min(self.samples(chosen), key=lambda sample: (sample.accepted_ns, sample.arrival))
+        flows = [flow for (priority, _), flow in self.flows.items() if priority == chosen]
+        return min(flows, key=lambda flow: (-(-(flow[1] + flow[0][0].cost) // QUANTUM), flow[2]))[0][0]
+
+    def order(self, now_ns):
+        copy = Naive(self.ageing_ns)
+        copy.flows = {place: [list(flow[0]), *flow[1:]] for place, flow in self.flows.items()}
+        order = []
+        while copy.flows:
+            order.append(copy.first(now_ns))
+            copy.leave(order[-1], served=True)
+        return order
+
+
+moves = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {
+                "priority": st.sampled_from(list(Priority)),
+                "key": st.sampled_from(["", "a", "b", "c"]),
+                "cost": st.sampled_from([1, 700, 2000, QUANTUM, 5000, 30_000]),
+                "n": st.sampled_from([1, 1, 1, 2, 5]),
+            }
+        ),
+        st.tuples(st.sampled_from(["serve", "interrupt", "wait"]), st.integers(1, 8)),
+        st.tuples(st.just("skip"), st.sets(st.integers(0, 9), min_size=1)),
+        st.tuples(st.just("remove"), st.integers(0, 40)),
+    ),
+    min_size=10,
+    max_size=40,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([0, 1, 3]), moves, st.integers(1, 20))
+def test_every_history_is_served_by_the_rules_and_nothing_is_lost_or_doubled(ageing_ns, moves, most):
+    arrivals, queue, naive = Arrivals(), WaitingQueue(ageing_ns), Naive(ageing_ns)
+    now_ns, running = 0, []
+    for move in moves:
+        match move:
+            case dict():
+                for sample in arrivals.request(**move, now_ns=now_ns):
+                    queue.push(sample)
+                    naive.push(sample)
+            case ("serve", many):
+                served = queue.candidates(many, now_ns)
+                queue.serve(served)
+                for sample in served:
+                    naive.leave(sample, served=True)
+                running += served
+            case ("skip", places):
+                for place, sample in enumerate(queue.candidates(10, now_ns)):
+                    if place in places:
+                        queue.serve([sample])
+                        naive.leave(sample, served=True)
+                        running.append(sample)
+            case ("remove", place) if queue:
+                sample = list(queue)[place % len(queue)]
+                queue.remove(sample)
+                naive.leave(sample, served=False)
+            case ("interrupt", many):
+                for sample in running[:many]:
+                    queue.push_front(sample)
+                    naive.push(sample, front=True)
+                del running[:many]
+            case ("wait", time):
+                now_ns += time
+        order = queue.candidates(EVERYTHING, now_ns)
+        assert order == naive.order(now_ns)
+        assert queue.candidates(most, now_ns) == order[:most]
+        assert queue.candidates(EVERYTHING, now_ns) == order
+        waiting = naive.samples()
+        assert sorted(map(id, queue)) == sorted(map(id, waiting))
+        assert len(queue) == len(waiting) == len(order)
+        assert queue.tokens == sum(sample.outstanding for sample in waiting)
+        for sample in arrivals.made:
+            assert sample.request.waiting == sum(each.request is sample.request for each in waiting)
+    order = queue.candidates(EVERYTHING, now_ns)
+    assert drain(queue, most, now_ns) == order
+    assert len(queue) == queue.tokens == 0
+
+
+costs = st.lists(st.integers(1, 3 * QUANTUM), min_size=1, max_size=30)
+
+
+@given(st.lists(costs, min_size=1, max_size=5))
+def test_keys_are_served_as_deficit_round_robin_is_written_in_its_paper(costs_of_keys):
+    arrivals = Arrivals()
+    flows = [[arrivals.sample(key=str(key), cost=c) for c in costs] for key, costs in enumerate(costs_of_keys)]
+    queue = filled(sample for flow in flows for sample in flow)
+    order, active = [], [[list(flow), 0] for flow in flows]
+    while active:
+        samples, deficit = active.pop(0)
+        deficit += QUANTUM
+        while samples and samples[0].cost <= deficit:
+            deficit -= samples[0].cost
+            order.append(samples.pop(0))
+        if samples:
+            active.append([samples, deficit])
+    assert queue.candidates(EVERYTHING, 0) == order
+
+
+def most_apart(queue, most):
+    """How far apart, in tokens, the service of two keys comes while both have work left."""
+    left = {key: sum(sample.request.fairness_key == key for sample in queue) for key in ("first", "second")}
+    got, apart = dict.fromkeys(left, 0), 0
+    for sample in drain(queue, most):
+        key = sample.request.fairness_key
+        got[key] += sample.cost
+        left[key] -= 1
+        if not all(left.values()):
+            break
+        apart = max(apart, abs(got["first"] - got["second"]))
+    return apart
+
+
+@given(costs, costs, st.integers(1, 7))
+def test_keys_with_work_left_get_the_same_up_to_a_quantum_and_a_sample(first, second, most):
+    arrivals = Arrivals()
+    queue = filled([arrivals.sample(key="first", cost=c) for c in first])
+    for cost in second:
+        queue.push(arrivals.sample(key="second", cost=cost))
+    assert most_apart(queue, most) <= QUANTUM + max(first + second)
+
+
+@given(costs, costs, st.integers(1, 29), st.integers(1, 7))
+def test_a_key_that_joins_late_gets_the_same_from_then_on_as_in_the_paper(first, second, before, most):
+    arrivals = Arrivals()
+    queue = filled([arrivals.sample(key="first", cost=c) for c in first])
+    queue.serve(queue.candidates(before, 0))
+    for cost in second:
+        queue.push(arrivals.sample(key="second", cost=cost))
+    assert most_apart(queue, most) <= QUANTUM + 2 * max(first + second)
+
+
+def test_one_key_is_first_come_first_served(arrivals):
+    samples = [arrivals.sample(cost=cost) for cost in (50_000, 1, 300, 9000, 2)] + arrivals.request(n=100)
+    queue = filled(samples)
+    assert queue.candidates(3, 0) == samples[:3]
+    assert drain(queue, most=7) == samples
+
+
+def test_without_ageing_a_class_waits_for_all_higher_ones(arrivals):
+    samples = [arrivals.sample(priority=priority, key=key) for key in "ab" for priority in (LOW, HIGH, NORMAL)]
+    order = filled(samples).candidates(EVERYTHING, now_ns=10**18)
+    assert [sample.request.priority for sample in order] == [HIGH, HIGH, NORMAL, NORMAL, LOW, LOW]
+
+
+def test_one_request_of_thousands_does_not_hold_up_another_key(arrivals):
+    batch = arrivals.request(key="batch", n=16_384, cost=QUANTUM // 4)
+    single = arrivals.sample(key="single", cost=QUANTUM // 4)
+    assert filled([*batch, single]).candidates(5, 0) == [*batch[:4], single]
+
+
+def test_a_sample_beyond_the_quantum_waits_until_its_key_gathered_enough(arrivals):
+    large = arrivals.sample(key="large", cost=3 * QUANTUM)
+    small = [arrivals.sample(key="small", cost=QUANTUM) for _ in range(4)]
+    assert filled([large, *small]).candidates(EVERYTHING, 0) == [*small[:2], large, *small[2:]]
+
+
+def test_gathering_for_a_huge_sample_takes_no_rounds_of_work(arrivals):
+    huge = [arrivals.sample(key=key, cost=10**15) for key in "ab"]
+    assert drain(filled(huge)) == huge
+
+
+def test_a_key_that_becomes_empty_keeps_no_deficit(arrivals):
+    queue = filled([arrivals.sample(key=key, cost=1) for key in "ab"])
+    drain(queue)  # both used 1 token of their quantum
+    samples = [arrivals.sample(key=key, cost=QUANTUM) for key in "aabb"]
+    for sample in samples:
+        queue.push(sample)
+    assert [sample.request.fairness_key for sample in queue.candidates(4, 0)] == ["a", "b", "a", "b"]
+
+
+def test_keys_that_come_and_go_do_not_starve_one_that_stays(arrivals):
+    queue = filled([arrivals.sample(key="stays", cost=QUANTUM) for _ in range(100)])
+    for key in ("x", "y"):
+        queue.push(arrivals.sample(key=key, cost=QUANTUM))
+    served = []
+    for _ in range(90):
+        (sample,) = queue.candidates(1, 0)
+        queue.serve([sample])
+        served.append(sample.request.fairness_key)
+        if served[-1] != "stays":
+            queue.push(arrivals.sample(key=served[-1], cost=QUANTUM))
+    assert [served.count(key) for key in ("stays", "x", "y")] == [30, 30, 30]
+
+
+def test_what_ran_before_goes_first_of_its_key_the_last_one_foremost(arrivals):
+    first, second, third, other = [arrivals.sample(key=key) for key in ("a", "a", "a", "b")]
+    queue = filled([first, second, third, other])
+    queue.serve([first, second])
+    queue.push_front(second)
+    queue.push_front(first)
+    order = queue.candidates(EVERYTHING, 0)
+    assert [sample for sample in order if sample is not other] == [first, second, third]
+
+
+def test_a_cancelled_sample_costs_its_key_nothing(arrivals):
+    cancelled, kept = [arrivals.sample(key="a", cost=QUANTUM) for _ in range(2)]
+    other = arrivals.sample(key="b", cost=QUANTUM)
+    queue = filled([cancelled, kept, other])
+    queue.remove(cancelled)
+    assert queue.candidates(EVERYTHING, 0) == [kept, other]
+    assert (cancelled.request.waiting, kept.request.waiting, queue.tokens) == (0, 1, 2 * (QUANTUM + 1))
+
+
+def test_serving_past_a_sample_leaves_its_turn_and_charges_who_went_ahead(arrivals):
+    held_up = [arrivals.sample(key="a", cost=QUANTUM) for _ in range(3)]
+    others = [arrivals.sample(key="b", cost=QUANTUM) for _ in range(3)]
+    queue = filled([*held_up, *others])
+    queue.serve(others[:2])
+    assert queue.candidates(EVERYTHING, 0) == [*held_up, others[2]]
+
+
+@pytest.mark.parametrize("leave", [WaitingQueue.remove, lambda queue, sample: queue.serve([sample])])
+def test_a_sample_that_is_not_here_cannot_leave(arrivals, leave):
+    here, gone = arrivals.sample(), arrivals.sample()
+    queue = filled([here])
+    with pytest.raises(KeyError):
+        leave(queue, gone)
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.sampled_from([NORMAL, LOW]), st.integers(1, 3))
+def test_with_ageing_a_low_sample_is_served_in_bounded_time_while_high_ones_keep_arriving(
+    ageing_ns, backlog, priority, keys
+):
+    arrivals, now_ns = Arrivals(), 0
+    low = arrivals.sample(priority=priority)
+    queue = filled([low, *(arrivals.sample(priority=HIGH) for _ in range(backlog))], ageing_ns)
+    while True:
+        queue.push(arrivals.sample(priority=HIGH, key=str(now_ns % keys), now_ns=now_ns))
+        served = queue.candidates(1, now_ns)
+        queue.serve(served)
+        if served == [low]:
+            break
+        now_ns += 1
+        assert now_ns <= (keys + 1) * backlog + (priority + 1) * ageing_ns + keys
+
+
+def test_a_class_that_goes_ahead_by_age_serves_its_oldest_of_whatever_key_and_charges_it(arrivals):
+    old = [arrivals.sample(priority=LOW, key=key, now_ns=t, cost=QUANTUM) for t, key in enumerate("aab")]
+    young = [arrivals.sample(priority=LOW, key=key, now_ns=100, cost=QUANTUM) for key in "ab"]
+    high = [arrivals.sample(priority=HIGH, now_ns=100) for _ in range(2)]
+    queue = filled([young[0], old[2], *old[:2], young[1], *high], ageing_ns=30)
+    # "a" took two turns by age and "b" one, so "b" is next when the high ones are gone.
+    assert queue.candidates(EVERYTHING, now_ns=100) == [*old, *high, young[1], young[0]]
+
+
+def test_service_by_age_does_not_make_new_keys_wait_for_it(arrivals):
+    old = [arrivals.sample(priority=LOW, key="old", cost=QUANTUM) for _ in range(5)]
+    young = [arrivals.sample(priority=LOW, key="young", now_ns=100, cost=QUANTUM) for _ in range(5)]
+    queue = filled([*old, *young, arrivals.sample(priority=HIGH, now_ns=100)], ageing_ns=30)
+    queue.serve(queue.candidates(4, 100))
+    new = arrivals.sample(priority=LOW, key="new", now_ns=100, cost=QUANTUM)
+    queue.push(new)
+    assert queue.candidates(4, 100)[2:] == [young[0], new]
+
+
+def test_at_equal_ranks_the_higher_class_goes_first(arrivals):
+    low, high = arrivals.sample(priority=LOW), arrivals.sample(priority=HIGH, now_ns=25)
+    queue = filled([low, high], ageing_ns=10)
+    assert queue.candidates(2, now_ns=29) == [high, low]
+    assert queue.candidates(2, now_ns=30) == [low, high]
+
+
+def test_classes_alike_in_age_keep_their_order(arrivals):
+    samples = [arrivals.sample(priority=priority) for priority in (LOW, NORMAL, HIGH)]
+    order = filled(samples, ageing_ns=10).candidates(EVERYTHING, now_ns=10**12)
+    assert [sample.request.priority for sample in order] == [HIGH, NORMAL, LOW]
+
+
+def test_a_clock_behind_the_time_of_acceptance_changes_no_order(arrivals):
+    samples = [arrivals.sample(priority=priority, now_ns=500) for priority in (LOW, HIGH)]
+    order = filled(samples, ageing_ns=10).candidates(EVERYTHING, now_ns=0)
+    assert [sample.request.priority for sample in order] == [HIGH, LOW]
+
+
+@pytest.mark.parametrize("ageing_ns", [0, 10])
+def test_samples_that_left_are_not_kept(ageing_ns):
+    queue = filled([Arrivals().sample(key="stays", cost=10**9)], ageing_ns)
+    for batch in pairwise(range(0, 5001, 100)):
+        samples = [Sample(Arrivals().sample(key=str(i % 7)).request, 0, i + 1, i) for i in range(*batch)]
+        for sample in samples:
+            queue.push(sample)
+        queue.serve(samples[::2])
+        for sample in samples[1::2]:
+            queue.remove(sample)
+    del samples, sample
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each) is Sample and each.request.fairness_key in set("0123456")]
+    assert len(held) <= 100

@@ -1,0 +1,192 @@
+"""`toka-replay`: the plans of a recording are checked, or given to a worker again."""
+
+import asyncio
+import json
+import sys
+
+import grpc
+import pytest
+
+from services.common.config import SchedulerConfig, WorkerConfig
+from services.scheduler.record import replay
+from services.scheduler.record.feeding import Unsuitable, feed
+from services.scheduler.record.reader import RecordedStep, open_recordings
+from services.scheduler.server import SchedulerServer
+from services.worker.server import serve
+from tests.fakes.model import FakeShape
+from tests.fakes.worker import FakeWorker
+from tests.scheduler import service
+from tests.scheduler.record.loop import SHAPE, RecordedLoop, record_small_run, rewrite
+from tokasaurus.scheduler.v1 import generate_pb2
+
+
+def command(monkeypatch, capsys, *arguments: str) -> tuple[int, list[str], str]:
+    """(exit status, lines on stdout, stderr) of ``toka-replay``."""
+    monkeypatch.setattr(sys, "argv", ["toka-replay", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        replay.main()
+    seen = capsys.readouterr()
+    return ended.value.code, seen.out.splitlines(), seen.err
+
+
+@pytest.fixture
+async def fake_worker():
+    """``await fake_worker(shape)``: its address."""
+    workers = []
+
+    async def start(shape: FakeShape = SHAPE, **options) -> str:
+        workers.append(FakeWorker(shape, **options))
+        return await workers[-1].start()
+
+    yield start
+    for worker in workers:
+        await worker.stop()
+
+
+def test_the_plans_of_every_file_are_checked(tmp_path, monkeypatch, capsys):
+    loop = RecordedLoop(tmp_path)
+    loop.submit("a", range(2, 12), 8, n=2)
+    for _ in range(4):
+        loop.step()
+    loop.lose_worker("it died")
+    loop.run()
+    loop.close()
+    code, lines, _ = command(monkeypatch, capsys, f"record={tmp_path}")
+    assert code == 0
+    assert sum("every plan keeps the contract" in line for line in lines) == 2
+    summary = json.loads(lines[-1])
+    assert (summary["files"], summary["violations"], summary["sequences"]) == (2, [], 2)
+    assert (summary["tokens"], summary["peak_pages"]) == (2 * 8, 8)
+
+
+def test_a_plan_that_breaks_the_contract_is_named(tmp_path, monkeypatch, capsys):
+    def mutate(step: RecordedStep) -> None:
+        if step.plan.plan.step == 5:
+            step.plan.plan.append_pages[1] = 23
+
+    recording = rewrite(record_small_run(tmp_path / "good"), tmp_path / "bad", mutate)
+    code, lines, _ = command(monkeypatch, capsys, f"record={recording.path}")
+    assert code == 1
+    (violation,) = json.loads(lines[-1])["violations"]
+    assert violation.startswith("step 5, slot 2, page 23: ")
+    assert violation.endswith("(many:4)")
+
+
+async def test_the_fake_worker_answers_the_same_again(tmp_path, fake_worker):
+    recording = record_small_run(tmp_path)
+    outcome = await asyncio.to_thread(feed, recording, await fake_worker())
+    assert outcome.same
+    assert (outcome.steps, outcome.tokens) == (14, 5 * 9 + 6 + 3)
+    again = await asyncio.to_thread(feed, recording, await fake_worker())
+    assert again == outcome
+
+
+async def test_a_larger_worker_will_do_and_a_smaller_one_will_not(tmp_path, fake_worker):
+    recording = record_small_run(tmp_path)
+    larger = FakeShape(vocab_size=64, page_size=4, page_count=100, max_slots=9)
+    assert (await asyncio.to_thread(feed, recording, await fake_worker(larger))).same
+    smaller = FakeShape(vocab_size=64, page_size=4, page_count=63)
+    with pytest.raises(Unsuitable, match=r"page_count=63, recorded was page_count=64: .*kv_cache_num_tokens"):
+        await asyncio.to_thread(feed, recording, await fake_worker(smaller))
+    with pytest.raises(Unsuitable, match="page_size=16, recorded was page_size=4"):
+        await asyncio.to_thread(feed, recording, await fake_worker(FakeShape(vocab_size=64)))
+
+
+async def test_a_worker_that_refuses_a_plan_says_so(tmp_path, fake_worker):
+    recording = record_small_run(tmp_path)
+    no_groups = FakeShape(vocab_size=64, page_size=4, hydragen=False)
+    with pytest.raises(grpc.RpcError, match="Hydragen groups, and the worker takes none"):
+        await asyncio.to_thread(feed, recording, await fake_worker(no_groups))
+
+
+async def test_the_first_differences_are_shown_with_who_they_happened_to(tmp_path, fake_worker, monkeypatch, capsys):
+    def mutate(step: RecordedStep) -> None:
+        result = step.result.result
+        if result.step == 6:
+            result.token_ids[1] += 1 if result.token_ids[1] < 63 else -1
+            del result.slots[-1], result.token_ids[-1]
+            result.failures.add(slot=0, message="logits")
+
+    recording = rewrite(record_small_run(tmp_path / "good"), tmp_path / "other", mutate)
+    address = await fake_worker()
+    code, lines, _ = await asyncio.to_thread(
+        command, monkeypatch, capsys, f"record={recording.path}", f"worker_address={address}"
+    )
+    assert code == 1
+    first = next(line for line in lines if line.startswith("step"))
+    assert first.startswith("step 6, slot 0 (long:0): recorded token None, now ")
+    assert first.endswith(", and 2 more in this step")
+    expected = {"steps": 14, "tokens": 53, "different_tokens": 2, "different_failures": 1, "different_steps": 1}
+    assert json.loads(lines[-1]) == expected
+
+
+async def test_a_replay_of_several_recordings_asks_for_one(tmp_path, fake_worker, monkeypatch, capsys):
+    for _ in range(2):
+        loop = RecordedLoop(tmp_path)
+        loop.close()
+    address = await fake_worker()
+    code, _, error = await asyncio.to_thread(
+        command, monkeypatch, capsys, f"record={tmp_path}", f"worker_address={address}"
+    )
+    assert (code, "choose one of" in error) == (1, True)
+
+
+def test_wrong_flags_are_named(monkeypatch, capsys):
+    code, _, error = command(monkeypatch, capsys, "recrod=x")
+    assert (code, "did you mean record=?" in error) == (2, True)
+    code, _, error = command(monkeypatch, capsys, "worker_address=x")
+    assert (code, "give record=FILE_OR_DIR" in error) == (2, True)
+    assert command(monkeypatch, capsys, "record=/nowhere")[0] == 1
+
+
+def test_the_worker_in_the_environment_is_left_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TOKA_WORKER_ADDRESS", "127.0.0.1:1")
+    recording = record_small_run(tmp_path)
+    assert command(monkeypatch, capsys, f"record={recording.path}")[0] == 0
+
+
+async def test_what_a_scheduler_recorded_with_its_worker_keeps_the_contract(tmp_path, monkeypatch, capsys):
+    async with service.start(record_plans=str(tmp_path)) as running:
+        tokens = generate_pb2.TokenPrompt(token_ids=service.PROMPT)
+        stopping = generate_pb2.Stopping(max_tokens=20)
+        await running.generate(tokens=tokens, stopping=stopping, n=3, request_id="three")
+    code, lines, _ = command(monkeypatch, capsys, f"record={tmp_path}")
+    summary = json.loads(lines[-1])
+    assert (code, summary["sequences"], summary["violations"]) == (0, 3, [])
+    assert summary["tokens"] >= 60
+
+
+@pytest.fixture
+async def cpu_worker(tmp_path):
+    """The address of a real worker with the built-in model."""
+    stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+    config = WorkerConfig(
+        worker_listen=f"unix:{tmp_path}/worker", kv_cache_num_tokens=16 * 128, max_seqs_per_forward=8,
+        max_tokens_per_forward=32, torch_num_threads=1, device="cpu",
+    )  # fmt: skip
+    worker = asyncio.create_task(serve(config, stop, listening=listening))
+    yield await listening
+    stop.set()
+    await worker
+
+
+async def test_the_cpu_worker_answers_the_same_token_for_token(tmp_path, cpu_worker):
+    """Sampling with noise; shared prefixes, forks and chunks in the plans."""
+    plans = str(tmp_path / "plans")
+    server = SchedulerServer(
+        SchedulerConfig(worker_address=cpu_worker, scheduler_listen="127.0.0.1:0", record_plans=plans)
+    )
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        try:
+            running = service.Service(None, server, channel)
+            await running.until_health(True)
+            for prompt in (range(40, 83), range(40, 90)):
+                tokens = generate_pb2.TokenPrompt(token_ids=prompt)
+                await running.generate(tokens=tokens, stopping=generate_pb2.Stopping(max_tokens=12), n=4)
+        finally:
+            await server.stop()
+    (recording,) = open_recordings(plans)
+    outcome = await asyncio.to_thread(feed, recording, cpu_worker)
+    assert outcome.same, outcome.differences
+    assert outcome.tokens >= 60
+    assert any(step.plan.plan.copy_source_pages for step in recording.steps())

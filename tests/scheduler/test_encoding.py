@@ -1,0 +1,88 @@
+"""The core's words and the contract's are the same: nothing is lost on the way in or out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from services.common.model_files import read_card
+from services.common.text.tokenizer import Tokenizer
+from services.scheduler.api.encoding import encode_load, encode_plan_news
+from services.scheduler.api.model import ServedModel
+from services.scheduler.api.validation import read_request
+from services.scheduler.core.counters import Counters
+from services.scheduler.core.load import Load
+from services.scheduler.core.plan import Plan
+from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
+from services.scheduler.news import PlanNews
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
+
+
+@pytest.fixture(scope="module")
+def model():
+    served = ServedModel(read_card("builtin"), Tokenizer.load("builtin"), max_samples=8)
+    served.set_shape(WorkerShape(16, 64, 4, 64, 1024, 2048))
+    return served
+
+
+def read(model: ServedModel, **fields) -> Request:
+    return read_request(generate_pb2.GenerateRequest(**fields), np.array([7], np.uint32), model, sink=0, handle=0)
+
+
+def test_a_request_says_how_it_is_admitted_and_whom_it_is_for(model):
+    request = read(
+        model,
+        admission=generate_pb2.ADMISSION_MODE_GUARANTEED,
+        length_class="é" * 64,
+        fairness_key="team-a" * 40,
+    )
+    assert request.mode is AdmissionMode.GUARANTEED
+    assert (request.length_class, request.fairness_key) == ("é" * 64, "team-a" * 40)
+    assert read(model, admission=generate_pb2.ADMISSION_MODE_PREDICTED).mode is AdmissionMode.PREDICTED
+
+
+def test_a_request_that_says_nothing_leaves_admission_to_the_scheduler(model):
+    request = read(model)
+    assert request.mode is None
+    assert request.length_class == request.fairness_key == ""
+
+
+@pytest.mark.parametrize(("of_core", "message"), [(Counters, observe_pb2.Counters), (Load, observe_pb2.Load)])
+def test_the_contract_has_every_number_under_its_name(of_core, message):
+    assert {field.name for field in dataclasses.fields(of_core)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_every_counter_is_told():
+    values = {field.name: number for number, field in enumerate(dataclasses.fields(Counters), 1)}
+    sent = encode_load(Load(counters=Counters(**values))).counters
+    assert {name: getattr(sent, name) for name in values} == values
+
+
+def test_a_watched_plan_shows_groups_micro_batches_preemptions_and_what_was_postponed():
+    plan = Plan(
+        step=9,
+        sequences=70,
+        tokens=70,
+        admitted_ids=["a"],
+        released_ids=["b", "c"],
+        preempted_ids=["c"],
+        hydragen_groups=2,
+        hydragen_rows=64,
+        micro_batches=3,
+        postponed=True,
+    )
+    sent = encode_plan_news(PlanNews(plan, waiting_sequences=5, in_use_pages=40, plans_in_flight=2))
+    assert (sent.step, sent.sequences, sent.hydragen_groups, sent.hydragen_rows, sent.micro_batches) == (
+        9,
+        70,
+        2,
+        64,
+        3,
+    )
+    assert (list(sent.released_request_ids), list(sent.preempted_request_ids)) == (["b", "c"], ["c"])
+    assert sent.postponed
+
+
+def test_a_plain_plan_is_one_micro_batch():
+    sent = encode_plan_news(PlanNews(Plan(step=1), waiting_sequences=0, in_use_pages=0, plans_in_flight=1))
+    assert (sent.micro_batches, sent.hydragen_groups, sent.postponed) == (1, 0, False)
