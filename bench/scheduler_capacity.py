@@ -24,6 +24,7 @@ from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.encoding import encode_outputs
 from services.scheduler.api.mailbox import MergedDelta
+from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import Request, SamplingSettings, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stop_automaton import Automaton
@@ -124,7 +125,7 @@ def processes(sequences: int):
 def stages(sequences: int, steps: int = 200) -> dict[str, float]:
     """Milliseconds per step of each stage, in one process, without sockets."""
     shape, vocabulary = worker_shape(sequences), Tokenizer.load("builtin").vocabulary
-    core = Scheduler(vocabulary.token_bytes, shape.vocab_size, max_queued=10**9)
+    core = Scheduler(vocabulary.token_bytes, shape.vocab_size, Policy(max_queued=10**9))
     sizes = (shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step)
     core.attach(WorkerShape(*sizes, max_context_tokens=2048, vocab_size=shape.vocab_size))
     core.open_sink(1)

@@ -1,0 +1,126 @@
+"""How long the forecast takes: ``python -m bench.forecast sequences=8192``.
+
+So many running sequences, and a queue, in a pool that is nearly full, so that every admission needs the whole curve.
+Two shapes: prompts shared by many samples, and prompts shared by nobody; each guaranteed (to limits thousands of steps
+away) and predicted. Milliseconds on one core: the forecast from the state as it is, and the decision about the next
+batch of candidates by bisection, its forecast included. The last line is one JSON object.
+"""
+
+import time
+
+import numpy as np
+from pydantic import Field
+
+from bench.server import report
+from services.common.config import from_command_line
+from services.common.flags import Config, Int
+from services.scheduler.core.admission import Admission, forecast_running, running_sequences
+from services.scheduler.core.forecast import Sequences
+from services.scheduler.core.lengths import MOST_CLASSES
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.request import AdmissionMode, Request, SamplingSettings, WorkerShape
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.state import State
+
+PAGE_SIZE, PROMPT_TOKENS, CANDIDATES = 16, 700, 256
+STEPS_AHEAD = 4096  # between the ages of the youngest and the oldest sequence, and of the oldest and its limit
+
+
+class BenchConfig(Config):
+    """The flags."""
+
+    sequences: Int = Field(8192, ge=CANDIDATES, description="running at once")
+    repeats: Int = Field(30, ge=1, description="measurements of each; the median counts")
+
+
+def running_state(sequences: int, prompts: int, guaranteed: bool) -> State:
+    """A core with everything running and at different ages, as if it had been for long."""
+    shape = WorkerShape(PAGE_SIZE, 4 * sequences * STEPS_AHEAD // PAGE_SIZE, sequences, 4 * sequences, 16384, 2048)
+    mode = AdmissionMode.GUARANTEED if guaranteed else AdmissionMode.PREDICTED
+    core = Scheduler([b"a"] * shape.vocab_size, shape.vocab_size, Policy(max_queued=10**9, mode=mode))
+    core.open_sink(1)
+    core.attach(shape)
+    random, handle = np.random.default_rng(0), 0
+    for number in range(prompts):
+        tokens = random.integers(0, shape.vocab_size, PROMPT_TOKENS).astype(np.uint32)
+        request = Request(f"r{number}", tokens, SamplingSettings(), 2 * STEPS_AHEAD, sink=1, handle=handle)
+        request.n = sequences // prompts
+        handle += request.n
+        core.submit(request, 1)
+    state = core.state
+    lengths = random.geometric(1 / STEPS_AHEAD, 4096)
+    classes = np.full(len(lengths), state.lengths.class_of("", 2 * STEPS_AHEAD))
+    state.lengths.observe(classes, lengths, np.ones(len(lengths), bool), np.zeros(len(lengths), np.int64))
+    state.lengths.refresh(classes[:0], lengths[:0], lengths[:0])
+    while state.waiting:
+        plan = core.plan(1)
+        state.slots.known[state.slots.active] = np.maximum(state.slots.known, state.slots.scheduled)[state.slots.active]
+        core._pending.pop(plan.step)  # nobody answers
+    ages = random.integers(0, STEPS_AHEAD, sequences)
+    slots = state.slots
+    for values in (slots.scheduled, slots.known):
+        values[:] = PROMPT_TOKENS + ages
+    rest = slots.limit - slots.known if guaranteed else random.geometric(1 / STEPS_AHEAD, sequences)
+    slots.end_step[:] = state.step + np.minimum(rest, slots.limit - slots.known)
+    return state
+
+
+def candidates(state: State, guaranteed: bool) -> tuple[Sequences, np.ndarray]:
+    """The next of the queue: prompts that nobody has, and what they will grow to."""
+    given = np.full(CANDIDATES, PROMPT_TOKENS)
+    limit, none = given + 2 * STEPS_AHEAD, np.zeros(CANDIDATES, np.int64)
+    classes = np.full(CANDIDATES, -1 if guaranteed else state.lengths.class_of("", 2 * STEPS_AHEAD))
+    drawn = state.lengths.draw(np.maximum(classes, 0), none, (np.arange(CANDIDATES) + 0.5) / CANDIDATES)
+    end = np.minimum(limit, given + np.minimum(drawn, limit)) - given if not guaranteed else limit - given
+    return Sequences(given, limit, -(-given // PAGE_SIZE), none, end, none, none), classes
+
+
+def milliseconds(repeats: int, action) -> float:
+    taken = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - begun)
+    return 1000 * float(np.median(taken))
+
+
+def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dict[str, float]:
+    state = running_state(sequences, prompts, guaranteed)
+    horizon = int((state.slots.end_step - state.step).max()) + 1
+    fresh, classes = candidates(state, guaranteed)
+
+    def forecast() -> int:
+        return int(forecast_running(state, running_sequences(state.slots, state.step), horizon).curve.max())
+
+    def decide() -> int:
+        return len(Admission(state, state.step).select(fresh, classes, may_overtake=False))
+
+    # The pool becomes so small that half of the candidates fit: the bisection goes all its way.
+    peak = Admission(state, state.step)._at_hand(fresh).with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
+    counts = np.bincount(state.slots.length_class[~state.slots.guaranteed], minlength=MOST_CLASSES)
+    if not guaranteed:
+        counts += np.bincount(classes[: CANDIDATES // 2], minlength=MOST_CLASSES)
+    state.pool.size = int(peak + state.lengths.deviation(counts) / PAGE_SIZE) + 1
+    return {
+        "forecast_ms": milliseconds(repeats, forecast),
+        "admission_ms": milliseconds(repeats, decide),
+        "steps_ahead": horizon,
+        "admitted": decide(),
+    }
+
+
+def main() -> None:
+    config = from_command_line(BenchConfig)
+    figures = {}
+    for shared, prompts in (("shared", 32), ("unshared", config.sequences)):
+        for guaranteed in (True, False):
+            name = f"{shared}_{'guaranteed' if guaranteed else 'predicted'}"
+            found = measure(config.sequences, min(prompts, config.sequences), guaranteed, config.repeats)
+            figures[name] = {key: round(value, 3) for key, value in found.items()}
+            print(f"{name:>20} {figures[name]}")
+    worst = {name: max(each[name] for each in figures.values()) for name in ("forecast_ms", "admission_ms")}
+    report({"sequences": config.sequences, **worst, **figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A trace through the scheduler's core and a worker that only pretends: no model, no sockets, no clock."""
+
+from collections import deque
+
+import numpy as np
+
+from bench.traces import END, VOCAB_SIZE, Trace
+from services.scheduler.core.admission import Admission
+from services.scheduler.core.plan import Plan, Result, SlotAdmissions
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, SamplingSettings, WorkerShape
+from services.scheduler.core.scheduler import Scheduler
+
+SINK = 1
+STEP_NS = 20_000_000  # what a step is taken to last, for the clock that the core is told
+_TOKEN_BYTES = [b"x"] * VOCAB_SIZE
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SimulatedWorker:
+    """Answers every plan at once: tokens without a pattern, and ``END`` when the trace says that an answer is whole.
+
+    Which sample a slot holds is read from the admission: the seed is the request's number in the trace.
+    """
+
+    def __init__(self, trace: Trace, slots: int) -> None:
+        self._trace = trace
+        # By slot: known tokens that are not computed; tokens of the answer; how many it will have.
+        self._missing, self._generated, self._target = np.zeros((3, slots), np.int64)
+        self._stream = np.zeros(slots, np.uint64)  # what its tokens are drawn from: the same after a preemption
+        self._slots = np.zeros(0, np.int64)
+        self._counts: np.ndarray | int = 1
+
+    def answer(self, plan: Plan) -> Result:
+        for admission in plan.admissions:
+            self._admit(admission)
+        if plan.slots is not None:
+            self._slots, self._counts = plan.slots, 1 if plan.counts is None else plan.counts
+        self._missing[self._slots] -= self._counts
+        rows = self._slots[self._missing[self._slots] <= 0]
+        self._missing[rows] = 0
+        self._generated[rows] += 1
+        tokens = np.where(self._generated[rows] == self._target[rows], END, self._ordinary_tokens(rows))
+        return Result(plan.step, rows, tokens)
+
+    def _admit(self, admission: SlotAdmissions) -> None:
+        slots, number = admission.slots, admission.sampling.seed
+        request, known = self._trace.requests[number], len(admission.token_ids)
+        samples = np.array(admission.sample_indices)
+        self._missing[slots] = known - admission.cached_tokens
+        self._generated[slots] = known - len(request.tokens)
+        self._target[slots] = request.lengths[samples]
+        self._stream[slots] = number << 20 | samples
+
+    def _ordinary_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """A hash of request, sample and position: no two answers have a page in common."""
+        mixed = (self._stream[rows] << np.uint64(20) | self._generated[rows].astype(np.uint64)) * _ODD
+        mixed = (mixed ^ mixed >> np.uint64(31)) * _ODD
+        return (mixed >> np.uint64(40)).astype(np.int64) % (VOCAB_SIZE - 1) + 1
+
+
+class Simulation:
+    """The core and its worker, with as many plans in flight as the core allows. The whole trace is queued at once.
+
+    Raises ``RuntimeError`` when a sample ends with another length than the trace's, or when pages run out.
+    """
+
+    def __init__(
+        self, trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: type[Admission] = Admission
+    ) -> None:
+        self.lengths = trace.lengths
+        self.finished = np.zeros(len(self.lengths), bool)  # by handle: the place of the sample in the trace
+        policy = Policy(mode=mode, max_queued=len(self.lengths))
+        self.core = Scheduler(_TOKEN_BYTES, VOCAB_SIZE, policy, admission=admission)
+        self.core.open_sink(SINK)
+        self.core.attach(shape)
+        self._worker = SimulatedWorker(trace, shape.max_slots)
+        self._answers: deque[Result] = deque()
+        self._now_ns = STEP_NS
+        handle = 0
+        for number, asked in enumerate(trace.requests):
+            request = Request(f"r{number}", asked.tokens, SamplingSettings(seed=number), asked.max_tokens)
+            request.stop_token_ids, request.n = frozenset({END}), len(asked.lengths)
+            request.sink, request.handle = SINK, handle
+            handle += request.n
+            self.core.submit(request, self._now_ns)
+
+    def step(self) -> Plan | None:
+        """The next plan, as soon as one may be sent; None when every sample is through."""
+        pool = self.core.state.pool
+        while not self.finished.all():
+            plan = self.core.plan(self._now_ns)
+            if plan is None:
+                self._take_answer()
+                continue
+            if pool.in_use > pool.size:
+                raise RuntimeError(f"step {plan.step}: {pool.in_use} pages are in use and there are {pool.size}")
+            self._answers.append(self._worker.answer(plan))
+            self._now_ns += STEP_NS
+            return plan
+        return None
+
+    def _take_answer(self) -> None:
+        """The oldest answer arrives."""
+        if not self._answers:
+            raise RuntimeError(f"{self.core.live(SINK)} samples are left, and the scheduler plans nothing")
+        self.core.take(self._answers.popleft(), self._now_ns)
+        for _, delta in self.core.take_output():
+            for finish in delta.finished:
+                self._finish(finish)
+
+    def _finish(self, finish: Finish) -> None:
+        expected = self.lengths[finish.handle]
+        if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH) or finish.completion_tokens != expected:
+            raise RuntimeError(f"sample {finish.handle} should have ended with {expected} tokens: {finish}")
+        if self.finished[finish.handle]:
+            raise RuntimeError(f"sample {finish.handle} ended twice")
+        self.finished[finish.handle] = True
