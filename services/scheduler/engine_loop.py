@@ -15,10 +15,11 @@ from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.news import Accepted, HeartbeatAnswer, News, PlanNews, Rejected
+from services.scheduler.pace import Pace
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.workers.codec import decode_result, decode_shape, encode_plan
-from services.scheduler.workers.link import WorkerStream
-from tokasaurus.worker.v1 import plan_pb2, worker_pb2
+from services.scheduler.workers.codec import decode_shape, encode_plan
+from services.scheduler.workers.link import Answer, WorkerStream
+from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +57,7 @@ class EngineLoop:
         self._load_due = False
         self._last_load = self._last_stats = self._last_answer = time.monotonic()
         self._last_counts = (0, 0)
-        self._full_plan_s = 0.0  # recent time of building and sending a plan with onboarding
+        self._pace = Pace()
         self.watchers = 0  # set by the API: plans are reported while it is not 0
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -105,8 +106,8 @@ class EngineLoop:
     def worker_connected(self, stream: WorkerStream) -> None:
         self.post(lambda: self._attach(stream))
 
-    def worker_answered(self, stream: WorkerStream, result: plan_pb2.StepResult) -> None:
-        self.post(lambda: self._take_result(stream, result))
+    def worker_answered(self, stream: WorkerStream, answer: Answer) -> None:
+        self.post(lambda: self._take_result(stream, answer))
 
     def worker_lost(self, stream: WorkerStream, reason: str) -> None:
         self.post(lambda: self._detach(stream, reason))
@@ -155,20 +156,16 @@ class EngineLoop:
 
     def _send_plans(self) -> None:
         """Keep the worker's queue full."""
+        core = self._core
         while self._stream is not None:
-            begun = time.monotonic()
-            plan = self._core.plan(time.monotonic_ns(), hurry=self._runs_dry(begun))
+            begun, waiting = time.monotonic(), bool(core.state.waiting)
+            hurry = self._pace.runs_dry(begun, core.state.steps_ahead)
+            plan = core.plan(time.monotonic_ns(), hurry=hurry)
             if plan is None:
                 return
             self._send(self._stream, plan)
-            if plan.admissions:
-                took = time.monotonic() - begun
-                self._full_plan_s = took if not self._full_plan_s else 0.9 * self._full_plan_s + 0.1 * took
-
-    def _runs_dry(self, now: float) -> bool:
-        """Whether the worker would be through with the plans it holds before a plan with onboarding could reach it."""
-        left_s = self._core.plans_in_flight * self._core.step_s - (now - self._last_answer)
-        return left_s < self._full_plan_s
+            now = time.monotonic()
+            self._pace.sent(now, now - begun, full=waiting and not plan.postponed)
 
     def _send(self, stream: WorkerStream, plan: Plan) -> None:
         message = encode_plan(plan)
@@ -188,30 +185,22 @@ class EngineLoop:
             self._deliver(self._news)
             self._news = []
 
-    def _take_result(self, stream: WorkerStream, message: plan_pb2.StepResult) -> None:
+    def _take_result(self, stream: WorkerStream, answer: Answer) -> None:
         if stream is not self._stream:
             return
         if self._recorder is not None:
-            self._recorder.result(message)
-        now = time.monotonic()
-        self._note_step_time(now)
-        self._last_answer = now
+            self._recorder.result(answer.message)
+        self._last_answer = time.monotonic()
         try:
-            self._core.take(decode_result(message), time.monotonic_ns())
+            self._core.take(answer.result, time.monotonic_ns())
         except ValueError as error:  # it does not do what the contract says: a fresh start is all that helps
             log.error("the worker answered wrongly", reason=str(error))
             self._abandon(stream, str(error))
             return
+        self._pace.answered(answer.received_s)
+        self._core.step_s = self._pace.step_s
         # What this step brought goes out before the next result is taken in: one message for each step.
         self._news.extend(self._core.take_output())
-
-    def _note_step_time(self, now: float) -> None:
-        """The recent time of a step, smoothed, from answers that followed one another without a pause."""
-        if self._core.plans_in_flight > 1:
-            took = now - self._last_answer
-            self._core.step_s = took if not self._core.step_s else 0.9 * self._core.step_s + 0.1 * took
-        elif not self._core.step_s:
-            self._core.step_s = now - self._last_answer
 
     def _attach(self, stream: WorkerStream) -> None:
         if self._stream is not None:
@@ -219,6 +208,7 @@ class EngineLoop:
         core = self._core
         core.state.steps_ahead = stream.plans_in_flight
         core.attach(self.shape_of(stream.info))
+        self._pace.forget()
         self._stream = stream
         self._last_answer = time.monotonic()
         if self._recorder is not None:

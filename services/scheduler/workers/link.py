@@ -2,14 +2,17 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 import structlog
 
 from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.scheduler.core.plan import Result
+from services.scheduler.workers.codec import decode_result
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -24,9 +27,17 @@ class WorkerEvents(Protocol):
 
     def worker_connected(self, stream: "WorkerStream") -> None: ...
 
-    def worker_answered(self, stream: "WorkerStream", result: plan_pb2.StepResult) -> None: ...
+    def worker_answered(self, stream: "WorkerStream", answer: "Answer") -> None: ...
 
     def worker_lost(self, stream: "WorkerStream", reason: str) -> None: ...
+
+
+class Answer(NamedTuple):
+    """A worker's answer to one plan, decoded here so that the step loop need not."""
+
+    result: Result
+    message: plan_pb2.StepResult  # as it came, for the record
+    received_s: float  # monotonic
 
 
 @dataclass(eq=False)
@@ -121,7 +132,8 @@ class WorkerLink:
                         log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
                         self._events.worker_connected(stream)
                     elif kind == "result":
-                        self._events.worker_answered(stream, response.result)
+                        answer = Answer(decode_result(response.result), response.result, time.monotonic())
+                        self._events.worker_answered(stream, answer)
                 reason = "the worker ended the stream"
             except grpc.RpcError as error:
                 reason = f"{error.code().name}: {error.details()}"

@@ -1,0 +1,91 @@
+"""The loop's sense of time, with a clock made up here."""
+
+import pytest
+
+from services.scheduler.pace import Pace
+
+
+class Loop:
+    """A scheduler and a worker of given speeds; ``steps_ahead`` plans in flight."""
+
+    def __init__(self, step_s: float, full_s: float, light_s: float, steps_ahead: int = 2) -> None:
+        self.pace, self.now = Pace(), 100.0
+        self.step_s, self.full_s, self.light_s, self.steps_ahead = step_s, full_s, light_s, steps_ahead
+        self.worker_free = self.now  # when it is through with what it holds
+        self.due: list[float] = []
+        self.hurried = self.in_a_row = 0
+        self.idle_s = 0.0
+
+    def turn(self) -> None:
+        """Fill the worker's queue, then wait for its next answer."""
+        while len(self.due) < self.steps_ahead:
+            hurry = self.pace.runs_dry(self.now, self.steps_ahead) and self.in_a_row < 3
+            self.in_a_row = self.in_a_row + 1 if hurry else 0
+            self.hurried += hurry
+            took = self.light_s if hurry else self.full_s
+            self.now += took
+            self.pace.sent(self.now, took, full=not hurry)
+            self.idle_s += max(0.0, self.now - self.worker_free)
+            self.worker_free = max(self.worker_free, self.now) + self.step_s
+            self.due.append(self.worker_free)
+        answered = self.due.pop(0)
+        self.now = max(self.now, answered)
+        self.pace.answered(answered)
+
+    def run(self, turns: int) -> "Loop":
+        for _ in range(turns):
+            self.turn()
+        return self
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2, 4])
+@pytest.mark.parametrize("plan_s", [0.001, 0.015, 0.05])
+def test_the_time_of_a_step_is_the_worker_s_own_however_slow_the_scheduler_is(steps_ahead, plan_s):
+    loop = Loop(0.02, plan_s, plan_s, steps_ahead).run(60)
+    assert loop.pace.step_s == pytest.approx(0.02)
+
+
+def test_one_slow_first_step_is_forgotten():
+    loop = Loop(1.0, 0.001, 0.001).run(1)
+    loop.step_s = 0.02
+    assert loop.run(40).pace.step_s == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_worker_that_has_time_is_never_hurried_for():
+    assert Loop(0.02, 0.005, 0.001).run(200).hurried == 0
+
+
+def test_a_worker_that_would_run_dry_gets_light_plans_first():
+    hurried = Loop(0.01, 0.025, 0.002).run(200)
+    assert hurried.hurried > 100
+    patient = Loop(0.01, 0.025, 0.002)
+    patient.pace.runs_dry = lambda now, most: False
+    assert hurried.idle_s < 0.5 * patient.run(200).idle_s
+
+
+def test_one_slow_first_plan_does_not_make_the_loop_hurry_for_ever():
+    loop = Loop(0.02, 0.3, 0.001).run(1)
+    loop.full_s = 0.005
+    loop.run(200)
+    before = loop.hurried
+    assert loop.run(100).hurried == before
+
+
+def test_where_a_light_plan_is_no_faster_nothing_is_postponed():
+    loop = Loop(0.001, 0.01, 0.008)
+    loop.pace.sent(loop.now, 0.008, full=False)
+    loop.pace.answered(loop.now + 0.001)
+    assert loop.run(100).hurried == 0
+
+
+def test_with_one_plan_in_flight_the_worker_waits_by_choice():
+    assert Loop(0.01, 0.025, 0.001, steps_ahead=1).run(50).hurried == 0
+
+
+def test_another_worker_s_answers_are_not_awaited():
+    loop = Loop(0.02, 0.001, 0.001).run(5)
+    loop.pace.forget()
+    loop.due.clear()
+    loop.now += 50
+    loop.worker_free = loop.now
+    assert loop.run(30).pace.step_s == pytest.approx(0.02)
