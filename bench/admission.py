@@ -7,7 +7,8 @@ The same trace, all of it queued before the first step, through the scheduler's 
 * ``predicted``: the same with lengths as learnt from what finished before;
 * ``oracle``: all lengths are known. Samples are requests of their own, with their true length for a limit.
 
-Pages of a shared prompt count once under all four, and the core is the same but for its rule of admission. The oracle
+Pages of a shared prompt count once under all four. The core is the same but for its rule of admission; under ``static``
+nobody passes a sample that does not fit (that would change its rate by less than a hundredth). The oracle
 computes what is behind the last whole page of a prompt once for each sample: that takes tokens, but pages are short.
 
 The worker is simulated, so that figures are about steps, not seconds. ``tok/step`` is about the whole trace,
@@ -15,7 +16,8 @@ The worker is simulated, so that figures are about steps, not seconds. ``tok/ste
 ``mix`` every limit is the true length: there ``guaranteed`` is the oracle. The last line is one JSON object, with:
 
 * ``guaranteed_over_static``: ratio of tokens/step on ``mix`` (of the trace that was run, when that is another one);
-* ``predicted_over_oracle``: ratio of tokens/step, the worst of the traces;
+* ``predicted_over_oracle``: ratio of tokens/step, the worst of the traces; ``steady_...``: without the end, where all
+  policies are alike;
 * ``recomputed_share``: tokens computed again after preemptions, of all computed under ``predicted``; the worst.
 """
 
@@ -125,12 +127,17 @@ class Outcome:
     def recomputed_share(self) -> float:
         return self.recomputed / int(self.computed.sum())
 
-    def figures(self) -> dict[str, int | float]:
+    @property
+    def steady_rate(self) -> float:
+        """The same until most samples are through."""
         steady = int(np.count_nonzero(self.finished < STEADY * self.finished[-1]))
+        return int(self.generated[steady]) / steady
+
+    def figures(self) -> dict[str, int | float]:
         return {
             "steps": len(self.pages),
             "tokens_per_step": self.rate,
-            "steady_tokens_per_step": int(self.generated[steady]) / steady,
+            "steady_tokens_per_step": self.steady_rate,
             "mean_batch": float(self.running.mean()),
             "peak_pages": int(self.pages.max()),
             "preemptions": self.preemptions,
@@ -225,6 +232,9 @@ def headlines(outcomes: dict[str, dict[str, Outcome]]) -> dict[str, float]:
     return {
         "guaranteed_over_static": chosen["guaranteed"].rate / chosen["static"].rate,
         "predicted_over_oracle": min(found["predicted"].rate / found["oracle"].rate for found in outcomes.values()),
+        "steady_predicted_over_oracle": min(
+            found["predicted"].steady_rate / found["oracle"].steady_rate for found in outcomes.values()
+        ),
         "recomputed_share": max(found["predicted"].recomputed_share for found in outcomes.values()),
     }
 

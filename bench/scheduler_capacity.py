@@ -1,8 +1,9 @@
 """How many tokens one scheduler process plans and delivers: ``python -m bench.scheduler_capacity sequences=8192``.
 
 A fake worker that answers at once, stop strings on, GSM8K-like lengths, all results delivered to one session. Three
-processes: worker, scheduler, client. Then the same work inside one process without sockets, timed stage by stage. The
-last line is one JSON object.
+processes: worker, scheduler, client. And the same work inside one process without sockets, timed stage by stage. Twice:
+with pages for everybody's limit, and with a pool that is always full, so that every plan needs the forecast and a
+bisection. The last line is one JSON object.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import numpy as np
@@ -34,10 +36,14 @@ from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb
 
 STOPS = ("\n\nQuestion:", "Question:", "</s>")
 MAX_TOKENS, PROMPT_TOKENS, SAMPLES = 320, 100, 8
+FULL_PAGES = 7  # of a sequence on average: those of its prompt are shared by eight
 
 
-def worker_shape(sequences: int) -> FakeShape:
+def worker_shape(sequences: int, full: bool) -> FakeShape:
+    """``full``: pages for what so many sequences hold on average and hardly more; else for all their limits."""
     pages = sequences * -(-(MAX_TOKENS + PROMPT_TOKENS) // 16) + 64
+    if full:
+        pages = sequences * FULL_PAGES + 64
     return FakeShape(page_count=pages, max_slots=sequences, max_tokens_per_step=2 * sequences + 512, eos_every=150)
 
 
@@ -57,13 +63,14 @@ def submit_message(handle: int) -> session_pb2.SessionRequest:
     return session_pb2.SessionRequest(submit=session_pb2.Submit(handle=handle, request=request))
 
 
-async def deliver(address: str, sequences: int, seconds: float) -> dict[str, float]:
-    """Keep ``sequences`` running and count what arrives."""
+async def deliver(address: str, sequences: int, seconds: float, full: bool) -> dict[str, float]:
+    """Keep ``sequences`` running, or as many as there are pages for, and count what arrives."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session(wait_for_ready=True)
         await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="bench")))
         submitted = finished = tokens = messages = 0
         begun = counted = steps = last_step = 0.0
+        enough = 0.8 * sequences if full else 0.97 * sequences
         owed = sequences + sequences // 8
         outstanding = 0
         while True:
@@ -76,7 +83,7 @@ async def deliver(address: str, sequences: int, seconds: float) -> dict[str, flo
                 raise SystemExit(f"the session ended: {await call.code()} {await call.details()}")
             if message.WhichOneof("payload") == "rejection":
                 raise SystemExit(f"rejected: {message.rejection.status.message}")
-            if not begun and message.load.running_sequences >= 0.97 * sequences:
+            if not begun and message.load.running_sequences >= enough:
                 begun = time.perf_counter() + 1.0  # settle for a moment, then count
             if message.WhichOneof("payload") != "outputs":
                 continue
@@ -101,10 +108,9 @@ async def deliver(address: str, sequences: int, seconds: float) -> dict[str, flo
 
 
 @contextmanager
-def processes(sequences: int):
+def processes(shape: FakeShape):
     """Worker and scheduler; yields the scheduler's address."""
     worker, scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    shape = worker_shape(sequences)
     sizes = ("page_count", "max_slots", "max_tokens_per_step", "eos_every")
     flags = [f"{name}={getattr(shape, name)}" for name in sizes]
     children = [
@@ -122,9 +128,9 @@ def processes(sequences: int):
             child.wait()
 
 
-def stages(sequences: int, steps: int = 200) -> dict[str, float]:
+def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
     """Milliseconds per step of each stage, in one process, without sockets."""
-    shape, vocabulary = worker_shape(sequences), Tokenizer.load("builtin").vocabulary
+    shape, vocabulary = worker_shape(sequences, full), Tokenizer.load("builtin").vocabulary
     core = Scheduler(vocabulary.token_bytes, shape.vocab_size, Policy(max_queued=10**9))
     sizes = (shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step)
     core.attach(WorkerShape(*sizes, max_context_tokens=2048, vocab_size=shape.vocab_size))
@@ -161,7 +167,7 @@ def stages(sequences: int, steps: int = 200) -> dict[str, float]:
                 tokens += len(delta.tokens)
                 encode_outputs(MergedDelta([delta])).SerializeToString()
 
-    while core.state.slots.running < sequences and done < 4000:
+    while core.state.slots.running < sequences and done < (500 if full else 4000):
         turn()
         done += 1
     for _ in range(50):
@@ -170,10 +176,11 @@ def stages(sequences: int, steps: int = 200) -> dict[str, float]:
     tokens = 0
     for _ in range(steps):
         turn()
-    found = {name: 1000 * seconds / steps for name, seconds in spent.items() if name != "submit"}
+    found = {name: 1000 * seconds / steps for name, seconds in spent.items()}
     found["total"] = sum(found.values())
-    found["submit"] = 1000 * spent["submit"] / steps
     found["tokens_per_step"] = tokens / steps
+    found["pages_in_use"] = core.state.pool.in_use / core.state.pool.size
+    found["preemptions"] = core.state.counters.preemptions
     return found
 
 
@@ -186,14 +193,20 @@ class BenchConfig(Config):
 
 def main() -> None:
     config = from_command_line(BenchConfig)
-    sequences, seconds = config.sequences, config.seconds
-    milliseconds = stages(sequences)
+    full = measure(config, full=True)
+    easy = measure(config, full=False)
+    report({"sequences": config.sequences, **easy, "full_pool": full})
+
+
+def measure(config: BenchConfig, *, full: bool) -> dict[str, Any]:
+    """Stages, then processes."""
+    milliseconds = stages(config.sequences, full)
     for name, value in milliseconds.items():
         print(f"{name:>16} {value:9.3f}")
-    with processes(sequences) as address:
-        delivered = asyncio.run(asyncio.wait_for(deliver(address, sequences, seconds), 300))
-    result = {"sequences": sequences, **delivered, "step_ms_by_stage": milliseconds}
-    report({name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()})
+    with processes(worker_shape(config.sequences, full)) as address:
+        found = asyncio.run(asyncio.wait_for(deliver(address, config.sequences, config.seconds, full), 300))
+    rounded = {name: round(value, 3) for name, value in milliseconds.items()}
+    return {name: round(value, 3) for name, value in found.items()} | {"step_ms_by_stage": rounded}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ FROM ${PYTHON_IMAGE}
 RUN useradd --system --create-home --uid 10001 toka
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir "$(ls /wheels/*.whl)[scheduler]"
+# Compose mounts a volume here, which begins with this owner and mode.
+RUN install -d -o toka -m 700 /recordings
 USER toka
 ENV TOKA_SCHEDULER_LISTEN=0.0.0.0:10310 PYTHONUNBUFFERED=1
 EXPOSE 10310

@@ -106,8 +106,17 @@ class SchedulerConfig(ServiceConfig):
         ):
             value = getattr(self, name)
             if not there and value != fields[name].default:
-                raise ValueError(f"flag {name}={value}: has no effect without {needed}; leave it out, or set both")
+                raise ValueError(f"flag {name}={value}: {self._advice(name, needed)}")
+        if self.admission == "guaranteed" and self.guaranteed_classes:
+            raise ValueError(
+                f"flag guaranteed_classes={','.join(self.guaranteed_classes)}: has no effect with admission=guaranteed,"
+                " by which every class is; leave one of them out"
+            )
         return self
+
+    def _advice(self, name: str, needed: str) -> str:
+        """What to do about the flag ``name``, which was given without ``needed``."""
+        return f"has no effect without {needed}; leave it out, or set both"
 
 
 class GatewayConfig(ServiceConfig):
@@ -118,9 +127,6 @@ class GatewayConfig(ServiceConfig):
     scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
-
-
-_NOT_YET = "is not available in this version; leave it at its default"
 
 
 class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
@@ -139,11 +145,19 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
         for name in ("tp_size", "pp_size", "use_hydragen", "use_cudagraphs", "async_tp_threshold"):
             value = getattr(self, name)
             if value != fields[name].default:
-                raise ValueError(f"flag {name}={value}: {_NOT_YET} ({name}={fields[name].default})")
+                raise ValueError(f"flag {name}={value}: {self._not_yet(name)}")
         for name in ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank"):
             if getattr(self, name) != fields[name].default:
                 raise ValueError(f"flag {name}: toka chooses the addresses of its children itself; leave it out")
         return self
+
+    def _advice(self, name: str, needed: str) -> str:
+        """Whatever a flag needs is refused here too."""
+        return self._not_yet(name)
+
+    def _not_yet(self, name: str) -> str:
+        default = type(self).model_fields[name].default
+        return f"is not available in this version; leave it at its default ({name}={default})"
 
     @model_validator(mode="after")
     def _ports_differ(self) -> "DeploymentConfig":

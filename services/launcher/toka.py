@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from services.common.config import DeploymentConfig
-from services.common.errors import Unavailable
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.model_files import read_card
 from services.common.process import run_service, unless_stopped
 from services.launcher.deployment import plan_children
@@ -20,6 +20,8 @@ def main() -> None:
 
 async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
     """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
+    if config.record_plans is not None:
+        _check_may_write(config.record_plans)
     # Fetched once, before the children ask.
     card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=True), stop)
     if card is None:
@@ -32,6 +34,19 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
         url = children[-1].address
         schedulers = [child.address for child in children if child.role == "scheduler"]
         await supervise(children, stop, on_ready=lambda: print(_banner(card.name, url, schedulers), flush=True))
+
+
+def _check_may_write(record_plans: str) -> None:
+    """Make the directory now: the schedulers would find out when the workers have begun to load. And try it: root may
+    write everywhere, says the mode, and yet not into a read-only file system."""
+    try:
+        Path(record_plans).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=record_plans).close()
+    except OSError as error:
+        raise InvalidRequest(
+            f"flag record_plans={record_plans}: no directory that can be written to ({error.strerror}); name another",
+            field="record_plans",
+        ) from error
 
 
 def _with_free_ports(config: DeploymentConfig) -> DeploymentConfig:

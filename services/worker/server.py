@@ -16,7 +16,7 @@ from services.worker.engine import Engine
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.0"
+CONTRACT_VERSION = "1.1"
 MAX_PLANS_IN_FLIGHT = 16
 # A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
 STUCK_AFTER_S = 120.0

@@ -102,7 +102,6 @@ def test_a_flag_that_would_be_ignored_is_refused(flag):
         load(DeploymentConfig, [flag], {})
 
 
-@pytest.mark.parametrize("kind", [SchedulerConfig, DeploymentConfig])
 @pytest.mark.parametrize(
     ("flag", "needed"),
     [
@@ -111,9 +110,12 @@ def test_a_flag_that_would_be_ignored_is_refused(flag):
         ("pp_num_buffer_stages=0", "pp_size=2"),
     ],
 )
-def test_a_flag_that_means_nothing_without_another_is_refused_without_it(kind, flag, needed):
+def test_a_flag_that_means_nothing_without_another_is_refused_without_it(flag, needed):
     with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}"):
-        load(kind, [flag], {})
+        load(SchedulerConfig, [flag], {})
+    with pytest.raises(FlagError, match=f"flag {flag}: is not available in this version") as caught:
+        load(DeploymentConfig, [flag], {})
+    assert needed not in str(caught.value)
 
 
 def test_a_scheduler_takes_what_toka_cannot_do_yet():
@@ -126,8 +128,15 @@ def test_a_scheduler_takes_what_toka_cannot_do_yet():
 
 def test_admission_is_chosen_for_each_priority_class():
     assert load(SchedulerConfig, [], {}).admission == "predicted"
-    config = load(DeploymentConfig, ["admission=guaranteed"], {"TOKA_GUARANTEED_CLASSES": "high, normal"})
-    assert (config.admission, config.guaranteed_classes) == ("guaranteed", ("high", "normal"))
+    assert load(DeploymentConfig, ["admission=guaranteed"], {}).admission == "guaranteed"
+    config = load(DeploymentConfig, [], {"TOKA_GUARANTEED_CLASSES": "high, normal"})
+    assert (config.admission, config.guaranteed_classes) == ("predicted", ("high", "normal"))
+
+
+@pytest.mark.parametrize("kind", [SchedulerConfig, DeploymentConfig])
+def test_classes_are_not_named_guaranteed_where_all_are(kind):
+    with pytest.raises(FlagError, match="flag guaranteed_classes=high,low: has no effect with admission=guaranteed"):
+        load(kind, ["admission=guaranteed", "guaranteed_classes=high,low"], {})
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class FakeShape:
         """As a worker of this shape announces itself."""
         rank = worker_pb2.Rank(rank=0, size=1)
         return worker_pb2.WorkerInfo(
-            model="fake", incarnation_id=incarnation_id, contract_version="1.0", page_size=self.page_size,
+            model="fake", incarnation_id=incarnation_id, contract_version="1.1", page_size=self.page_size,
             page_count=self.page_count, max_slots=self.max_slots, max_tokens_per_step=self.max_tokens_per_step,
             max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size,
             max_top_logprobs=self.max_top_logprobs, max_plans_in_flight=self.max_plans_in_flight,

@@ -1,9 +1,12 @@
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.errors import InvalidRequest
 from services.common.flags import load
+from services.launcher import toka
 from services.launcher.deployment import child_environment, plan_children
 
 RUNTIME = Path("/run/toka")
@@ -73,3 +76,21 @@ def test_a_gateway_on_all_interfaces_is_asked_on_loopback():
     assert children_of("host=0.0.0.0", "port=8000")[-1].address == "http://127.0.0.1:8000"
     assert children_of("host=::", "port=8000")[-1].address == "http://[::1]:8000"
     assert children_of("host=fe80::2", "port=8000")[-1].address == "http://[fe80::2]:8000"
+
+
+@pytest.mark.parametrize("place", ["/proc/recordings", "/dev/null", "/proc"])
+async def test_a_place_that_cannot_be_recorded_to_is_refused_before_anything_is_loaded(place, monkeypatch):
+    def read_card(*arguments, **options):
+        raise AssertionError("the model is looked for already")
+
+    monkeypatch.setattr(toka, "read_card", read_card)
+    with pytest.raises(InvalidRequest, match=rf"flag record_plans={place}: no directory .*\(.+\); name another"):
+        await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), asyncio.Event())
+
+
+async def test_the_directory_for_recordings_is_made_and_left_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(toka, "read_card", lambda *arguments, **options: None)
+    stop, place = asyncio.Event(), tmp_path / "new" / "recordings"
+    stop.set()
+    await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), stop)
+    assert list(place.iterdir()) == []

@@ -6,7 +6,7 @@ from services.scheduler.core.forecast import FAR, Forecast, Sequences, growth, r
 from services.scheduler.core.lengths import MOST_CLASSES
 from services.scheduler.core.state import State
 
-_MOST_ROUNDS = 4  # bisections behind a head of the queue that does not fit
+_MOST_BEHIND = 32  # samples let in at once behind a head of the queue that does not fit
 
 
 class Admission:
@@ -24,7 +24,6 @@ class Admission:
         predicted = active[~state.slots.guaranteed[active]]
         self._predicted = np.bincount(state.slots.length_class[predicted], minlength=MOST_CLASSES)
         self._forecast: Forecast | None = None
-        self._reserved: np.ndarray | int = 0  # curve of a head of the queue that waits for its place
 
     def select(self, candidates: Sequences, classes: np.ndarray, *, may_overtake: bool) -> np.ndarray:
         """Indices of the candidates that may be admitted now.
@@ -34,41 +33,52 @@ class Admission:
 
         ``classes``: int64, of the length predictor, -1 = guaranteed.
         """
-        chosen = np.arange(self._fitting(candidates, classes, np.zeros(0, np.int64), np.arange(len(classes))))
-        behind = len(chosen)
-        for attempt in range(_MOST_ROUNDS if may_overtake else 0):
-            if behind >= len(classes) - 1:
-                break
-            if attempt == 0:
-                self._reserve(candidates.take(chosen), candidates.take(np.array([behind])))
-            further = np.arange(behind + 1, len(classes))
-            count = self._fitting(candidates, classes, chosen, further)
-            chosen = np.concatenate((chosen, further[:count]))
-            behind += 1 + count
-        return chosen
+        count = self._fitting(candidates, classes)
+        chosen = list(range(count))
+        if may_overtake and count < len(classes) - 1 and len(self._running.length) + count:
+            chosen += self._behind(candidates, classes, count)
+        return np.array(chosen, np.int64)
 
-    def _fitting(self, candidates: Sequences, classes: np.ndarray, chosen: np.ndarray, further: np.ndarray) -> int:
-        """How many of ``further`` fit beside ``chosen``. By bisection: each one more raises the curve or leaves it."""
-        fits, fails, trial = 0, len(further) + 1, len(further)
+    def _fitting(self, candidates: Sequences, classes: np.ndarray) -> int:
+        """How many from the first on fit. By bisection: each one more raises the curve or leaves it."""
+        fits, fails, trial = 0, len(classes) + 1, len(classes)
         while fails - fits > 1:
-            indices = np.concatenate((chosen, further[:trial]))
-            if self.fits(candidates.take(indices), classes[indices]):
+            first = np.arange(trial)
+            if self.fits(candidates.take(first), classes[first]):
                 fits = trial
             else:
                 fails = trial
             trial = (fits + fails) // 2
         return fits
 
+    def _behind(self, candidates: Sequences, classes: np.ndarray, head: int) -> list[int]:
+        """Those behind ``head``, who waits, that fit from now to their ends beside all before it and its own place.
+
+        A candidate counts with all its pages from the first step on, so this admits somewhat less than could be.
+        """
+        size, page_size = self._state.pool.size, self._state.shape.page_size
+        curve = self._at_hand(candidates).with_candidates(candidates.take(np.arange(head)))
+        largest = candidates.pages + growth(candidates, page_size)[1]
+        full = np.flatnonzero(curve + largest[head] > size)
+        start = int(full[-1]) + 1 if len(full) else 0
+        curve[start : start + int(candidates.end[head])] += largest[head]
+        room = np.minimum.accumulate(int(self._limit(classes)) - curve)  # until each step
+        chosen = []
+        for index in range(head + 1, len(classes)):
+            end = len(room) if candidates.lent[index] else min(int(candidates.end[index]), len(room))
+            if largest[index] <= room[end - 1]:
+                chosen.append(index)
+                room -= largest[index]  # also behind its end: it may be late
+                if len(chosen) == _MOST_BEHIND:
+                    break
+        return chosen
+
     def fits(self, candidates: Sequences, classes: np.ndarray) -> bool:
         """Whether the pool holds everything at every step with all of ``candidates`` in it."""
         limit = self._limit(classes)
         if self._forecast is None and self._at_most(candidates) <= limit:
             return True
-        forecast = self._at_hand(candidates)
-        curve = forecast.with_candidates(candidates)
-        if isinstance(self._reserved, np.ndarray):
-            curve = curve + self._reserved[: len(curve)]
-        return bool(curve.max() <= limit)
+        return bool(self._at_hand(candidates).with_candidates(candidates).max() <= limit)
 
     def _limit(self, classes: np.ndarray) -> float:
         """Pages that may be in use. A sequence that is alone may have them all."""
@@ -92,18 +102,6 @@ class Admission:
         if self._forecast is None or self._forecast.horizon < horizon:
             self._forecast = forecast_running(self._state, self._running, horizon)
         return self._forecast
-
-    def _reserve(self, chosen: Sequences, head: Sequences) -> None:
-        """Find the step from which on ``head`` fits for good, and keep its pages free from there to its end."""
-        state, page_size = self._state, self._state.shape.page_size
-        self._forecast = forecast_running(state, self._running, self._at_hand(chosen).horizon + int(head.end[0]) + 1)
-        curve = self._forecast.with_candidates(chosen)
-        needed = int((head.pages - state.tree.depth[head.node] + growth(head, page_size)[1])[0])
-        full = np.flatnonzero(curve + needed > state.pool.size)
-        start = int(full[-1]) + 1 if len(full) else 0
-        reserved = np.zeros(len(curve), np.int64)
-        reserved[start : start + int(head.end[0])] = needed
-        self._reserved = reserved
 
 
 def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast:

@@ -1,9 +1,12 @@
 """How long answers are, learnt while they run."""
 
+from collections import OrderedDict
+
 import numpy as np
 
 UNKNOWN = np.iinfo(np.int64).max // 2  # a length of which the data say nothing; a prompt added to it does not overflow
-MOST_CLASSES = 256
+MOST_LABELS = 200  # remembered at once
+MOST_CLASSES = MOST_LABELS + 56  # the rest: magnitudes of limits below 2**55
 
 _SINGLE = 64  # lengths up to this have a bin each
 _RELATIVE_WIDTH = 32  # a bin behind them is as wide as its start divided by this
@@ -39,14 +42,13 @@ class LengthPredictor:
         self._bin = np.concatenate(([0], np.repeat(np.arange(len(self._widths)), self._widths)))  # of each length
 
         self._magnitudes = longest.bit_length() + 1
-        self._labels: dict[str, int] = {}
-        self._classes = self._magnitudes + 1  # so many have a number
+        self._labels: OrderedDict[str, int] = OrderedDict()  # the one unused longest is first
+        self._classes = self._magnitudes  # so many have a number
 
         shape = (MOST_CLASSES, len(self._widths))
         self._stopped = np.zeros(shape)  # answers that ended by themselves, in each bin
-        self._censored = np.zeros(
-            shape
-        )  # answers seen to the end of a bin and no further, less those seen from there on
+        # Answers seen to the end of a bin and no further, less those seen from there on.
+        self._censored = np.zeros(shape)
         self._ended = np.zeros(MOST_CLASSES)  # looks that ended, faded alike
         self._stops = np.zeros(MOST_CLASSES, np.int64)  # answers that ended by themselves, ever
         self._stale = np.zeros(MOST_CLASSES, bool)  # the estimate does not know all that is known
@@ -64,17 +66,22 @@ class LengthPredictor:
     def class_of(self, label: str, max_tokens: int) -> int:
         """The class of requests with this label; without one, of those whose ``max_tokens`` has as many binary digits.
 
-        Labels have classes of their own, for good, until ``MOST_CLASSES`` are taken; later labels share one.
+        ``MOST_LABELS`` labels have a class at once. One more takes the class of the label unused longest, of which
+        nothing is known from then on. Whoever holds that class for the old label may go on: what its answers still
+        teach goes to the new one, and their lengths are predicted as those of the new one.
         """
         if not label:
             return min(max_tokens.bit_length(), self._magnitudes - 1)
-        found = self._labels.get(label)
-        if found is None:
-            if self._classes == MOST_CLASSES:
-                return self._magnitudes
-            found = self._labels[label] = self._classes
+        if label in self._labels:
+            self._labels.move_to_end(label)
+        elif len(self._labels) < MOST_LABELS:
+            self._labels[label] = self._classes
             self._classes += 1
-        return found
+        else:
+            _, taken = self._labels.popitem(last=False)
+            self._forget(taken)
+            self._labels[label] = taken
+        return self._labels[label]
 
     def observe(self, classes: np.ndarray, lengths: np.ndarray, stopped: np.ndarray, since: np.ndarray) -> None:
         """Answers ended. ``stopped``: bool, by themselves; the others would have been longer than ``lengths``.
@@ -142,6 +149,19 @@ class LengthPredictor:
         """Standard deviation of the sum of the lengths of ``counts[c]`` answers of every class c, in tokens: of the
         lengths themselves, and of what the mean of a class may be off. ``counts``: int64 ``[MOST_CLASSES]``."""
         return float(np.sqrt((self._spread**2 * (counts + counts**2 / np.maximum(self._evidence, 1.0))).sum()))
+
+    def _forget(self, row: int) -> None:
+        """As if no answer of this class had been seen.
+
+        Every look adds a whole interval of ages, so later looks at an answer that was seen before leave counts >= 0.
+        """
+        for counts in (self._stopped, self._censored, self._ended, self._stops):
+            counts[row] = 0
+        for estimates in (self._area, self._spread, self._evidence):
+            estimates[row] = 0.0
+        self._stale[row] = self._known[row] = False
+        self._survival[row] = 1.0
+        self._keys[row] = 2.0 * row
 
     def _see(self, classes: np.ndarray, ages: np.ndarray, weight: float) -> None:
         """Answers were seen up to ``ages``, with ``weight``.

@@ -163,7 +163,7 @@ class Lifecycle:
         if share is None:
             return
         del self._state.sharing[request]
-        if share.leader.slot >= 0:
+        if share.leader is not None:
             self._state.slots.lent_pages[share.leader.slot] = 0
         if share.ready_step:
             self._state.tree.detach(share.node)
@@ -288,11 +288,7 @@ class Lifecycle:
             sample = slots.samples[slot]
             if slot in state.prefilling:
                 state.prefilling.remove(slot)
-            share, lent = sample.request.share, 0
-            if share is not None and share.leader is sample and not (keep and share.ready_step):
-                self.end_share(sample.request)
-            elif share is not None and share.leader is sample and share.last_page >= 0:
-                share.owns_last_page, lent = True, 1
+            lent = self._leave_share(sample, keep)
             if keep and not lent:
                 computed = min(int(slots.known[slot]), int(slots.scheduled[slot]))
                 self.register_pages(slot, computed, ready_step=state.step + 1)
@@ -311,6 +307,19 @@ class Lifecycle:
         state.pool.give(slots.table[leaving, : len(columns)][own])
         slots.give(leaving)
         state.membership += len(leaving)
+
+    def _leave_share(self, sample: Sample, keep: bool) -> int:
+        """What becomes of the prompt that ``sample`` computed for its siblings; returns how many of its own pages stay
+        with the share."""
+        request, share = sample.request, sample.request.share
+        if share is None or share.leader is not sample:
+            return 0
+        if not keep or not share.ready_step:
+            self.end_share(request)
+            return 0
+        share.leader = None  # it may come back, as one of many
+        share.owns_last_page = share.last_page >= 0
+        return int(share.owns_last_page)
 
     def register_pages(self, slot: int, length: int, ready_step: int) -> None:
         """Make the pages that lie within the first ``length`` tokens findable for plans from ``ready_step`` on."""

@@ -98,7 +98,7 @@ class PromptShare:
     copy: the leader's own, or the share's when the leader is gone.
     """
 
-    leader: "Sample"
+    leader: "Sample | None"  # None: it has left
     ready_step: int = 0  # first step whose plan may use the pages; 0 while being computed
     node: int = 0
     last_page: int = -1  # -1 = none

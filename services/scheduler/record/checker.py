@@ -11,6 +11,7 @@ from services.common.packed import read_fixed32
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.layout import NONE, Groups, check_groups, check_micro_batches
 from services.scheduler.record.limits import WorkerLimits, check_admission, most_pages
+from services.scheduler.record.logprobs import NOT_ASKED, check_logprobs
 from services.scheduler.record.violation import PlanViolation, ResultViolation, Violation, expect, require, require_each
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -35,6 +36,7 @@ class PlanChecker:
         self.computed = np.zeros(slots, np.int64)  # tokens whose KV is written
         self.hash = np.zeros(slots, np.uint64)  # of the computed tokens
         self.last_token = np.zeros(slots, np.uint32)  # of the known ones
+        self.top_asked = np.full(slots, NOT_ASKED)  # top log-probabilities wanted; NOT_ASKED = not even the token's own
         self.page_counts = np.zeros(slots, np.int64)
         self.tables = np.zeros((slots, self._width), np.int32)
         self.prompts: dict[int, np.ndarray] = {}  # slot -> tokens given at admission, uint32
@@ -96,6 +98,8 @@ class PlanChecker:
                     slot=wrong[0] if wrong else None,
                 )
             expect((given < self.limits.vocab_size).all(), "a token outside the vocabulary")
+            asked = self.top_asked[self._sampling]
+            check_logprobs(result, slots, asked[good], asked[~good], self.limits.vocab_size)
         except Violation as violation:
             violation.step = self.step
             raise
@@ -140,6 +144,8 @@ class PlanChecker:
         self.prompts[slot], self._prompt_hashes[slot] = tokens, hashes = self._last_prompt
         self.hash[slot] = hashes[cached - 1] if cached else 0
         self.last_token[slot] = tokens[-1]
+        sampling = admission.sampling
+        self.top_asked[slot] = sampling.top_logprobs if sampling.logprobs else NOT_ASKED
         self.tables[slot, : len(pages)] = pages
         self.pages_in_use += int(np.count_nonzero(self.holders[pages] == 0))
         self.holders[pages] += 1

@@ -30,7 +30,8 @@ class Outcome:
     different_failures: int = 0
     different_steps: int = 0
     differences: list[str] = field(default_factory=list)  # sentences about the first of them
-    model: str = ""  # of the worker
+    # What decides on the tokens and is not as it was: a field of ``WorkerInfo`` -> {"recorded": ..., "worker": ...}.
+    mismatch: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -58,7 +59,7 @@ def feed(recording: Recording, address: str) -> Outcome:
         try:
             _next(call)  # ready
             outcome = _run(recording, requests, call)
-            outcome.model = info.model
+            outcome.mismatch = _mismatch(recording.info, info)
             requests.put(None)
             for _ in call:
                 pass
@@ -115,6 +116,12 @@ def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
             f"the worker takes {found.max_plans_in_flight} plans in flight, recorded were"
             f" {recording.connected.plans_in_flight}"
         )
+
+
+def _mismatch(recorded: worker_pb2.WorkerInfo, found: worker_pb2.WorkerInfo) -> dict[str, dict[str, str]]:
+    """A worker that differs here runs the plans as well: to see how its tokens differ may be what a replay is for."""
+    pairs = ((name, getattr(recorded, name), getattr(found, name)) for name in ("model", "dtype", "device"))
+    return {name: {"recorded": then, "worker": now} for name, then, now in pairs if then != now}
 
 
 def _compare(step: RecordedStep, found: plan_pb2.StepResult, occupants: Occupants, outcome: Outcome) -> None:

@@ -4,6 +4,7 @@ or the life of a page.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from pydantic import Field
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.console import Console
 from services.common.flags import Config, Int
 from services.scheduler.record.command import fail, read_flags
 from services.scheduler.record.page_view import PageView
-from services.scheduler.record.reader import Recording, RecordingError, open_recordings
+from services.scheduler.record.reader import Recording, RecordingError, find_recordings
 from services.scheduler.record.sequence_view import SequenceView
 from services.scheduler.record.step_view import StepView
 from services.scheduler.record.view import View, walk
@@ -33,26 +34,34 @@ def main() -> None:
     view = _view(config)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     try:
-        shown, violations = inspect(open_recordings(config.record), view, console)
+        paths = find_recordings(config.record)
     except RecordingError as error:
         fail(str(error))
+    shown, broken = inspect(paths, view, console)
     if not shown:
         fail("the recording has no such step, sequence or page holder")
-    sys.exit(1 if violations else 0)
+    sys.exit(1 if broken else 0)
 
 
-def inspect(recordings: list[Recording], view: Callable[[], View], console: Console) -> tuple[bool, bool]:
-    """Show a fresh view of each recording. Returns: anything shown, a plan that breaks the contract met."""
+def inspect(paths: list[Path], view: Callable[[], View], console: Console) -> tuple[bool, bool]:
+    """Show a fresh view of each recording. Returns: anything shown; a damaged file met, or a plan that breaks the
+    contract.
+    """
     shown = broken = False
-    for recording in recordings:
+    for path in paths:
         seen = view()
-        violation = walk(recording, seen)
+        try:
+            reason = walk(Recording(path), seen)
+        except RecordingError as error:
+            console.print(f"DAMAGED {error}")
+            broken = True
+            continue
         parts = seen.shown()
-        shown, broken = shown or bool(parts), broken or bool(violation)
-        if violation:
-            parts = [*parts, f"the recording cannot be followed any further: {violation}"]
-        if parts and len(recordings) > 1:
-            console.print(str(recording.path))
+        shown, broken = shown or bool(parts), broken or bool(reason)
+        if reason:
+            parts = [*parts, f"the recording cannot be followed any further: {reason}"]
+        if parts and len(paths) > 1:
+            console.print(str(path))
         for part in parts:
             console.print(part)
     return shown, broken

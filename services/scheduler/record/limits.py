@@ -1,9 +1,11 @@
 """Sizes of a worker, and whether an admission fits them."""
 
+import math
 from typing import Protocol
 
 import numpy as np
 
+from services.common.packed import read_fixed32, read_float
 from services.scheduler.record.violation import require
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -39,11 +41,18 @@ def check_admission(admission: plan_pb2.Admission, tokens: np.ndarray, pages: np
     require(not len(pages) or pages.max() < limits.page_count, "a page outside the pool", slot=slot)
     require(len(set(pages.tolist())) == len(pages), "a page twice in one page table", slot=slot)
     require(admission.HasField("sampling"), "admission without sampling settings", slot=slot)
-    settings = admission.sampling
-    require(settings.temperature >= 0, f"temperature={settings.temperature}", slot=slot)
+    check_sampling(admission.sampling, slot, limits)
+
+
+def check_sampling(settings: plan_pb2.SamplingSettings, slot: int, limits: WorkerLimits) -> None:
+    """The same ranges as `services/worker/runner/checks.py`; comparisons that a NaN fails."""
+    require(0 <= settings.temperature < math.inf, f"temperature={settings.temperature}", slot=slot)
     require(0 < settings.top_p <= 1, f"top_p={settings.top_p}", slot=slot)
     require(0 <= settings.min_p <= 1, f"min_p={settings.min_p}", slot=slot)
-    require(settings.top_logprobs <= limits.max_top_logprobs, f"top_logprobs={settings.top_logprobs}", slot=slot)
+    most_top = min(limits.max_top_logprobs, limits.vocab_size)
+    require(settings.top_logprobs <= most_top, f"top_logprobs={settings.top_logprobs}", slot=slot)
     biased, values = settings.logit_bias_token_ids, settings.logit_bias_values
     require(len(biased) == len(values), "logit_bias arrays differ in length", slot=slot)
-    require(all(token < limits.vocab_size for token in biased), "a bias outside the vocabulary", slot=slot)
+    if len(biased):
+        require((read_fixed32(biased) < limits.vocab_size).all(), "a bias outside the vocabulary", slot=slot)
+        require(np.isfinite(read_float(values)).all(), "logit_bias_values that are not finite", slot=slot)

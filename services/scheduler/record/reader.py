@@ -30,6 +30,7 @@ class RecordedStep(NamedTuple):
 
     plan: record_pb2.PlanRecord
     result: record_pb2.ResultRecord | None  # None = not answered before the recording ended
+    unanswered: int  # plans without an answer once this one was sent, itself included
 
 
 class Recording:
@@ -44,31 +45,35 @@ class Recording:
             raise RecordingError(f"{path}: no recording: it does not begin with the connection to a worker")
         self.connected: record_pb2.Connected = first.connected
         self.info = first.connected.info
+        for name in ("page_size", "page_count", "max_slots", "max_context_tokens"):
+            if not getattr(self.info, name):
+                raise RecordingError(f"{path}: damaged: it begins with a worker of {name}=0")
 
     def steps(self) -> Iterator[RecordedStep]:
         """In order; those at the end may be without an answer. Raises ``RecordingError``."""
-        waiting: deque[record_pb2.PlanRecord] = deque()
+        waiting: deque[tuple[record_pb2.PlanRecord, int]] = deque()  # (plan, unanswered)
         self.ending = OPEN
         for entry in islice(self._entries(), 1, None):
             match entry.WhichOneof("entry"):
                 case "plan":
-                    waiting.append(self._checked(entry.plan))
+                    waiting.append((self._checked(entry.plan), len(waiting) + 1))
                 case "result":
-                    expected = waiting[0].plan.step if waiting else None
+                    expected = waiting[0][0].plan.step if waiting else None
                     if entry.result.result.step != expected:
                         raise RecordingError(
                             f"{self.path}: the result of step {entry.result.result.step} where that of {expected} is"
                             " due: the file is damaged, or the worker answered out of turn"
                         )
-                    yield RecordedStep(waiting.popleft(), entry.result)
+                    plan, unanswered = waiting.popleft()
+                    yield RecordedStep(plan, entry.result, unanswered)
                 case "disconnected":
                     self.ending = f"disconnected: {entry.disconnected.reason}"
                 case "cut":
                     self.ending = f"cut short: {entry.cut.reason}"
                 case kind:
                     raise RecordingError(f"{self.path}: an entry ({kind}) where a plan or a result is due")
-        for plan in waiting:
-            yield RecordedStep(plan, None)
+        for plan, unanswered in waiting:
+            yield RecordedStep(plan, None, unanswered)
 
     def _checked(self, record: record_pb2.PlanRecord) -> record_pb2.PlanRecord:
         plan = record.plan
@@ -77,7 +82,7 @@ class Recording:
         return record
 
     def _entries(self) -> Iterator[record_pb2.Record]:
-        with self.path.open("rb") as file:
+        with self._open() as file:
             while True:
                 at = file.tell()
                 try:
@@ -91,16 +96,24 @@ class Recording:
                 except (DecodeError, ValueError) as error:
                     raise RecordingError(f"{self.path}: damaged, or no recording, at byte {at}: {error}") from error
 
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise RecordingError(f"{self.path}: {error.strerror}") from error
 
-def open_recordings(path: str) -> list[Recording]:
-    """The recording ``path``, or all in the directory ``path``, oldest first. Raises ``RecordingError``."""
+
+def find_recordings(path: str) -> list[Path]:
+    """``path`` itself, or the recordings in the directory ``path``, oldest first; what is in them is not looked at.
+    Raises ``RecordingError`` when there is none.
+    """
     place = Path(path)
     if not place.exists():
         raise RecordingError(f"{path}: there is no such file or directory")
     paths = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
     if not paths:
         raise RecordingError(f"{path}: no recordings (*{SUFFIX}) in this directory")
-    return [Recording(path) for path in paths]
+    return paths
 
 
 def _next_payload(file: BinaryIO) -> bytes | None:

@@ -14,12 +14,15 @@ import structlog
 from google.protobuf.proto import serialize_length_prefixed
 
 from services.common.errors import InvalidRequest
+from services.scheduler.record.message_sizes import plan_size, result_size
 from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
 
 SUFFIX = ".tkrec"
-_MOST_WAITING = 4096  # entries
+_MIB = 1 << 20
+_MOST_WAITING_BYTES = 256 * _MIB
+_ENTRY_BYTES = 1024  # of what is around a message: roughly
 _CLOSE_S = 10.0
 
 
@@ -32,8 +35,12 @@ class Recorder:
     never has a hole.
     """
 
-    def __init__(self, directory: str, scheduler_id: str = "", *, most_waiting: int = _MOST_WAITING) -> None:
-        """``most_waiting``: entries that may wait for the disk. ``InvalidRequest`` when it may not write there."""
+    def __init__(
+        self, directory: str, scheduler_id: str = "", *, most_waiting_bytes: int = _MOST_WAITING_BYTES
+    ) -> None:
+        """``most_waiting_bytes``: of messages that may wait for the disk; the last may go beyond. ``InvalidRequest``
+        when it may not write there.
+        """
         self._directory = Path(directory)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -48,8 +55,10 @@ class Recorder:
                 field="record_plans",
             )
         self._scheduler_id = scheduler_id
-        self._most_waiting = most_waiting
-        self._waiting: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._most_waiting_bytes = most_waiting_bytes
+        self._put_bytes = 0  # so far; the step loop's
+        self._written_bytes = 0  # of them; the writer's
+        self._waiting: queue.SimpleQueue[tuple[str, dict[str, Any], int] | None] = queue.SimpleQueue()
         self._ended = False  # no entry is taken any more
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
@@ -60,6 +69,7 @@ class Recorder:
         """A worker that holds nothing is there: a new file begins."""
         self._put(
             "connected",
+            0,
             info=info,
             plans_in_flight=plans_in_flight,
             scheduler_id=self._scheduler_id,
@@ -68,15 +78,23 @@ class Recorder:
 
     def plan(self, message: plan_pb2.StepPlan, admitted_ids: Sequence[str], released_ids: Sequence[str]) -> None:
         """A plan was sent. The request ids stand beside its admissions and its releases."""
-        self._put("plan", plan=message, sent_ns=time.time_ns(), admitted_ids=admitted_ids, released_ids=released_ids)
+        ids_bytes = sum(map(len, admitted_ids)) + sum(map(len, released_ids))
+        self._put(
+            "plan",
+            plan_size(message) + ids_bytes,
+            plan=message,
+            sent_ns=time.time_ns(),
+            admitted_ids=admitted_ids,
+            released_ids=released_ids,
+        )
 
     def result(self, message: plan_pb2.StepResult) -> None:
         """The oldest plan without an answer was answered."""
-        self._put("result", result=message, received_ns=time.time_ns())
+        self._put("result", result_size(message), result=message, received_ns=time.time_ns())
 
     def disconnected(self, reason: str) -> None:
         """The worker is gone: its file ends."""
-        self._put("disconnected", reason=reason)
+        self._put("disconnected", 0, reason=reason)
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -85,16 +103,19 @@ class Recorder:
         if self._thread.is_alive():
             log.error("the disk does not answer: the end of the recording is lost", directory=str(self._directory))
 
-    def _put(self, kind: str, **fields: Any) -> None:
-        """The writer makes the ``Record``: that copies the messages."""
+    def _put(self, kind: str, size: int, **fields: Any) -> None:
+        """``size``: bytes of the messages in ``fields``. The writer makes the ``Record``: that copies the messages."""
         if self._ended:
             return
-        if self._waiting.qsize() < self._most_waiting:
-            self._waiting.put((kind, fields))
+        waiting = self._put_bytes - self._written_bytes
+        if waiting < self._most_waiting_bytes:
+            self._put_bytes += size + _ENTRY_BYTES
+            self._waiting.put((kind, fields, size + _ENTRY_BYTES))
             return
         self._ended = True
-        reason = f"the disk does not keep up: {self._most_waiting} entries wait for it"
-        self._waiting.put(("cut", {"reason": reason}))
+        most = self._most_waiting_bytes / _MIB
+        reason = f"the disk does not keep up: {waiting / _MIB:.1f} MiB of messages wait for it, at most {most:.1f} may"
+        self._waiting.put(("cut", {"reason": reason}, 0))
         log.error("the recording of plans ends here", directory=str(self._directory), reason=reason)
 
     # -- on the writer's thread
@@ -103,14 +124,16 @@ class Recorder:
         file: BinaryIO | None = None
         try:
             while (entry := self._waiting.get()) is not None:
-                kind, fields = entry
+                kind, fields, size = entry
                 if kind == "connected":
                     if file is not None:
                         file.close()
                     file = self._open()
+                if file is not None:
+                    serialize_length_prefixed(record_pb2.Record(**{kind: fields}), file)
+                self._written_bytes += size
                 if file is None:
                     continue
-                serialize_length_prefixed(record_pb2.Record(**{kind: fields}), file)
                 if kind in ("disconnected", "cut"):
                     file.close()
                     file = None

@@ -11,10 +11,10 @@ import grpc
 from pydantic import Field
 
 from services.common.flags import Config
-from services.scheduler.record.check import Findings, check
+from services.scheduler.record.check import Findings, check_file
 from services.scheduler.record.command import fail, read_flags
 from services.scheduler.record.feeding import Outcome, Unsuitable, feed
-from services.scheduler.record.reader import Recording, RecordingError, open_recordings
+from services.scheduler.record.reader import Recording, RecordingError, find_recordings
 
 
 class ReplayConfig(Config):
@@ -29,64 +29,85 @@ def main() -> None:
     if not config.record:
         fail("give record=FILE_OR_DIR: what the scheduler wrote with record_plans=DIR", status=2)
     try:
-        recordings = open_recordings(config.record)
-        good = replay(recordings, config.worker_address) if config.worker_address else check_all(recordings)
+        paths = find_recordings(config.record)
+        good = replay(paths, config.worker_address) if config.worker_address else check_all(paths)
     except RecordingError as error:
         fail(str(error))
     sys.exit(0 if good else 1)
 
 
-def check_all(recordings: list[Recording]) -> bool:
-    """Print what is in each; True when none has a violation. The last line is one JSON object."""
-    found = [check(recording) for recording in recordings]
-    for recording, findings in zip(recordings, found, strict=True):
-        _print_findings(recording.path, findings)
+def check_all(paths: list[Path]) -> bool:
+    """Print what is in each. True when there is a plan, every plan keeps the contract and no file is damaged. The last
+    line is one JSON object.
+    """
+    found = []
+    for path in paths:
+        found.append(check_file(path))
+        _print_findings(path, found[-1])
     total = {
         name: sum(getattr(findings, name) for findings in found)
         for name in ("plans", "tokens", "admissions", "failures")
     }
-    total["sequences"] = len(set().union(*(findings.sequences for findings in found)))
-    violations = [findings.violation for findings in found if findings.violation]
-    peak = max(findings.peak_pages for findings in found)
-    print(json.dumps({"files": len(found)} | total | {"peak_pages": peak, "violations": violations}))
-    return not violations
+    if not total["plans"] and all(findings.good for findings in found):
+        print("nothing to check: no plan was recorded")
+    summary = {"files": len(found), "damaged": sum(bool(findings.damage) for findings in found)} | total
+    summary["sequences"] = len(set().union(*(findings.sequences for findings in found)))
+    summary["peak_pages"] = max(findings.peak_pages for findings in found)
+    summary["violations"] = [findings.violation for findings in found if findings.violation]
+    print(json.dumps(summary))
+    return total["plans"] > 0 and all(findings.good for findings in found)
 
 
-def replay(recordings: list[Recording], worker_address: str) -> bool:
-    """Print the first differences; True when there are none. The last line is one JSON object."""
-    if len(recordings) != 1:
-        names = "\n  ".join(str(recording.path) for recording in recordings)
+def replay(paths: list[Path], worker_address: str) -> bool:
+    """Print the first differences; True when there are answers to compare and none differs. The last line is one JSON
+    object.
+    """
+    if len(paths) != 1:
+        names = "\n  ".join(map(str, paths))
         raise RecordingError(f"a worker is fed one recording at a time; choose one of\n  {names}")
+    recording = Recording(paths[0])
     try:
-        outcome = feed(recordings[0], worker_address)
+        outcome = feed(recording, worker_address)
     except Unsuitable as error:
         fail(str(error))
     except grpc.RpcError as error:
         fail(f"worker {worker_address}: {error.code().name}: {error.details()}")
-    _print_outcome(outcome, recordings[0])
-    return outcome.same
+    _print_outcome(outcome, recording)
+    return outcome.same and outcome.steps > 0
 
 
 def _print_findings(path: Path, findings: Findings) -> None:
     print(f"{path}: {findings.ending or 'not read to its end'}")
-    print(
-        f"  {findings.plans} plans ({findings.unanswered} without an answer), {findings.tokens} tokens sampled,"
-        f" {findings.prefilled_tokens} prefilled, {len(findings.sequences)} sequences"
-        f" ({findings.admissions} admissions), {findings.peak_pages} pages at most"
-    )
-    print(f"  VIOLATION {findings.violation}" if findings.violation else "  every plan keeps the contract")
+    if findings.plans:
+        print(
+            f"  {findings.plans} plans ({findings.unanswered} without an answer), {findings.tokens} tokens sampled,"
+            f" {findings.prefilled_tokens} prefilled, {len(findings.sequences)} sequences"
+            f" ({findings.admissions} admissions), {findings.peak_pages} pages at most"
+        )
+    if findings.violation:
+        print(f"  VIOLATION {findings.violation}")
+    elif findings.damage:
+        print(f"  DAMAGED {findings.damage}")
+    else:
+        print("  every plan keeps the contract" if findings.plans else "  nothing to check: it holds no plan")
 
 
 def _print_outcome(outcome: Outcome, recording: Recording) -> None:
+    if outcome.mismatch:
+        recorded, worker = (
+            ", ".join(f"{name}={values[side]!r}" for name, values in outcome.mismatch.items())
+            for side in ("recorded", "worker")
+        )
+        print(f"warning: recorded with {recorded}, and this worker has {worker}: it may well answer other tokens")
     for line in outcome.differences:
         print(line)
     hidden = outcome.different_steps - len(outcome.differences)
     if hidden > 0:
         print(f"... and {hidden} more steps differ")
-    if outcome.model != recording.info.model:
-        print(f"recorded with the model {recording.info.model!r}; this worker has {outcome.model!r}")
     print(f"{recording.path}: {recording.ending}")
-    names = ("steps", "tokens", "different_tokens", "different_failures", "different_steps")
+    if not outcome.steps:
+        print("nothing to compare: no plan in it was answered")
+    names = ("steps", "tokens", "different_tokens", "different_failures", "different_steps", "mismatch")
     print(json.dumps({name: value for name, value in asdict(outcome).items() if name in names}))
 
 

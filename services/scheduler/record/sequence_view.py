@@ -6,7 +6,8 @@ from rich.console import RenderableType
 
 from services.scheduler.record.occupants import SequenceName
 from services.scheduler.record.reader import RecordedStep
-from services.scheduler.record.view import WorkerState, listed, table
+from services.scheduler.record.view import listed, table
+from services.scheduler.record.worker_state import WorkerState
 
 
 @dataclass
@@ -76,7 +77,7 @@ class SequenceView:
         self._add(name, step, f"admitted{again}", detail)
 
     def _answered(self, result) -> None:
-        for slot, token in zip(result.slots, result.token_ids, strict=True):
+        for slot, token in zip(result.slots, result.token_ids, strict=False):
             if slot in self._running:
                 events = self._events[self._running[slot]]
                 if events[-1].kind != "tokens":

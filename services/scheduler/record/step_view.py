@@ -5,7 +5,8 @@ from datetime import UTC, datetime
 from rich.console import RenderableType
 
 from services.scheduler.record.reader import RecordedStep
-from services.scheduler.record.view import WorkerState, listed, table
+from services.scheduler.record.view import listed, table
+from services.scheduler.record.worker_state import WorkerState
 from tokasaurus.worker.v1 import record_pb2
 
 

@@ -3,21 +3,13 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from services.scheduler.record.checker import PlanChecker
-from services.scheduler.record.occupants import Occupants
-from services.scheduler.record.reader import RecordedStep, Recording
+from services.scheduler.record.reader import RecordedStep, Recording, RecordingError
 from services.scheduler.record.violation import Violation
-
-
-class WorkerState:
-    """What the worker holds after the plans so far."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.checker = PlanChecker(recording.info)
-        self.occupants = Occupants()
+from services.scheduler.record.worker_state import WorkerState
 
 
 class View(Protocol):
@@ -35,30 +27,28 @@ class View(Protocol):
 
 
 def walk(recording: Recording, view: View) -> str:
-    """Lead ``view`` through ``recording``. Returns the violation that ended it early, empty = none."""
+    """Lead ``view`` through ``recording``. Returns the violation or the damage that ended it early, empty = none."""
     state = WorkerState(recording)
-    for step in recording.steps():
-        view.before(step, state)
-        state.occupants.apply(step.plan)
-        try:
-            state.checker.apply(step.plan.plan)
-            state.checker.answered(step.result.result if step.result else None)
-        except Violation as violation:
-            return str(violation)
-        view.after(step, state)
-        if view.done:
-            break
+    try:
+        for step in recording.steps():
+            view.before(step, state)
+            state.apply(step)
+            view.after(step, state)
+            if view.done:
+                break
+    except (Violation, RecordingError) as reason:
+        return str(reason)
     return ""
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Everything as text, long cells folded."""
-    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> RenderableType:
+    """Everything as text, long cells folded. A title may be wider than its table, which would wrap one of its own."""
+    drawn = Table(header_style="bold")
     for column in columns:
         drawn.add_column(column, overflow="fold")
     for row in rows:
         drawn.add_row(*(str(cell) for cell in row))
-    return drawn
+    return Group(Text(title, style="bold"), drawn)
 
 
 def listed(numbers: Iterable[int]) -> str:

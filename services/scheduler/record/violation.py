@@ -43,6 +43,12 @@ def require_each(
         raise PlanViolation(message, slot=slot, page=page)
 
 
+def expect_each(good: np.ndarray, message: str, *, slots: np.ndarray) -> None:
+    """``ResultViolation`` about the first of ``slots`` whose entry in ``good`` is not true."""
+    if not good.all():
+        raise ResultViolation(message, slot=int(slots[int(good.argmin())]))
+
+
 def expect(condition: bool, message: str) -> None:
     """``ResultViolation`` unless ``condition``."""
     if not condition:

@@ -145,6 +145,7 @@ class Watched(Admission):
     def select(self, candidates, classes, *, may_overtake):
         chosen = super().select(candidates, classes, may_overtake=may_overtake)
         self.last = self._at_hand(candidates).with_candidates(candidates.take(chosen))
+        self.in_order = len(chosen) == 0 or chosen[-1] == len(chosen) - 1
         Watched.latest = self
         return chosen
 
@@ -162,8 +163,10 @@ def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt,
     shares = dict(state.sharing)
     driver.plan()
     if Watched.latest is not None and not state.prefilling and shares.keys() <= state.sharing.keys():
-        curve = curve_of(driver).tolist()
-        assert Watched.latest.last.tolist()[: len(curve)] == curve
+        curve = curve_of(driver)
+        expected = Watched.latest.last[: len(curve)]
+        # One who passed another may get more of this step than the queue's order gave it, and be through sooner.
+        assert (expected == curve).all() if Watched.latest.in_order else (expected >= curve).all()
 
 
 def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_holders_end():

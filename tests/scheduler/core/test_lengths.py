@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.lengths import CAUTION, MOST_CLASSES, UNKNOWN, LengthPredictor
+from services.scheduler.core.lengths import CAUTION, MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
 
 LONGEST = 4096
 QUANTILES = (np.arange(1000) + 0.5) / 1000
@@ -291,17 +291,60 @@ def test_a_label_names_a_class_whatever_the_limit():
     assert predictor.class_of("one", 2048) == one
 
 
-def test_labels_beyond_the_bound_share_a_class():
+@pytest.mark.parametrize("longest", [1, LONGEST, 2**20])
+def test_labels_and_limits_have_classes_of_their_own(longest):
+    predictor = LengthPredictor(longest)
+    labelled = {predictor.class_of(f"label {index}", 100) for index in range(10 * MOST_LABELS)}
+    limits = {predictor.class_of("", min(2**bits, 2 * longest)) for bits in range(40)}
+    assert len(labelled) == MOST_LABELS
+    assert not labelled & limits
+    assert max(labelled | limits) < MOST_CLASSES
+
+
+def test_a_label_too_many_takes_the_class_of_the_one_unused_longest():
     predictor = LengthPredictor(LONGEST)
-    numbers = [predictor.class_of(f"label {index}", 100) for index in range(10 * MOST_CLASSES)]
-    assert max(numbers) < MOST_CLASSES
-    assert len(set(numbers)) > MOST_CLASSES // 2
-    assert len(set(numbers[MOST_CLASSES:])) == 1
-    assert numbers[-1] not in [predictor.class_of("", limit) for limit in range(2 * LONGEST)]
-    assert [predictor.class_of(f"label {index}", 7) for index in range(10 * MOST_CLASSES)] == numbers
-    for number in (numbers[-1], max(numbers)):
-        learn(predictor, [(50, True)] * 20, number=number)
-        assert draw(predictor, np.array([0.5]), number=number)[0] == 50
+    numbers = [predictor.class_of(f"label {index}", 100) for index in range(MOST_LABELS)]
+    for number in numbers:
+        learn(predictor, [(50, True)] * 40 + [(60, False)], [10], number=number)
+    assert predictor.class_of("label 0", 100) == numbers[0]
+    assert predictor.class_of("new", 100) == numbers[1]
+    everything = [0] * MOST_CLASSES
+    everything[numbers[1]] = 7
+    assert draw(predictor, np.array([0.01]), number=numbers[1])[0] == UNKNOWN
+    assert mean(predictor, 77, number=numbers[1]) == 77
+    assert spread(predictor, numbers[1]) == predictor.deviation(np.array(everything)) == 0
+    assert all(draw(predictor, np.array([0.5]), number=number)[0] == 50 for number in numbers if number != numbers[1])
+    assert predictor.class_of("label 1", 100) == numbers[2]
+
+
+def test_a_caller_with_a_label_for_every_request_does_not_take_those_in_use():
+    predictor = LengthPredictor(LONGEST)
+    used = predictor.class_of("used", 100)
+    learn(predictor, [(50, True)] * 40, number=used)
+    for index in range(3000):
+        predictor.class_of(f"once {index}", 100)
+        if index % (MOST_LABELS - 1) == 0:
+            assert predictor.class_of("used", 100) == used
+    assert draw(predictor, np.array([0.5]), number=used)[0] == 50
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64), st.booleans()), min_size=1, max_size=60), stops)
+def test_answers_of_a_forgotten_label_teach_the_new_one_what_is_seen_of_them(rest, new):
+    """They count as answers not seen from the beginning. ``rest``: (age by then, tokens after it, stopped)."""
+    forgotten, fresh = LengthPredictor(LONGEST), LengthPredictor(LONGEST)
+    number = fresh.class_of("new", 100)
+    assert forgotten.class_of("old", 100) == number
+    for index in range(MOST_LABELS - 1):
+        forgotten.class_of(f"label {index}", 100)
+    since, ended, stopped = (np.array(column) for column in zip(*rest, strict=True))
+    ended, rows = since + ended, np.full(len(rest), number)
+    forgotten.refresh(rows, since, np.zeros(len(rest), np.int64))
+    assert forgotten.class_of("new", 100) == number
+    for predictor in (forgotten, fresh):
+        predictor.observe(rows, ended, stopped, since)
+        learn(predictor, [(length, True) for length in new], number=number)
+    assert (draw(forgotten, QUANTILES, number=number) == draw(fresh, QUANTILES, number=number)).all()
+    assert mean(forgotten, 1000, number=number) == mean(fresh, 1000, number=number) <= 1000
 
 
 def test_a_change_of_lengths_is_followed():

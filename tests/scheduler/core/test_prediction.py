@@ -195,3 +195,16 @@ def test_whatever_was_predicted_everyone_ends_as_alone(requests, pages, margin):
     while driver.answer():
         pass
     assert driver.core.state.pool.in_use == 0
+
+
+def test_a_leader_that_comes_back_gives_all_its_pages():
+    driver = Driver(FakeShape(**{**SHAPE.__dict__, "max_slots": 2}), mode=PREDICTED)
+    handle = driver.submit([2, 3, 4, 5, 6, 7], n=4, max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    leader = driver.requests[handle].samples[0]
+    driver.core._lifecycle.preempt(np.array([leader.slot]))
+    driver.plan()
+    assert leader.slot >= 0  # first of its kind, so back before its siblings
+    driver.run()
+    assert driver.core.state.pool.in_use == 0

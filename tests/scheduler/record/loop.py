@@ -10,7 +10,7 @@ from services.scheduler.core.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Request, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.record.reader import RecordedStep, Recording, open_recordings
+from services.scheduler.record.reader import RecordedStep, Recording, find_recordings
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.codec import decode_result, decode_shape, encode_plan
 from tests.fakes.model import FakeModel, FakeShape
@@ -79,6 +79,11 @@ class RecordedLoop:
         return self.now
 
 
+def open_recordings(path: str) -> list[Recording]:
+    """All in ``path``, none of them damaged at its beginning."""
+    return [Recording(found) for found in find_recordings(path)]
+
+
 def record_small_run(directory: Path) -> Recording:
     """Two requests: five samples of one prompt, grouped and cut into two micro-batches, and a longer prompt."""
     loop = RecordedLoop(directory, hydragen=EAGER, micro_batches=2)
@@ -98,7 +103,8 @@ def rewrite(recording: Recording, directory: Path, mutate: Callable[[RecordedSte
     for step in recording.steps():
         mutate(step)
         recorder.plan(step.plan.plan, step.plan.admitted_ids, step.plan.released_ids)
-        recorder.result(step.result.result)
+        if step.result is not None:
+            recorder.result(step.result.result)
     recorder.close()
     (made,) = open_recordings(str(directory))
     return made

@@ -1,5 +1,6 @@
 """The checker lets every recorded plan pass, and none with something wrong in it."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.record.check import check
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import FACTOR, next_hashes, prefix_hashes
 from services.scheduler.record.reader import RecordedStep
+from services.scheduler.record.recorder import Recorder
 from services.scheduler.record.violation import PlanViolation, ResultViolation
-from tests.fakes.model import FakeShape
-from tests.scheduler.record.loop import SHAPE, record_small_run
+from tests.fakes.model import FakeModel, FakeShape
+from tests.scheduler.record.loop import SHAPE, open_recordings, record_small_run, rewrite
 from tokasaurus.worker.v1 import plan_pb2
 
 Mutation = Callable[[plan_pb2.StepPlan], None]
@@ -74,6 +77,11 @@ def cut(*rows: int) -> Mutation:
     return mutate
 
 
+def settings_of(**values) -> Mutation:
+    """Other sampling settings in the first admission."""
+    return lambda plan: plan.admissions[0].sampling.MergeFrom(plan_pb2.SamplingSettings(**values))
+
+
 GIVEN_TWICE = "given to be written on, and another sequence holds it"
 MUTATIONS = {
     "a page appended to two sequences": (5, put("append_pages", 1, 23), GIVEN_TWICE),
@@ -129,6 +137,26 @@ MUTATIONS = {
         lambda plan: plan.admissions[0].token_ids.__setitem__(16, 64),
         "outside the vocabulary",
     ),
+    "an endless temperature": (1, settings_of(temperature=math.inf), "temperature=inf"),
+    "a temperature that is not a number": (1, settings_of(temperature=math.nan), "temperature=nan"),
+    "a negative temperature": (1, settings_of(temperature=-1), "temperature=-1.0"),
+    "a top_p that is not a number": (1, settings_of(top_p=math.nan), "top_p=nan"),
+    "a bias that is not a number": (
+        1,
+        settings_of(logit_bias_token_ids=[1], logit_bias_values=[math.nan]),
+        "logit_bias_values that are not finite",
+    ),
+    "an endless bias": (
+        1,
+        settings_of(logit_bias_token_ids=[1], logit_bias_values=[-math.inf]),
+        "logit_bias_values that are not finite",
+    ),
+    "a bias outside the vocabulary": (
+        1,
+        settings_of(logit_bias_token_ids=[64], logit_bias_values=[1]),
+        "a bias outside the vocabulary",
+    ),
+    "more top logprobs than there are": (1, settings_of(top_logprobs=21), "top_logprobs=21"),
     "no sampling settings": (12, lambda plan: plan.admissions[0].ClearField("sampling"), "without sampling settings"),
 }
 
@@ -199,6 +227,11 @@ def test_a_worker_without_the_capability_gets_no_groups_and_no_micro_batches(ste
             list(replayed(steps, shape=replace(SHAPE, **missing)))
 
 
+def test_no_more_top_logprobs_than_the_vocabulary_has_tokens(steps):
+    with pytest.raises(PlanViolation, match="top_logprobs=65"):
+        list(replayed(steps, 1, settings_of(top_logprobs=65), replace(SHAPE, max_top_logprobs=100)))
+
+
 WRONG_ANSWERS = {
     "a row without a token": lambda result: (result.slots.pop(), result.token_ids.pop()),
     "a token too many": lambda result: (result.slots.append(7), result.token_ids.append(2)),
@@ -218,6 +251,122 @@ def test_an_answer_that_does_not_fit_its_plan_is_refused(mutate, steps):
     mutate(answer)
     with pytest.raises(ResultViolation, match="step 4"):
         checker.answered(answer)
+
+
+def logprobs_model(*, failing: bool = False) -> tuple[PlanChecker, plan_pb2.StepResult]:
+    """A checker whose plan is applied, and the right answer to it: slot 0 asks for nothing, slot 1 for its logprob,
+    slot 2 for its own and two others; slot 3, if ``failing``, asks for three and fails.
+    """
+    wanted = [(False, 0), (True, 0), (True, 2), (True, 3)][: 3 + failing]
+    admissions = [
+        plan_pb2.Admission(
+            slot=slot, token_ids=[slot + 5], pages=[slot],
+            sampling=plan_pb2.SamplingSettings(top_p=1, logprobs=own, top_logprobs=top),
+        )
+        for slot, (own, top) in enumerate(wanted)
+    ]  # fmt: skip
+    batch = plan_pb2.Batch(slots=range(len(wanted)))
+    plan = plan_pb2.StepPlan(step=1, admissions=admissions, batch=batch)
+    model, checker = FakeModel(SHAPE), PlanChecker(SHAPE)
+    model.fail_tokens[8] = "no"
+    checker.apply(plan)
+    return checker, model.apply(plan)
+
+
+WRONG_LOGPROBS = {
+    "none at all": (lambda result: result.ClearField("logprobs"), "0 logprobs for 3 slots"),
+    "one too many": (lambda result: result.logprobs.append(-1), "4 logprobs for 3 slots"),
+    "none for a row that asked": (
+        lambda result: result.logprobs.__setitem__(1, math.nan),
+        "slot 1: no logprob, and its row asked",
+    ),
+    "one for a row that did not ask": (
+        lambda result: result.logprobs.__setitem__(0, -1),
+        "slot 0: a logprob, and its row asked for none",
+    ),
+    "no counts": (lambda result: result.ClearField("top_counts"), "0 top_counts for 3 slots"),
+    "another count": (
+        lambda result: result.top_counts.__setitem__(slice(0, 3), [0, 2, 0]),
+        "slot 1: another number of top logprobs",
+    ),
+    "counts with nothing behind them": (
+        lambda result: (result.ClearField("top_token_ids"), result.ClearField("top_logprobs")),
+        "0 top_token_ids and 0 top_logprobs of 2 due",
+    ),
+    "a top token without a value": (lambda result: result.top_logprobs.pop(), "2 top_token_ids and 1 top_logprobs"),
+    "a top token outside the vocabulary": (
+        lambda result: result.top_token_ids.__setitem__(0, 64),
+        "a top token outside the vocabulary",
+    ),
+    "a top logprob that is no number": (
+        lambda result: result.top_logprobs.__setitem__(1, math.nan),
+        "a top logprob that is not a number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mutate", "message"), WRONG_LOGPROBS.values(), ids=list(WRONG_LOGPROBS))
+def test_logprobs_that_are_not_what_the_rows_asked_for_are_refused(mutate, message):
+    checker, answer = logprobs_model()
+    mutate(answer)
+    with pytest.raises(ResultViolation, match=message):
+        checker.answered(answer)
+
+
+def test_logprobs_that_nobody_asked_for_are_refused(steps):
+    for field, values in (("logprobs", [math.nan] * 6), ("top_counts", [0] * 6), ("top_token_ids", [1])):
+        *_, checker = replayed(steps[:3])
+        checker.apply(steps[3].plan.plan)
+        answer = plan_pb2.StepResult.FromString(steps[3].result.result.SerializeToString())
+        getattr(answer, field).extend(values)
+        with pytest.raises(ResultViolation, match=rf"^step 4: .*{field}"):
+            checker.answered(answer)
+
+
+def test_logprobs_that_were_asked_for_pass():
+    for failing in (False, True):
+        checker, answer = logprobs_model(failing=failing)
+        assert checker.answered(answer) == 3
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_where_only_a_failed_row_asked_the_arrays_may_be_there_and_are_empty_of_values(sent):
+    """The contract speaks of rows that asked: the built-in worker sends the arrays then, the fake one does not."""
+    settings_ = [plan_pb2.SamplingSettings(top_p=1), plan_pb2.SamplingSettings(top_p=1, logprobs=True, top_logprobs=2)]
+    admissions = [plan_pb2.Admission(slot=s, token_ids=[5], pages=[s], sampling=settings_[s]) for s in range(2)]
+    checker = PlanChecker(SHAPE)
+    checker.apply(plan_pb2.StepPlan(step=1, admissions=admissions, batch=plan_pb2.Batch(slots=[0, 1])))
+    answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9], failures=[plan_pb2.SlotFailure(slot=1)])
+    if sent:
+        answer.logprobs.append(math.nan)
+        answer.top_counts.append(0)
+    assert checker.answered(answer) == 1
+
+
+def test_more_plans_without_an_answer_than_agreed_are_refused(tmp_path):
+    recording = record_small_run(tmp_path / "run")  # agreed: three
+    steps = list(recording.steps())
+    for count, expected in ((3, ""), (4, "step 4: 4 plans without an answer, and plans_in_flight=3 was agreed")):
+        for answered in (True, False):
+            recorder = Recorder(str(tmp_path / f"{count}-{answered}"))
+            recorder.connected(recording.info, 3)
+            for step in steps[:count]:
+                recorder.plan(step.plan.plan, step.plan.admitted_ids, step.plan.released_ids)
+            for step in steps[:count] if answered else ():
+                recorder.result(step.result.result)
+            recorder.close()
+            (made,) = open_recordings(str(tmp_path / f"{count}-{answered}"))
+            assert check(made).violation == expected
+
+
+def test_a_release_under_the_name_of_another_request_is_refused(tmp_path):
+    def mutate(step: RecordedStep) -> None:
+        if step.plan.plan.step == 12:
+            step.plan.released_ids[1] = "long"
+
+    recording = rewrite(record_small_run(tmp_path / "run"), tmp_path / "other", mutate)
+    expected = "step 12, slot 2: released as one of the request 'long', and it is another's (many:4)"
+    assert check(recording).violation == expected
 
 
 def test_a_slot_that_failed_has_no_token_and_runs_until_its_release(steps):

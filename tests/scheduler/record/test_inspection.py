@@ -136,6 +136,43 @@ def test_inspection_ends_at_a_plan_that_breaks_the_contract_and_shows_it(recordi
     assert "cannot be followed any further: step 12, slot 5, page 3: it does not hold the token at 0" in text
 
 
+def test_a_title_that_is_wider_than_its_table_stays_in_one_line(recording, inspect):
+    _, _, text, _ = inspect(f"record={recording.path}", "page=18")
+    assert "copies from and onto page 18" in text.splitlines()
+    _, _, text, _ = inspect(f"record={recording.path}", "step=3")
+    assert "pages copied" in text.splitlines()
+
+
+def test_a_damaged_file_is_named_and_the_others_are_shown(recording, inspect):
+    damaged = recording.path.with_name("plans-x.tkrec")
+    damaged.touch()
+    code, rows, text, _ = inspect(f"record={recording.path.parent}", "page=18")
+    assert code == 1
+    assert f"DAMAGED {damaged}: no recording: it does not begin with the connection to a worker" in text
+    assert ["3", "10", "18"] in rows
+
+
+def test_inspection_ends_where_a_file_is_damaged(recording, inspect):
+    content, steps = recording.path.read_bytes(), list(recording.steps())
+    broken = steps[8].plan.SerializeToString()
+    recording.path.write_bytes(content.replace(broken, b"\xff" * len(broken)))
+    code, rows, text, _ = inspect(f"record={recording.path}", "page=18")
+    assert (code, ["3", "10", "18"] in rows) == (1, True)
+    assert "cannot be followed any further" in text
+    assert "damaged, or no recording, at byte" in text
+
+
+def test_an_answer_with_fewer_tokens_than_slots_ends_the_inspection_and_no_more(recording, tmp_path, inspect):
+    def mutate(step) -> None:
+        if step.plan.plan.step == 6:
+            step.result.result.token_ids.pop()
+
+    bad = rewrite(recording, tmp_path / "bad", mutate)
+    code, rows, text, _ = inspect(f"record={bad.path}", "sequence=many:1")
+    assert (code, rows[0][1]) == (1, "admitted")
+    assert "cannot be followed any further: step 6: 5 tokens for 6 slots" in text
+
+
 def test_what_is_not_in_the_recording_is_said_to_be_missing(recording, inspect):
     for question in ("step=99", "sequence=nobody", "page=63"):
         code, rows, _, error = inspect(f"record={recording.path}", question)

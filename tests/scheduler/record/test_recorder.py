@@ -1,15 +1,20 @@
 """What goes into the recorder comes out of the reader, or the file says that it ends early."""
 
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from google.protobuf.message import Message
 from structlog.testing import capture_logs
 
 from services.common.errors import InvalidRequest
-from services.scheduler.record.reader import OPEN, TORN, Recording, RecordingError, open_recordings
+from services.common.packed import fill
+from services.scheduler.record.message_sizes import plan_size, result_size
+from services.scheduler.record.reader import OPEN, TORN, Recording, RecordingError, find_recordings
 from services.scheduler.record.recorder import Recorder
 from tests.fakes.model import FakeModel
-from tests.scheduler.record.loop import SHAPE, RecordedLoop, record_small_run
+from tests.scheduler.record.loop import SHAPE, RecordedLoop, open_recordings, record_small_run
 from tokasaurus.worker.v1 import plan_pb2
 
 
@@ -128,21 +133,54 @@ def slow_disk(monkeypatch):
 
 
 def test_a_disk_that_does_not_keep_up_cuts_the_recording_and_holds_nobody_up(tmp_path, slow_disk):
-    recorder, model = Recorder(str(tmp_path), most_waiting=6), FakeModel(SHAPE)
+    """Bytes count: three plans of 440 kB may wait for 1 MiB, however many entries that is."""
+    recorder = Recorder(str(tmp_path), most_waiting_bytes=1 << 20)
     with capture_logs() as logs:
         recorder.connected(SHAPE.worker_info(), 2)
-        slow_disk.reached.wait()  # the first entry is with the disk: six more may wait
+        slow_disk.reached.wait()
         for step in range(1, 20):
-            plan = plan_pb2.StepPlan(step=step)
-            recorder.plan(plan, [], [])
-            recorder.result(model.apply(plan))
+            admission = plan_pb2.Admission(token_ids=range(110_000))
+            recorder.plan(plan_pb2.StepPlan(step=step, admissions=[admission]), ["a"], [])
         slow_disk.goes_on.set()
         recorder.connected(SHAPE.worker_info(), 2)  # too late: the recording has ended for good
         recorder.close()
     (recording,) = open_recordings(str(tmp_path))
     assert [step.plan.plan.step for step in recording.steps()] == [1, 2, 3]
-    assert recording.ending == "cut short: the disk does not keep up: 6 entries wait for it"
-    assert [log["event"] for log in logs if log["log_level"] == "error"] == ["the recording of plans ends here"]
+    reason = "the disk does not keep up: 1.3 MiB of messages wait for it, at most 1.0 may"
+    assert recording.ending == f"cut short: {reason}"
+    (error,) = (log for log in logs if log["log_level"] == "error")
+    assert (error["event"], error["reason"]) == ("the recording of plans ends here", reason)
+
+
+def test_small_entries_may_be_many_and_what_is_written_waits_no_more(tmp_path, slow_disk):
+    """100 plans of a few bytes are far from 1 MiB, though nothing is written; and afterwards there is all the room."""
+    recorder, steps = Recorder(str(tmp_path), most_waiting_bytes=1 << 20), iter(range(1, 1000))
+    recorder.connected(SHAPE.worker_info(), 2)
+    slow_disk.reached.wait()
+    for _ in range(100):
+        recorder.plan(plan_pb2.StepPlan(step=next(steps)), [], [])
+    slow_disk.goes_on.set()
+    recorder.close()
+    (recording,) = open_recordings(str(tmp_path))
+    assert len(list(recording.steps())) == 100
+    assert recorder._put_bytes == recorder._written_bytes
+
+
+def filled(message: Message) -> Message:
+    """``message`` with 1,000 elements in each array, in it and in every message of it."""
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None:
+            inner = getattr(message, field.name)
+            filled(inner.add() if field.is_repeated else inner)
+        elif field.is_repeated:
+            fill(message, field.name, np.arange(1000))
+    return message
+
+
+def test_every_array_counts_for_what_waits():
+    plan, result = filled(plan_pb2.StepPlan()), filled(plan_pb2.StepResult())
+    assert 4 * 1000 * 15 < plan.ByteSize() <= plan_size(plan) < plan.ByteSize() + 4096
+    assert 4 * 1000 * 6 < result.ByteSize() <= result_size(result) < result.ByteSize() + 4096
 
 
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
@@ -172,10 +210,17 @@ def test_a_place_that_cannot_be_written_to_is_refused_at_start(tmp_path):
 
 def test_what_is_no_recording_is_refused(tmp_path):
     (tmp_path / "text.tkrec").write_text("once upon a time there was a page")
+    (found,) = find_recordings(str(tmp_path))
     with pytest.raises(RecordingError, match=r"text\.tkrec"):
-        open_recordings(str(tmp_path))
+        Recording(found)
     with pytest.raises(RecordingError, match="there is no such file or directory"):
-        open_recordings(str(tmp_path / "nowhere"))
+        find_recordings(str(tmp_path / "nowhere"))
+    for name in ("page_size", "page_count", "max_slots", "max_context_tokens"):
+        recorder = Recorder(str(tmp_path / name))
+        recorder.connected(replace(SHAPE, **{name: 0}).worker_info(), 1)
+        recorder.close()
+        with pytest.raises(RecordingError, match=f"damaged: it begins with a worker of {name}=0"):
+            open_recordings(str(tmp_path / name))
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordingError, match="no recordings"):
-        open_recordings(str(tmp_path / "empty"))
+        find_recordings(str(tmp_path / "empty"))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,13 +11,14 @@ import pytest
 from services.common.config import SchedulerConfig, WorkerConfig
 from services.scheduler.record import replay
 from services.scheduler.record.feeding import Unsuitable, feed
-from services.scheduler.record.reader import RecordedStep, open_recordings
+from services.scheduler.record.reader import RecordedStep, Recording
+from services.scheduler.record.recorder import Recorder
 from services.scheduler.server import SchedulerServer
 from services.worker.server import serve
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
 from tests.scheduler import service
-from tests.scheduler.record.loop import SHAPE, RecordedLoop, record_small_run, rewrite
+from tests.scheduler.record.loop import SHAPE, RecordedLoop, open_recordings, record_small_run, rewrite
 from tokasaurus.scheduler.v1 import generate_pb2
 
 
@@ -72,6 +74,61 @@ def test_a_plan_that_breaks_the_contract_is_named(tmp_path, monkeypatch, capsys)
     assert violation.endswith("(many:4)")
 
 
+def record_nothing(directory) -> Path:
+    """The file of a connection that had no plans."""
+    recorder = Recorder(str(directory))
+    recorder.connected(SHAPE.worker_info(), 2)
+    recorder.close()
+    (recording,) = open_recordings(str(directory))
+    return recording.path
+
+
+def test_a_recording_without_plans_is_nothing_to_check(tmp_path, monkeypatch, capsys):
+    path = record_nothing(tmp_path)
+    code, lines, _ = command(monkeypatch, capsys, f"record={path}")
+    assert code == 1
+    assert "  nothing to check: it holds no plan" in lines
+    assert not any("keeps the contract" in line for line in lines)
+    summary = json.loads(lines[-1])
+    assert (summary["files"], summary["plans"], summary["damaged"]) == (1, 0, 0)
+    record_small_run(tmp_path / "other").path.rename(tmp_path / "plans-z.tkrec")
+    code, lines, _ = command(monkeypatch, capsys, f"record={tmp_path}")
+    assert (code, json.loads(lines[-1])["files"]) == (0, 2)  # beside another it is no fault
+
+
+def damage_files(directory, content: bytes) -> dict[str, str]:
+    """Four files that cannot be read, or not to their ends -> what is wrong with each."""
+    (directory / "plans-empty.tkrec").touch()
+    (directory / "plans-text.tkrec").write_text("once upon a time there was a page")
+    (directory / "plans-directory.tkrec").mkdir()
+    half = directory / "plans-half.tkrec"
+    half.write_bytes(content)
+    steps = [step.plan.SerializeToString() for step in Recording(half).steps()]
+    at = content.index(steps[6])
+    half.write_bytes(content[:at] + b"\xff" * len(steps[6]) + content[at + len(steps[6]) :])
+    return {
+        "plans-empty.tkrec": "it does not begin with the connection to a worker",
+        "plans-text.tkrec": "",
+        "plans-directory.tkrec": "Is a directory",
+        "plans-half.tkrec": "damaged, or no recording, at byte ",
+    }
+
+
+def test_a_damaged_file_is_named_and_counted_and_the_others_are_checked(tmp_path, monkeypatch, capsys):
+    recording = record_small_run(tmp_path)
+    wrong = damage_files(tmp_path, recording.path.read_bytes())
+    code, lines, _ = command(monkeypatch, capsys, f"record={tmp_path}")
+    assert code == 1
+    assert lines[lines.index(f"{recording.path}: disconnected: the scheduler stopped") + 2].endswith("the contract")
+    damaged = [line for line in lines if line.startswith("  DAMAGED ")]
+    for name, reason in wrong.items():
+        assert any(f"{tmp_path}/{name}: " in line and reason in line for line in damaged)
+    summary = json.loads(lines[-1])
+    assert (summary["files"], summary["damaged"], summary["violations"]) == (5, 4, [])
+    assert 14 < summary["plans"] < 2 * 14  # the half file's, as far as they go
+    assert summary["sequences"] == 7
+
+
 async def test_the_fake_worker_answers_the_same_again(tmp_path, fake_worker):
     recording = record_small_run(tmp_path)
     outcome = await asyncio.to_thread(feed, recording, await fake_worker())
@@ -117,7 +174,37 @@ async def test_the_first_differences_are_shown_with_who_they_happened_to(tmp_pat
     assert first.startswith("step 6, slot 0 (long:0): recorded token None, now ")
     assert first.endswith(", and 2 more in this step")
     expected = {"steps": 14, "tokens": 53, "different_tokens": 2, "different_failures": 1, "different_steps": 1}
-    assert json.loads(lines[-1]) == expected
+    assert json.loads(lines[-1]) == expected | {"mismatch": {}}
+
+
+async def test_a_worker_of_another_model_dtype_or_device_is_named(tmp_path, fake_worker, monkeypatch, capsys):
+    recording = record_small_run(tmp_path / "here")
+    recording.info.model, recording.info.dtype, recording.info.device = "llama", "bfloat16", "cuda:0"
+    elsewhere = rewrite(recording, tmp_path / "elsewhere", lambda step: None)
+    address = await fake_worker()
+    code, lines, _ = await asyncio.to_thread(
+        command, monkeypatch, capsys, f"record={elsewhere.path}", f"worker_address={address}"
+    )
+    assert code == 0  # the tokens are the same all the same
+    (warning,) = (line for line in lines if line.startswith("warning"))
+    assert warning == (
+        "warning: recorded with model='llama', dtype='bfloat16', device='cuda:0', and this worker has model='fake',"
+        " dtype='float32', device='fake': it may well answer other tokens"
+    )
+    assert json.loads(lines[-1])["mismatch"] == {
+        "model": {"recorded": "llama", "worker": "fake"},
+        "dtype": {"recorded": "bfloat16", "worker": "float32"},
+        "device": {"recorded": "cuda:0", "worker": "fake"},
+    }
+
+
+async def test_a_replay_without_an_answer_to_compare_is_no_success(tmp_path, fake_worker, monkeypatch, capsys):
+    path, address = record_nothing(tmp_path), await fake_worker()
+    code, lines, _ = await asyncio.to_thread(
+        command, monkeypatch, capsys, f"record={path}", f"worker_address={address}"
+    )
+    assert (code, "nothing to compare: no plan in it was answered" in lines) == (1, True)
+    assert json.loads(lines[-1])["steps"] == 0
 
 
 async def test_a_replay_of_several_recordings_asks_for_one(tmp_path, fake_worker, monkeypatch, capsys):
@@ -188,5 +275,6 @@ async def test_the_cpu_worker_answers_the_same_token_for_token(tmp_path, cpu_wor
     (recording,) = open_recordings(plans)
     outcome = await asyncio.to_thread(feed, recording, cpu_worker)
     assert outcome.same, outcome.differences
+    assert outcome.mismatch == {}
     assert outcome.tokens >= 60
     assert any(step.plan.plan.copy_source_pages for step in recording.steps())

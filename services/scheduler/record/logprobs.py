@@ -1,0 +1,36 @@
+"""Whether an answer has the log-probabilities that its rows asked for, and no others."""
+
+import numpy as np
+
+from services.common.packed import read_fixed32, read_float
+from services.scheduler.record.violation import expect, expect_each
+from tokasaurus.worker.v1 import plan_pb2
+
+NOT_ASKED = -1
+
+
+def check_logprobs(
+    result: plan_pb2.StepResult, slots: np.ndarray, asked: np.ndarray, failed: np.ndarray, vocab_size: int
+) -> None:
+    """``slots``: those of ``result``. ``asked`` (int64, beside ``slots``): how many top log-probabilities the row
+    wants, ``NOT_ASKED`` = not even its token's own. ``failed`` is the same of the rows that failed: arrays that only
+    they asked for may be there. Raises ``ResultViolation``.
+    """
+    rows = len(slots)
+    logprobs, wanted = read_float(result.logprobs), asked != NOT_ASKED
+    if wanted.any() or len(logprobs):
+        expect(wanted.any() or (failed != NOT_ASKED).any(), f"{len(logprobs)} logprobs, and no row asked for any")
+        expect(len(logprobs) == rows, f"{len(logprobs)} logprobs for {rows} slots")
+        given = ~np.isnan(logprobs)
+        expect_each(given | ~wanted, "no logprob, and its row asked for one", slots=slots)
+        expect_each(wanted | ~given, "a logprob, and its row asked for none", slots=slots)
+    counts, due = read_fixed32(result.top_counts), np.maximum(asked, 0)
+    if due.any() or len(counts):
+        expect(due.any() or (failed > 0).any(), f"{len(counts)} top_counts, and no row asked for top logprobs")
+        expect(len(counts) == rows, f"{len(counts)} top_counts for {rows} slots")
+        expect_each(counts == due, "another number of top logprobs than its row asked for", slots=slots)
+    ids, values = read_fixed32(result.top_token_ids), read_float(result.top_logprobs)
+    total = int(counts.sum())
+    expect(len(ids) == len(values) == total, f"{len(ids)} top_token_ids and {len(values)} top_logprobs of {total} due")
+    expect((ids < vocab_size).all(), "a top token outside the vocabulary")
+    expect(not np.isnan(values).any(), "a top logprob that is not a number")
