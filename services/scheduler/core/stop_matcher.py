@@ -33,7 +33,8 @@ class StopMatcher:
         self._offsets = np.concatenate(([0], np.cumsum(self._lengths)))
         self._blob = np.frombuffer(b"".join(padded) or b"\0", np.uint8)
         self._vocab_size = vocab_size
-        self._bases: OrderedDict[Automaton, int] = OrderedDict()  # installed; the first are the longest unused
+        self._bases: dict[Automaton, int] = {}  # of all that are installed
+        self._unused: OrderedDict[Automaton, None] = OrderedDict()  # those without users, longest unused first
         self._users: dict[Automaton, int] = {}
         self._state_arena, self._cell_arena, self._owner_arena = Arena(), Arena(), Arena()
         self._unused_cells = 0
@@ -58,9 +59,9 @@ class StopMatcher:
         """
         if automaton in self._bases:
             if self._users[automaton] == 0:
+                del self._unused[automaton]
                 self._unused_cells -= automaton.transitions.size
             self._users[automaton] += 1
-            self._bases.move_to_end(automaton)
             return self._bases[automaton]
         if self._cell_arena.used + automaton.transitions.size > _TABLE_CELLS:
             self._drop_unused(0)
@@ -77,6 +78,7 @@ class StopMatcher:
         """One user less."""
         self._users[automaton] -= 1
         if self._users[automaton] == 0:
+            self._unused[automaton] = None
             self._unused_cells += automaton.transitions.size
             self._drop_unused(_UNUSED_CELLS)
 
@@ -164,9 +166,8 @@ class StopMatcher:
         return base
 
     def _drop_unused(self, keep_cells: int) -> None:
-        for automaton in [found for found in self._bases if self._users[found] == 0]:
-            if self._unused_cells <= keep_cells:
-                return
+        while self._unused and self._unused_cells > keep_cells:
+            automaton, _ = self._unused.popitem(last=False)
             base = self._bases.pop(automaton)
             del self._users[automaton]
             rows = self._row_of[base : base + automaton.size]

@@ -3,6 +3,7 @@ sample says what it would have said alone."""
 
 import contextlib
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,8 @@ policies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(600)
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), moves, policies)
 def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, policy):
     driver = Driver(shape, **policy)
