@@ -90,8 +90,8 @@ def worker_shape(page_size: int, pages: int, slots: int, tokens_per_step: int) -
 class StaticAdmission(Admission):
     """A sequence starts when pages for its prompt and its whole limit can be set aside, first come first served."""
 
-    def select(self, candidates: Sequences, classes: np.ndarray, *, may_overtake: bool) -> np.ndarray:
-        return super().select(candidates, classes, may_overtake=False)
+    def select(self, candidates: Sequences, classes: np.ndarray) -> np.ndarray:
+        return np.arange(self.fitting(candidates, classes))
 
     def fits(self, candidates: Sequences, classes: np.ndarray) -> bool:
         forecast = forecast_running(self._state, self._set_aside(self._running), horizon=1)

@@ -93,7 +93,7 @@ def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dic
         return int(forecast_running(state, running_sequences(state.slots, state.step), horizon).curve.max())
 
     def decide() -> int:
-        return len(Admission(state, state.step).select(fresh, classes, may_overtake=True))
+        return len(Admission(state, state.step).select(fresh, classes))
 
     # The pool becomes so small that half of the candidates fit: the bisection goes all its way.
     peak = Admission(state, state.step)._at_hand(fresh).with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()

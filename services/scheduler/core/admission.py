@@ -25,21 +25,21 @@ class Admission:
         self._predicted = np.bincount(state.slots.length_class[predicted], minlength=MOST_CLASSES)
         self._forecast: Forecast | None = None
 
-    def select(self, candidates: Sequences, classes: np.ndarray, *, may_overtake: bool) -> np.ndarray:
+    def select(self, candidates: Sequences, classes: np.ndarray) -> np.ndarray:
         """Indices of the candidates that may be admitted now.
 
-        All from the first on, as far as they fit together. Then, with ``may_overtake``, the first that does not fit
-        gets its place in the future, and others are let in that leave it to it (backfilling: Lifka 1995).
+        All from the first on, as far as they fit together. Then the first that does not fit gets its place in the
+        future, and others are let in that leave it to it (backfilling: Lifka 1995).
 
         ``classes``: int64, of the length predictor, -1 = guaranteed.
         """
-        count = self._fitting(candidates, classes)
+        count = self.fitting(candidates, classes)
         chosen = list(range(count))
-        if may_overtake and count < len(classes) - 1 and len(self._running.length) + count:
+        if count < len(classes) - 1 and len(self._running.length) + count:
             chosen += self._behind(candidates, classes, count)
         return np.array(chosen, np.int64)
 
-    def _fitting(self, candidates: Sequences, classes: np.ndarray) -> int:
+    def fitting(self, candidates: Sequences, classes: np.ndarray) -> int:
         """How many from the first on fit. By bisection: each one more raises the curve or leaves it."""
         fits, fails, trial = 0, len(classes) + 1, len(classes)
         while fails - fits > 1:
@@ -56,13 +56,13 @@ class Admission:
 
         A candidate counts with all its pages from the first step on, so this admits somewhat less than could be.
         """
-        size, page_size = self._state.pool.size, self._state.shape.page_size
+        limit, page_size = int(self._limit(classes)), self._state.shape.page_size
         curve = self._at_hand(candidates).with_candidates(candidates.take(np.arange(head)))
         largest = candidates.pages + growth(candidates, page_size)[1]
-        full = np.flatnonzero(curve + largest[head] > size)
-        start = int(full[-1]) + 1 if len(full) else 0
-        curve[start : start + int(candidates.end[head])] += largest[head]
-        room = np.minimum.accumulate(int(self._limit(classes)) - curve)  # until each step
+        end = int(candidates.end[head])
+        start = _first_gap(curve + largest[head] > limit, end)
+        curve[start : start + end] += largest[head]
+        room = np.minimum.accumulate(limit - curve)  # until each step
         chosen = []
         for index in range(head + 1, len(classes)):
             end = len(room) if candidates.lent[index] else min(int(candidates.end[index]), len(room))
@@ -102,6 +102,12 @@ class Admission:
         if self._forecast is None or self._forecast.horizon < horizon:
             self._forecast = forecast_running(self._state, self._running, horizon)
         return self._forecast
+
+
+def _first_gap(full: np.ndarray, length: int) -> int:
+    """The first step of ``length`` in a row that are not ``full``; all are free behind the last."""
+    edges = np.concatenate(([-1], np.flatnonzero(full), [len(full) + length]))
+    return int(edges[np.argmax(np.diff(edges) > length)]) + 1
 
 
 def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast:

@@ -103,11 +103,11 @@ class Lifecycle:
         rows = []
         for entry in entries:
             request = entry.samples[0].request
-            rows.append((len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, entry.cached,
-                         request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
+            rows.append((len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, request.priority,
+                         entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
                          state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
                          -(-(len(entry.tokens) - 1) // state.shape.page_size) if entry.leads else 0))  # fmt: skip
-        given, prompt, limit, least, cached, classes, node, sink, last, stop_set, lent = np.repeat(
+        given, prompt, limit, least, priority, cached, classes, node, sink, last, stop_set, lent = np.repeat(
             np.array(rows, np.int64), counts, axis=0
         ).T
         slots.given[taken] = slots.known[taken] = given
@@ -115,7 +115,7 @@ class Lifecycle:
         slots.prompt[taken], slots.limit[taken], slots.min_known[taken] = prompt, limit, prompt + least
         slots.scheduled[taken], slots.length_class[taken], slots.node[taken] = cached, classes, node
         slots.sink[taken], slots.last_token[taken], slots.stop_set[taken] = sink, last, stop_set
-        slots.lent_pages[taken] = lent
+        slots.lent_pages[taken], slots.priority[taken] = lent, priority
         slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
         slots.handle[taken] = [sample.handle for sample in samples]
         slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]

@@ -14,6 +14,7 @@ from services.scheduler.core.state import State
 
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
 MOST_ADMISSIONS = 256
+_MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree for one plan
 _MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
 _MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue and does not fit
 
@@ -56,24 +57,23 @@ class Onboarding:
         if not samples:
             return []
         candidates = self._candidates(plan, entries, samples, budget)
-        head_waits = samples[0].overtaken < _MOST_OVERTAKEN
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
         admission = self._admission(state, plan.step)
-        chosen = admission.select(candidates.sequences, classes, may_overtake=head_waits)
+        chosen = self._note_overtaken(samples, admission.select(candidates.sequences, classes))
         if len(chosen) == 0:
             return self._make_room(plan, samples[0], budget, now_ns)
-        self._count_overtaken(samples, chosen)
         return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
 
     def _gather(self, plan: Plan, budget: int, now_ns: int) -> list[Entry]:
         """The next samples in the order of service whose prefix is ready, as many as this plan has tokens for."""
         state, entries = self._state, []
         room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
+        looked_up = 0
         later: set[Request] = set()
         claimed = set()  # pages that an entry before will compute
         siblings: dict[Request, list[Sample]] = {}
         for sample in state.waiting.candidates(2 * MOST_ADMISSIONS, now_ns):
-            if budget <= 0 or room == 0 or len(later) == _MOST_LATER:
+            if budget <= 0 or room == 0 or len(later) == _MOST_LATER or looked_up > _MOST_LOOKED_UP:
                 break
             request = sample.request
             if request in later:
@@ -82,6 +82,7 @@ class Onboarding:
                 siblings[request].append(sample)
                 budget, room = budget - 1, room - 1
                 continue
+            looked_up += sample.given
             entry = self._entry(plan, sample, claimed)
             if entry is None:
                 later.add(request)
@@ -151,7 +152,7 @@ class Onboarding:
                 rows += [(slot, 1) for slot in slots.tolist()]
                 self._complete(slots, plan.step)
                 plan.tokens, plan.prefill_tokens = plan.tokens + len(slots), plan.prefill_tokens + len(slots)
-                plan.sampled += len(slots)
+                plan.sampling.append(slots)
                 budget -= len(slots)
             else:
                 slot = int(slots[0])
@@ -175,9 +176,10 @@ class Onboarding:
         if before + count < given:
             slots.delay[slot] = -(-(given - before - count) // state.shape.max_tokens_per_step)
             return count
-        plan.sampled += 1
         state.prefilling.remove(slot)
-        self._complete(np.array([slot]), plan.step)
+        completed = np.array([slot])
+        plan.sampling.append(completed)
+        self._complete(completed, plan.step)
         self._lifecycle.share_ready(slots.samples[slot], plan.step)
         return count
 
@@ -188,13 +190,19 @@ class Onboarding:
         slots.delay[chosen] = 0
         slots.end_step[chosen] = step + self._prediction.steps_to_end(chosen)
 
-    def _count_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> None:
-        """``chosen``: indices into ``samples``; the first that is missing was passed by all behind it."""
+    def _note_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> np.ndarray:
+        """``chosen``: indices into ``samples``; the first that is missing was passed by all behind it, unless it was
+        passed too often before: then these must wait."""
         gaps = np.flatnonzero(chosen != np.arange(len(chosen)))
-        if len(gaps):
-            passed = len(chosen) - int(gaps[0])
-            samples[int(gaps[0])].overtaken += passed
-            self._state.counters.overtakes += passed
+        if not len(gaps):
+            return chosen
+        first = int(gaps[0])
+        passed = samples[first]
+        if passed.overtaken >= _MOST_OVERTAKEN:
+            return chosen[:first]
+        passed.overtaken += len(chosen) - first
+        self._state.counters.overtakes += len(chosen) - first
+        return chosen
 
     def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int) -> Rows:
         """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with

@@ -23,12 +23,11 @@ class Outlook(NamedTuple):
 
 
 def steps_until_released(state: State, count: int) -> int:
-    """Steps until ``count`` of the running sequences are gone; with fewer running, until the last one is."""
+    """Steps until so many sequences will have ended: of those that run, and as many again in the same time."""
     active = np.flatnonzero(state.slots.active)
-    if not len(active):
-        return 1
-    ends = np.sort(state.slots.end_step[active])
-    return int(max(1, ends[min(count, len(ends)) - 1] - state.step))
+    rounds, rest = divmod(count - 1, len(active))
+    ends = np.sort(np.maximum(state.slots.end_step[active] - state.step, 1))
+    return int(rounds * ends[-1] + ends[rest])
 
 
 def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:

@@ -57,7 +57,7 @@ class Plan:
     sequences: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
-    sampled: int = 0  # rows that sample a token
+    sampling: list[np.ndarray] = field(default_factory=list)  # slots of the rows that sample a token
     admitted_ids: list[str] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
     preempted_ids: list[str] = field(default_factory=list)  # of the released

@@ -69,6 +69,10 @@ class Planner:
             missing = len(full) - state.pool.available
             if missing <= 0:
                 break
+            idle = next((request for request in state.sharing if request.share.leader is None), None)
+            if idle is not None:  # what only those hold who wait
+                self._lifecycle.end_share(idle)
+                continue
             victims = choose_victims(state, missing)
             if len(victims) == 0:
                 break  # `take` says what is wrong
@@ -82,5 +86,5 @@ class Planner:
             state.pool.tokens[pages, 0] = slots.last_token[full]
             plan.append_slots, plan.append_pages = full, pages
         slots.scheduled[decoding] = position + 1
-        plan.sampled = plan.tokens = len(decoding)
+        plan.sampling, plan.tokens = [decoding], len(decoding)
         return decoding

@@ -18,8 +18,7 @@ def choose_victims(state: State, needed: int) -> np.ndarray:
     alone = slots.page_count[eligible] - shared
     eligible, shared, alone = eligible[alone > 0], shared[alone > 0], alone[alone > 0]
     work = np.maximum(slots.scheduled[eligible] - shared * state.shape.page_size, 0)
-    priority = np.array([sample.request.priority for sample in slots.samples[eligible]], np.int64)
-    order = np.lexsort((-slots.admitted_step[eligible], work, -priority))
+    order = np.lexsort((-slots.admitted_step[eligible], work, -slots.priority[eligible]))
     count = int(np.searchsorted(np.cumsum(alone[order]), needed)) + 1
     return eligible[order[:count]]
 

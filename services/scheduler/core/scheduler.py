@@ -22,6 +22,7 @@ from services.scheduler.core.results import Results
 from services.scheduler.core.state import State
 
 _SHORTEST_RETRY_S = 0.1
+_WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
 _MOST_SETBACKS = 5  # lost workers without a token between them: then a sample may be what the worker dies of
 
 
@@ -45,7 +46,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = count()
         self._sinks: dict[int, dict[int, Sample]] = {}
-        self._pending: dict[int, int] = {}  # step -> rows that will sample, of plans in flight
+        self._pending: dict[int, np.ndarray] = {}  # step -> slots that will sample, ascending, of plans in flight
         self.step_s = 0.0  # recent time of a step, kept by the shell
 
     # -- the worker
@@ -85,8 +86,7 @@ class Scheduler:
 
     def close_sink(self, sink: int) -> None:
         """Nobody listens any more: all its samples end. Closing it again does nothing."""
-        for sample in list(self._sinks.get(sink, {}).values()):
-            self._end(sample, FinishReason.CANCELLED)
+        self._end(list(self._sinks.get(sink, {}).values()), FinishReason.CANCELLED)
         self._sinks.pop(sink, None)
 
     def live(self, sink: int) -> int:
@@ -137,6 +137,12 @@ class Scheduler:
         taken = next((handle for handle in wanted if handle in handles), None)
         if taken is not None:
             raise AlreadyExists(f"handle {taken} belongs to an unfinished sample of this session; choose another")
+        if request.n > self.state.policy.max_queued:
+            raise InvalidRequest(
+                f"n is {request.n} and the queue holds {self.state.policy.max_queued} sequences at most: lower n, or"
+                " raise max_queued_sequences of the scheduler",
+                field="n",
+            )
         excess = len(self.state.waiting) + request.n - self.state.policy.max_queued
         if excess > 0:
             raise Overloaded(
@@ -147,29 +153,26 @@ class Scheduler:
 
     def retry_after_s(self, places: int) -> float:
         """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
+        if not self.state.slots.running:
+            return _WORKER_RETRY_S
         return max(_SHORTEST_RETRY_S, steps_until_released(self.state, places) * self.step_s)
 
     def cancel(self, sink: int, handles: Sequence[int]) -> None:
         """End samples early; unknown handles finished before and are passed over."""
         live = self._sinks.get(sink, {})
-        for handle in handles:
-            sample = live.get(handle)
-            if sample is not None:
-                self._end(sample, FinishReason.CANCELLED)
+        self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.CANCELLED)
 
     def end_overdue(self, now_ms: int) -> None:
         """End what is past its deadline."""
         for request in self._deadlines.due(now_ms):
-            for sample in request.samples:
-                if not sample.finished:
-                    self._end(sample, FinishReason.DEADLINE)
+            self._end(request.samples, FinishReason.DEADLINE)
 
     def next_deadline_ms(self) -> int | None:
         return self._deadlines.next_ms()
 
-    def _end(self, sample: Sample, reason: FinishReason) -> None:
-        if not sample.finished:  # it may have finished since the last `take_output`
-            self._lifecycle.finish([Ending(sample, reason)])
+    def _end(self, samples: Sequence[Sample], reason: FinishReason) -> None:
+        """End those that have not finished since the last `take_output`; each comes once."""
+        self._lifecycle.finish([Ending(sample, reason) for sample in samples if not sample.finished])
 
     # -- steps
 
@@ -183,7 +186,7 @@ class Scheduler:
             return None
         plan = self._planner.build(now_ns, hurry=hurry)
         if plan is not None:
-            self._pending[plan.step] = plan.sampled
+            self._pending[plan.step] = np.sort(np.concatenate(plan.sampling))
         return plan
 
     def take(self, result: Result, now_ns: int) -> None:
@@ -192,9 +195,11 @@ class Scheduler:
         if result.step != expected:
             raise ValueError(f"the worker answered step {result.step}, expected was {expected}")
         self._check_result(result)
-        if len(result.slots) + len(result.failures) != sampled:
+        failed = np.array([slot for slot, _ in result.failures], np.int64)
+        if not np.array_equal(np.sort(np.concatenate((result.slots, failed))), sampled):
             raise ValueError(
-                f"step {result.step}: {len(result.slots)} tokens and {len(result.failures)} failures for {sampled} rows"
+                f"step {result.step}: {len(result.slots)} tokens and {len(failed)} failures, not for the {len(sampled)}"
+                " slots that were to sample"
             )
         del self._pending[result.step]
         self._results.take(result, now_ns)

@@ -21,6 +21,7 @@ class Slots:
         self.total = np.zeros(count, np.int64)  # length at which it will end: its limit if guaranteed, else predicted
         # Step whose plan releases it then, at the latest.
         self.end_step = np.zeros(count, np.int64)
+        self.priority = np.zeros(count, np.int64)
         self.guaranteed = np.zeros(count, bool)
         self.length_class = np.zeros(count, np.int64)
         self.looked_at = np.zeros(count, np.int64)  # tokens generated when the predictor looked at it last

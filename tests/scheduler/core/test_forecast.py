@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.scheduler.core import onboarding
-from services.scheduler.core.admission import Admission, running_curve
+from services.scheduler.core.admission import Admission, _first_gap, running_curve
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
@@ -139,11 +139,18 @@ def test_the_head_of_the_queue_is_not_passed_for_ever(monkeypatch):
     assert admitted(driver).index("r1") == 4  # behind the first and three who passed it
 
 
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 12))
+def test_a_gap_is_the_first_that_is_long_enough(full, length):
+    steps = [*full, *[False] * length]
+    expected = next(step for step in range(len(full) + 1) if not any(steps[step : step + length]))
+    assert _first_gap(np.array(full, bool), length) == expected
+
+
 class Watched(Admission):
     """Remembers the forecast with what it let in."""
 
-    def select(self, candidates, classes, *, may_overtake):
-        chosen = super().select(candidates, classes, may_overtake=may_overtake)
+    def select(self, candidates, classes):
+        chosen = super().select(candidates, classes)
         self.last = self._at_hand(candidates).with_candidates(candidates.take(chosen))
         self.in_order = len(chosen) == 0 or chosen[-1] == len(chosen) - 1
         Watched.latest = self

@@ -184,6 +184,17 @@ def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
         driver.core.take(Result(1, **arrays, failures=fields.get("failures", ())), 1)
 
 
+@pytest.mark.parametrize("slots", [[63, 63], [63, 0], [62]])
+def test_an_answer_for_other_slots_than_the_plan_s_is_refused(slots):
+    driver = Driver(SHAPE)
+    for prompt in (PROMPT, [7] * 9):
+        driver.submit(prompt, max_tokens=9)
+    plan = driver.core.plan(1)
+    assert plan.sequences == 2
+    with pytest.raises(ValueError, match="not for the 2 slots"):
+        driver.core.take(Result(1, np.array(slots), np.full(len(slots), 5)), 1)
+
+
 def test_a_resumed_sample_goes_on_where_it_was():
     driver = Driver(SHAPE)
     whole = driver.submit(PROMPT, n=3, max_tokens=30, stop=("zz",), sampling=SamplingSettings(seed=5))
@@ -241,6 +252,36 @@ def test_the_queue_is_bounded_and_says_when_to_come_back():
     with pytest.raises(Overloaded) as refused:
         driver.submit(PROMPT, max_tokens=4)
     assert refused.value.retry_after_s > 0
+
+
+def test_more_samples_than_the_queue_can_ever_hold_are_not_asked_to_come_back():
+    driver = Driver(SHAPE, max_queued=3)
+    with pytest.raises(InvalidRequest, match="max_queued_sequences") as refused:
+        driver.submit(PROMPT, n=4, max_tokens=4)
+    assert refused.value.field == "n"
+
+
+def test_the_retry_time_is_longer_for_more_places():
+    driver = Driver(SHAPE, max_queued=100)
+    driver.core.step_s = 1.0
+    assert driver.core.retry_after_s(1) == 2.0  # nothing runs: there may be no worker
+    driver.submit(PROMPT, n=4, max_tokens=30)
+    for _ in range(3):
+        driver.step()
+    times = [driver.core.retry_after_s(places) for places in (1, 4, 5, 9)]
+    assert times == sorted(times)
+    assert times[3] > 2 * times[1]
+
+
+def test_a_closed_session_ends_all_its_samples_once():
+    driver = Driver(SHAPE)
+    driver.submit(PROMPT, n=50, max_tokens=30)
+    driver.step()
+    driver.step()
+    driver.core.close_sink(SINK)
+    state = driver.core.state
+    assert (state.slots.running, len(state.waiting), state.pool.in_use) == (0, 0, 0)
+    assert state.counters.sequences_cancelled == 50
 
 
 def test_handles_and_ids_in_use_are_refused():
