@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.request import Finish, FinishReason, PromptShare, Request, Sample
+from services.scheduler.core.request import Finish, FinishReason, Sample
+from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.state import State
 
 
@@ -44,6 +45,7 @@ class Lifecycle:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.shares = Sharing(state)
 
     # -- in
 
@@ -135,41 +137,6 @@ class Lifecycle:
             elif sample.computed_before > entry.cached:
                 counters.recomputed_tokens += min(sample.computed_before, len(entry.tokens)) - entry.cached
 
-    # -- prompts that siblings share
-
-    def begin_share(self, leader: Sample) -> None:
-        """Siblings wait for what ``leader`` computes; they may use it when ``share_ready`` says so."""
-        leader.request.share = PromptShare(leader)
-        self._state.sharing[leader.request] = None
-
-    def share_ready(self, leader: Sample, step: int) -> None:
-        """The plan ``step`` computes the last of the prompt."""
-        state, share, slot = self._state, leader.request.share, leader.slot
-        if share is None or share.leader is not leader or share.ready_step:
-            return
-        whole, rest = divmod(leader.given - 1, state.shape.page_size)
-        share.node = int(state.slots.node[slot])
-        if state.tree.depth[share.node] != whole:  # somebody else's pages are in its place: siblings find those
-            self.end_share(leader.request)
-            return
-        share.ready_step = step + 1
-        state.tree.attach(share.node)
-        if rest:
-            share.last_page = int(state.slots.table[slot, whole])
-
-    def end_share(self, request: Request) -> None:
-        """Let go of the prompt's pages: nobody waits for them, or they are needed elsewhere."""
-        share, request.share = request.share, None
-        if share is None:
-            return
-        del self._state.sharing[request]
-        if share.leader is not None:
-            self._state.slots.lent_pages[share.leader.slot] = 0
-        if share.ready_step:
-            self._state.tree.detach(share.node)
-        if share.owns_last_page:
-            self._state.pool.give(np.array([share.last_page]))
-
     # -- out
 
     def finish(self, endings: Sequence[Ending]) -> None:
@@ -204,7 +171,7 @@ class Lifecycle:
         request.unfinished -= 1
         share = request.share
         if share is not None and not request.waiting:
-            self.end_share(request)
+            self.shares.end(request)
         if not request.unfinished:
             state.requests.pop(request.request_id, None)
             if request.automaton is not None:
@@ -288,7 +255,7 @@ class Lifecycle:
             sample = slots.samples[slot]
             if slot in state.prefilling:
                 state.prefilling.remove(slot)
-            lent = self._leave_share(sample, keep)
+            lent = self.shares.leave(sample, keep)
             if keep and not lent:
                 computed = min(int(slots.known[slot]), int(slots.scheduled[slot]))
                 self.register_pages(slot, computed, ready_step=state.step + 1)
@@ -307,19 +274,6 @@ class Lifecycle:
         state.pool.give(slots.table[leaving, : len(columns)][own])
         slots.give(leaving)
         state.membership += len(leaving)
-
-    def _leave_share(self, sample: Sample, keep: bool) -> int:
-        """What becomes of the prompt that ``sample`` computed for its siblings; returns how many of its own pages stay
-        with the share."""
-        request, share = sample.request, sample.request.share
-        if share is None or share.leader is not sample:
-            return 0
-        if not keep or not share.ready_step:
-            self.end_share(request)
-            return 0
-        share.leader = None  # it may come back, as one of many
-        share.owns_last_page = share.last_page >= 0
-        return int(share.owns_last_page)
 
     def register_pages(self, slot: int, length: int, ready_step: int) -> None:
         """Make the pages that lie within the first ``length`` tokens findable for plans from ``ready_step`` on."""

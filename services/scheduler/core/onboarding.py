@@ -147,7 +147,7 @@ class Onboarding:
             plan.admissions.append(SlotAdmissions(entry.tokens, entry.cached, request.sampling, slots, tables, indices))
             plan.admitted_ids += [request.request_id] * len(indices)
             if entry.leads:
-                self._lifecycle.begin_share(entry.samples[0])
+                self._lifecycle.shares.begin(entry.samples[0])
             if entry.shared:  # one token each, and no page of theirs is complete
                 rows += [(slot, 1) for slot in slots.tolist()]
                 self._complete(slots, plan.step)
@@ -180,7 +180,7 @@ class Onboarding:
         completed = np.array([slot])
         plan.sampling.append(completed)
         self._complete(completed, plan.step)
-        self._lifecycle.share_ready(slots.samples[slot], plan.step)
+        self._lifecycle.shares.ready(slots.samples[slot], plan.step)
         return count
 
     def _complete(self, chosen: np.ndarray, step: int) -> None:
@@ -211,7 +211,7 @@ class Onboarding:
         idle = state.slots.running == 0
         let_go = [request for request in state.sharing if idle or request is not head.request]
         for request in let_go:
-            self._lifecycle.end_share(request)
+            self._lifecycle.shares.end(request)
         if not idle:
             return []
         if not let_go:

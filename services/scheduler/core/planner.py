@@ -49,7 +49,7 @@ class Planner:
             return None
         # Not sooner: a page that this plan copies from must not be a page that it copies onto.
         for request in [request for request in state.sharing if not request.waiting]:
-            self._lifecycle.end_share(request)
+            self._lifecycle.shares.end(request)
         state.step = plan.step
         state.counters.steps += 1
         plan.released = [slot for slot, _ in state.to_release]
@@ -71,7 +71,7 @@ class Planner:
                 break
             idle = next((request for request in state.sharing if request.share.leader is None), None)
             if idle is not None:  # what only those hold who wait
-                self._lifecycle.end_share(idle)
+                self._lifecycle.shares.end(idle)
                 continue
             victims = choose_victims(state, missing)
             if len(victims) == 0:
