@@ -32,7 +32,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stop_automaton import Automaton
 from services.scheduler.workers.codec import decode_result, encode_plan
 from tests.fakes.model import FakeModel, FakeShape
-from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 STOPS = ("\n\nQuestion:", "Question:", "</s>")
 MAX_TOKENS, PROMPT_TOKENS, SAMPLES = 320, 100, 8
@@ -66,7 +66,7 @@ def submit_message(handle: int) -> session_pb2.SessionRequest:
 async def deliver(address: str, sequences: int, seconds: float, full: bool) -> dict[str, float]:
     """Keep ``sequences`` running, or as many as there are pages for, and count what arrives."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session(wait_for_ready=True)
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session()
         await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="bench")))
         submitted = finished = tokens = messages = 0
         begun = counted = steps = last_step = 0.0
@@ -120,12 +120,21 @@ def processes(shape: FakeShape):
         ),
     ]
     try:
+        wait_until_ready(scheduler)
         yield scheduler
     finally:
         for child in children:
             child.terminate()
         for child in children:
             child.wait()
+
+
+def wait_until_ready(address: str) -> None:
+    """Until the scheduler has found its worker."""
+    with grpc.insecure_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        while not stub.GetLoad(observe_pb2.GetLoadRequest(), wait_for_ready=True, timeout=60).load.ready:
+            time.sleep(0.05)
 
 
 def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:

@@ -13,7 +13,7 @@ from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
-MOST_ADMISSIONS = 256
+MOST_ADMISSIONS = 512
 _MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree for one plan
 _MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
 _MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue and does not fit
