@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -154,13 +155,21 @@ async def test_a_sample_that_fails_in_the_worker_is_an_error_for_its_client_only
 
 
 def test_a_full_queue_says_when_to_come_back(tmp_path):
-    running = Deployment(tmp_path, worker={"step_ms": 5}, scheduler={"max_queued_sequences": 4}).wait_ready()
+    running = Deployment(
+        tmp_path, worker={"step_ms": 5, "max_slots": 1}, scheduler={"max_queued_sequences": 4}
+    ).wait_ready()
     try:
-        for stream in (False, True):
-            refused = running.complete(prompt="x", n=2000, stream=stream)
-            assert refused.status_code == 429, refused.text
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["type"] == "rate_limit_error"
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(running.complete, prompt="x", n=4, max_tokens=200)
+            eventually(lambda: running.metric("toka_num_requests_waiting") == 3)
+            for stream in (False, True):
+                refused = running.complete(prompt="x", n=2, stream=stream)
+                assert refused.status_code == 429, refused.text
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert first.result().status_code == 200
+        never = running.complete(prompt="x", n=5)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         assert running.complete(prompt="x", max_tokens=2).status_code == 200
     finally:
         running.stop()

@@ -206,12 +206,13 @@ async def test_a_slow_reader_gets_everything_in_fewer_messages(service):
 
 
 async def test_a_full_queue_says_when_to_come_back():
-    async with start(max_queued_sequences=10) as service:
+    async with start(FakeShape(max_slots=1), max_queued_sequences=10) as service:
         service.worker.hold()
         async with session(service) as client:
-            await client.submit(0, **request(n=11))
-            await client.decided(0)
-            status = client.rejected[0]
+            await client.submit(0, **request(n=10))
+            await client.submit(20, **request(n=10))
+            await client.decided(20)
+            status = client.rejected[20]
             assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             assert any("RetryInfo" in detail.type_url for detail in status.details)
 
