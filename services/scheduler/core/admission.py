@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.scheduler.core.forecast import FAR, Forecast, Sequences, growth, running_sequences
+from services.scheduler.core.forecast import Forecast, Sequences, growth, running_sequences
 from services.scheduler.core.lengths import MOST_CLASSES
 from services.scheduler.core.state import State
 
@@ -118,8 +118,7 @@ def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast
     return Forecast(state.pool, state.tree, running, nodes, extra, horizon)
 
 
-def running_curve(state: State, step: int, horizon: int = 0) -> np.ndarray:
-    """Pages in use by the running sequences from ``step`` on, until the last is gone, at least ``horizon`` steps."""
+def running_curve(state: State, step: int) -> np.ndarray:
+    """Pages in use by the running sequences from ``step`` on, until the last is gone."""
     running = running_sequences(state.slots, step)
-    ends = running.end[running.end < FAR]
-    return forecast_running(state, running, max(horizon, int(ends.max(initial=0)) + 1)).curve
+    return forecast_running(state, running, int(running.end.max(initial=0)) + 1).curve

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROOT = 0  # of the prefix tree
+from services.scheduler.core.prefix_tree import ROOT
+
 NO_GROUP = -1
 
 

@@ -21,6 +21,10 @@ class Entry(NamedTuple):
     leads: bool = False  # its siblings wait for what it computes
     shared: bool = False  # siblings: what is left to compute is their last token
 
+    def lent_pages(self, page_size: int) -> int:
+        """Leading pages that siblings will need: those of all tokens but the last."""
+        return -(-(len(self.tokens) - 1) // page_size) if self.leads else 0
+
 
 class Lengths(NamedTuple):
     """How long sequences are taken to run; arrays ``[sequences]``."""
@@ -108,7 +112,7 @@ class Lifecycle:
             rows.append((len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, request.priority,
                          entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
                          state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
-                         -(-(len(entry.tokens) - 1) // state.shape.page_size) if entry.leads else 0))  # fmt: skip
+                         entry.lent_pages(state.shape.page_size)))  # fmt: skip
         given, prompt, limit, least, priority, cached, classes, node, sink, last, stop_set, lent = np.repeat(
             np.array(rows, np.int64), counts, axis=0
         ).T

@@ -120,9 +120,8 @@ class Onboarding:
     def _candidates(self, plan: Plan, entries: list[Entry], samples: list[Sample], budget: int) -> "_Candidates":
         state, size = self._state, self._state.shape.page_size
         counts = [len(entry.samples) for entry in entries]
-        given, cached, node, leads = np.repeat(
-            np.array([(len(e.tokens), e.cached, e.node, e.leads) for e in entries], np.int64), counts, axis=0
-        ).T
+        rows = [(len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size)) for entry in entries]
+        given, cached, node, lent = np.repeat(np.array(rows, np.int64), counts, axis=0).T
         missing = given - cached
         # Only the last can have less of this step than it needs, and not even that when others are not admitted.
         rest, least = np.maximum(np.cumsum(missing) - budget, 0), np.maximum(missing - budget, 0)
@@ -131,7 +130,6 @@ class Onboarding:
         slowest = max(1, state.shape.max_tokens_per_step - state.slots.running - len(samples))
         end = -(-rest // slowest) + total - 1 - given + state.steps_ahead
         delay = -(-least // state.shape.max_tokens_per_step)
-        lent = np.where(leads > 0, -(-(given - 1) // size), 0)
         sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
         return _Candidates(sequences, total, quantile, plan.step + end)
 
@@ -234,13 +232,14 @@ class _Candidates(NamedTuple):
 
 def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:
     """The entries with only those of their samples, counted through, that are in ``chosen`` (ascending)."""
-    kept, at = [], 0
-    for entry in entries:
-        count = len(entry.samples)
-        within = chosen[(chosen >= at) & (chosen < at + count)] - at
-        if len(within) == count:
+    ends = np.cumsum([len(entry.samples) for entry in entries])
+    if len(chosen) == ends[-1]:
+        return entries
+    kept, before, at = [], 0, 0
+    for entry, end, upto in zip(entries, ends.tolist(), np.searchsorted(chosen, ends).tolist(), strict=True):
+        if upto - before == end - at:
             kept.append(entry)
-        elif len(within):
-            kept.append(entry._replace(samples=[entry.samples[index] for index in within.tolist()]))
-        at += count
+        elif upto > before:
+            kept.append(entry._replace(samples=[entry.samples[index - at] for index in chosen[before:upto].tolist()]))
+        before, at = upto, end
     return kept

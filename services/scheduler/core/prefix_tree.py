@@ -121,10 +121,6 @@ class PrefixTree:
             self._note_leaf(parent)
             node = parent
 
-    def held(self) -> np.ndarray:
-        """Nodes with users, without the root: int64 ``[nodes]``."""
-        return np.flatnonzero(self.users[1 : self.top]) + 1
-
     def _add(self, key: tuple[Hashable, bytes], parent: int, pages: np.ndarray, ready_step: int) -> int:
         if self._free:
             node = self._free.pop()

@@ -31,7 +31,7 @@ def run(tree: PrefixTree, pool: PagePool, tokens: np.ndarray, salt: str, step: i
 
 
 def check(tree: PrefixTree, pool: PagePool) -> None:
-    held = sum(int(tree.size[node]) for node in tree.held())
+    held = sum(int(tree.size[node]) for node in np.flatnonzero(tree.users[1 : tree.top]) + 1)
     assert pool.in_use == held
     assert pool.free + pool.in_use + pool.cached == pool.size
 
