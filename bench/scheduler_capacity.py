@@ -18,12 +18,13 @@ import grpc
 import numpy as np
 from pydantic import Field
 
-from bench.server import free_port, report
+from bench.server import START_TIMEOUT_S, free_port, report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.packed import read_fixed32
 from services.common.rpc.channel import CHANNEL_OPTIONS
 from services.common.text.tokenizer import Tokenizer
+from services.launcher.readiness import grpc_ready
 from services.scheduler.api.encoding import encode_outputs
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.policy import Policy
@@ -32,7 +33,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stop_automaton import Automaton
 from services.scheduler.workers.codec import decode_result, encode_plan
 from tests.fakes.model import FakeModel, FakeShape
-from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2
 
 STOPS = ("\n\nQuestion:", "Question:", "</s>")
 MAX_TOKENS, PROMPT_TOKENS, SAMPLES = 320, 100, 8
@@ -120,21 +121,13 @@ def processes(shape: FakeShape):
         ),
     ]
     try:
-        wait_until_ready(scheduler)
+        asyncio.run(asyncio.wait_for(grpc_ready(scheduler), START_TIMEOUT_S))
         yield scheduler
     finally:
         for child in children:
             child.terminate()
         for child in children:
             child.wait()
-
-
-def wait_until_ready(address: str) -> None:
-    """Until the scheduler has found its worker."""
-    with grpc.insecure_channel(address) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        while not stub.GetLoad(observe_pb2.GetLoadRequest(), wait_for_ready=True, timeout=60).load.ready:
-            time.sleep(0.05)
 
 
 def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:

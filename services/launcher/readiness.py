@@ -17,10 +17,11 @@ async def wait_until_ready(spec: ChildSpec) -> None:
 
     Waits for ever; the caller bounds it by the life of the child.
     """
-    await (_http_ready if spec.role == "gateway" else _grpc_ready)(spec.address)
+    await (_http_ready if spec.role == "gateway" else grpc_ready)(spec.address)
 
 
-async def _grpc_ready(address: str) -> None:
+async def grpc_ready(address: str) -> None:
+    """Return once the server at ``address`` is SERVING."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
