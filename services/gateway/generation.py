@@ -8,34 +8,38 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.common.errors import TokaError
 from services.gateway.job import Job
 from services.gateway.session.codec import Ending, TokenLogprob
 
+_ENDED_AT_ONCE = 32  # choices: waking the handler costs as much as writing a few of them
+
 
 class Choice:
-    """One sample: ``new_ids`` are the tokens nobody has taken yet, ``ending`` is set after the last of them."""
+    """One sample: ``new_ids`` are the tokens nobody has taken yet, ``ending`` is set after the last of them.
 
-    __slots__ = ("ending", "generation", "index", "last_token_at", "new_ids", "new_logprobs", "noticed", "prompt_index")
+    Where nobody waits for single tokens they come with the ending, as an array.
+    """
+
+    __slots__ = ("ending", "generation", "index", "new_ids", "new_logprobs", "noticed", "prompt_index")
 
     def __init__(self, generation: "Generation", index: int, prompt_index: int) -> None:
         self.generation = generation
         self.index = index
         self.prompt_index = prompt_index
-        self.new_ids: list[int] = []
+        self.new_ids: list[int] | np.ndarray = []  # array: uint32
         self.new_logprobs: list[TokenLogprob | None] = []  # beside new_ids when logprobs were asked for
         self.ending: Ending | None = None
-        self.last_token_at = 0.0  # of the session's clock; 0 = no token yet
         self.noticed = False
 
-    def take(self) -> tuple[list[int], list[TokenLogprob | None]]:
+    def take(self) -> tuple[list[int] | np.ndarray, list[TokenLogprob | None]]:
         """The new tokens, less a stop token at the very end: its text is not part of the answer."""
         ids, logprobs = self.new_ids, self.new_logprobs
         self.new_ids, self.new_logprobs = [], []
-        if self.ending is not None and self.ending.at_stop_token and ids:
-            ids.pop()
-            if logprobs:
-                logprobs.pop()
+        if self.ending is not None and self.ending.at_stop_token and len(ids):
+            ids, logprobs = ids[:-1], logprobs[:-1]
         return ids, logprobs
 
 
@@ -53,7 +57,7 @@ class Call:
 class Generation:
     """The choices of one HTTP request, prompt by prompt: choice ``prompt_index * n + sample``.
 
-    ``streaming`` decides who is woken: a stream at every token, anything else only when all has ended.
+    ``streaming`` decides when the handler is woken: at every token, or when a number of choices have ended.
     """
 
     def __init__(self, jobs: Sequence[Job], *, streaming: bool) -> None:
@@ -65,7 +69,8 @@ class Generation:
             self.calls.append(Call(job, self, self.choices[first:]))
         self.first_token_at: float | None = None
         self._streaming = streaming
-        self._logprobs = any(job.settings.logprobs for job in jobs)
+        self.logprobs = any(job.settings.logprobs for job in jobs)
+        self.fed = streaming or self.logprobs  # token by token, by ``feed``; else the session keeps them to the end
         self._unaccepted = len(self.calls)
         self._unfinished = len(self.choices)
         self._news: list[Choice] = []
@@ -83,7 +88,7 @@ class Generation:
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
         choice.new_ids += token_ids
-        if self._logprobs:  # a message that other requests share may have entries for those who did not ask
+        if self.logprobs:  # a message that other requests share may have entries for those who did not ask
             choice.new_logprobs += [None] * len(token_ids) if logprobs is None else logprobs
         if self._streaming and not choice.noticed:
             choice.noticed = True
@@ -99,7 +104,9 @@ class Generation:
         self._unfinished -= 1
         if self._streaming:
             self.feed(choice, (), None)
-        elif self._unfinished == 0:
+            return
+        self._news.append(choice)
+        if self._unfinished == 0 or len(self._news) >= _ENDED_AT_ONCE:
             self._wake.set()
 
     def fail(self, error: TokaError) -> None:
@@ -115,10 +122,13 @@ class Generation:
         while self._unaccepted:
             await self._woken()
 
-    async def wait_finished(self) -> None:
-        """Until every choice has its ending. Raises what prevented it."""
-        while self._unfinished:
+    async def ended(self) -> list[Choice]:
+        """Choices that have ended and were not told yet, a number of them at once; empty when all is told. Raises what
+        prevented it. Not for streams."""
+        while self._unfinished and len(self._news) < _ENDED_AT_ONCE:
             await self._woken()
+        news, self._news = self._news, []
+        return news
 
     async def news(self) -> list[Choice]:
         """The choices with new tokens or an ending, waiting for the first; empty when all is told. Streams only."""

@@ -43,6 +43,10 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("toka_sequences_cancelled", "Sequences cancelled", "sequences_cancelled"),
     ("toka_worker_restarts", "Times the worker came back as another process", "worker_restarts"),
 )
+_SECONDS: tuple[tuple[str, str, str], ...] = (
+    ("toka_device_busy_seconds", "The worker's device worked on steps; 0 where it is not measured", "device_busy_ns"),
+    ("toka_device_idle_seconds", "It waited for the host between two steps that were both planned", "device_idle_ns"),
+)
 
 
 class ReplicaMetrics:
@@ -68,9 +72,10 @@ class ReplicaMetrics:
             yield family
 
     def _counters(self) -> Iterator[Metric]:
-        for name, documentation, attribute in _COUNTERS:
-            family = CounterMetricFamily(name, documentation, labels=["replica"])
-            for replica in self._replicas:
-                if replica.load is not None:
-                    family.add_metric([replica.address], getattr(replica.load.counters, attribute))
-            yield family
+        for scale, rows in ((1, _COUNTERS), (1e-9, _SECONDS)):
+            for name, documentation, attribute in rows:
+                family = CounterMetricFamily(name, documentation, labels=["replica"])
+                for replica in self._replicas:
+                    if replica.load is not None:
+                        family.add_metric([replica.address], scale * getattr(replica.load.counters, attribute))
+                yield family

@@ -17,6 +17,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.news import Accepted, HeartbeatAnswer, News, PlanNews, Rejected
 from services.scheduler.pace import Pace
 from services.scheduler.record.recorder import Recorder
+from services.scheduler.stats import StatsLog
 from services.scheduler.workers.codec import decode_shape, encode_plan
 from services.scheduler.workers.link import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
@@ -56,8 +57,9 @@ class EngineLoop:
         self._stopping = False
         self._load_due = False
         self._last_load = self._last_stats = self._last_answer = time.monotonic()
-        self._last_counts = (0, 0)
+        self._stats = StatsLog()
         self._pace = Pace()
+        self._ahead = (1, 1)  # plans in flight: at least, at most
         self.watchers = 0  # set by the API: plans are reported while it is not 0
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -156,16 +158,20 @@ class EngineLoop:
 
     def _send_plans(self) -> None:
         """Keep the worker's queue full."""
-        core = self._core
+        core, state, pace = self._core, self._core.state, self._pace
+        if self._stream is not None:
+            ahead = pace.plans_ahead(state.steps_ahead, *self._ahead)
+            if ahead != state.steps_ahead:
+                core.look_ahead(ahead)
         while self._stream is not None:
-            begun, waiting = time.monotonic(), bool(core.state.waiting)
-            hurry = self._pace.runs_dry(begun, core.state.steps_ahead)
+            begun, waiting = time.monotonic(), bool(state.waiting)
+            hurry = pace.runs_dry(begun, state.steps_ahead)
             plan = core.plan(time.monotonic_ns(), hurry=hurry)
             if plan is None:
                 return
             self._send(self._stream, plan)
             now = time.monotonic()
-            self._pace.sent(now, now - begun, full=waiting and not plan.postponed)
+            pace.sent(now, now - begun, full=waiting and not plan.postponed)
 
     def _send(self, stream: WorkerStream, plan: Plan) -> None:
         message = encode_plan(plan)
@@ -206,7 +212,9 @@ class EngineLoop:
         if self._stream is not None:
             self._detach(self._stream, "a new stream began")
         core = self._core
-        core.state.steps_ahead = stream.plans_in_flight
+        most = stream.plans_in_flight
+        self._ahead = min(core.state.policy.steps_ahead, most), most
+        core.state.steps_ahead = self._ahead[0]
         core.attach(self.shape_of(stream.info))
         self._pace.forget()
         self._stream = stream
@@ -279,21 +287,8 @@ class EngineLoop:
             self._load_due, self._last_load = False, now
             self._news.append((None, self.load()))
         if self._stats_period and now - self._last_stats >= self._stats_period and self._busy():
-            self._log_stats(now)
-
-    def _log_stats(self, now: float) -> None:
-        load, passed = self.load(), now - self._last_stats
-        tokens, steps = load.counters.generated_tokens, load.counters.steps
-        log.info(
-            "load",
-            running=load.running_sequences,
-            waiting=load.waiting_sequences,
-            pages_in_use=f"{load.in_use_pages}/{load.total_pages}",
-            tokens_per_second=round((tokens - self._last_counts[0]) / passed),
-            steps_per_second=round((steps - self._last_counts[1]) / passed, 1),
-            step_ms=round(self._core.step_s * 1000, 2),
-        )
-        self._last_stats, self._last_counts = now, (tokens, steps)
+            self._stats.log(self.load(), now - self._last_stats, self._core.step_s, self._core.state.steps_ahead)
+            self._last_stats = now
 
     def _stop(self) -> None:
         self._stopping = True

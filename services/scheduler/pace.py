@@ -1,8 +1,12 @@
-"""How fast the worker steps and how long plans take; and so, whether the worker is about to run dry."""
+"""How fast the worker steps and how long plans take; and so, how many to send, and whether it is about to run dry."""
 
+import math
 from collections import deque
 
+MOST_AHEAD = 16  # plans in flight, however short steps are
 _RECENT = 0.2  # weight of the newest figure in a smoothed one
+# A plan takes one to two milliseconds from here to the worker and back: so much work lies ahead of the worker at least.
+_COVER_S = 0.004
 
 
 class Pace:
@@ -33,6 +37,15 @@ class Pace:
         began = max(self._sent.popleft(), self._last_answer)
         self.step_s = _smooth(self.step_s, max(at - began, 0.0))
         self._last_answer = at
+
+    def plans_ahead(self, now: int, least: int, most: int) -> int:
+        """How many plans should be in flight, from ``least`` to ``most``, when ``now`` may be: enough that short steps
+        do not wait for their plans, and no more, since a sequence that ends wastes a row of each. One less than there
+        are now is not worth a change."""
+        if not self.step_s:
+            return max(least, min(now, most))
+        wanted = max(least, min(math.ceil(_COVER_S / self.step_s), most))
+        return now if least < wanted == now - 1 else wanted
 
     def runs_dry(self, now: float, most_in_flight: int) -> bool:
         """Whether the worker would be through with what it holds before a full plan could reach it, and a light one is

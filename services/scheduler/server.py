@@ -20,6 +20,7 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.pace import MOST_AHEAD
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.link import WorkerLink
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
@@ -81,7 +82,11 @@ class SchedulerServer:
             recorder=self._recorder,
         )
         self._link = WorkerLink(
-            config.worker_address, self.scheduler_id, config.scheduling_steps_ahead, self.engine, self._check_worker
+            config.worker_address,
+            self.scheduler_id,
+            max(config.scheduling_steps_ahead, MOST_AHEAD),
+            self.engine,
+            self._check_worker,
         )
         self._rpc = RpcServer(SERVICE, max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES)
         servicer = SchedulerServicer(self._hub, self.model, self.scheduler_id)

@@ -79,8 +79,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def release(self, plans: int | None = None) -> None:
         """Answer ``plans`` more plans, or everything from now on."""
-        if plans is not None:
-            self._permits += plans
+        self._permits = 0 if plans is None else self._permits + plans
         self._open.set()
 
     async def received(self, plans: int) -> None:

@@ -57,6 +57,25 @@ async def test_what_came_before_a_failure_is_told_before_it():
         await running.news()
 
 
+async def test_who_does_not_stream_hears_of_many_endings_at_once_and_of_the_last_ones():
+    running = generation(n=70, streaming=False)
+    for choice in running.choices[:40]:
+        running.finish(choice, ending())
+    assert await running.ended() == running.choices[:40]
+    for choice in running.choices[40:]:
+        running.finish(choice, ending())
+    assert await running.ended() == running.choices[40:]
+    assert await running.ended() == []
+
+
+async def test_who_does_not_stream_hears_of_a_failure():
+    running = generation(n=2, streaming=False)
+    running.finish(running.choices[0], ending())
+    running.fail(Unavailable("lost"))
+    with pytest.raises(Unavailable):
+        await running.ended()
+
+
 async def test_closing_cancels_what_still_runs_and_nothing_else():
     cancelled = []
     for finished in (False, True):

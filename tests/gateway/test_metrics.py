@@ -34,7 +34,10 @@ def test_every_counter_of_a_scheduler_is_shown():
     counters = observe_pb2.Counters(**{name: number for number, name in enumerate(names, 1)})
     families = list(ReplicaMetrics([Reporting(observe_pb2.Load(counters=counters))]).collect())
     shown = {sample.name: sample.value for family in families if family.type == "counter" for sample in family.samples}
-    assert set(shown.values()) == set(range(1, len(names) + 1))
+    for name in ("toka_device_busy_seconds_total", "toka_device_idle_seconds_total"):
+        shown[name] *= 1e9  # reported in nanoseconds
+    assert {round(value, 3) for value in shown.values()} == set(range(1, len(names) + 1))
+    assert round(shown["toka_device_idle_seconds_total"]) == counters.device_idle_ns
     assert shown["toka_hydragen_rows_total"] == counters.hydragen_rows
     assert shown["toka_batch_rows_total"] == counters.batch_rows
     assert shown["toka_queue_overtakes_total"] == counters.overtakes

@@ -8,6 +8,7 @@ from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.gateway.generation import Generation
 from services.gateway.job import Job, Settings
 from services.gateway.metrics import RequestMetrics
+from services.gateway.session import codec
 from services.gateway.session.client import Session, Timings
 
 
@@ -20,3 +21,37 @@ def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
         session.submit(call)
     assert not session._outbox
     assert not session._samples
+
+
+def ending() -> codec.Ending:
+    return codec.Ending("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+
+
+async def test_streams_and_others_in_one_message_each_get_their_tokens():
+    session, made = Session(None, RequestMetrics(), lambda load: None, Timings()), []
+    for streaming in (True, False):
+        job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings(n=2))
+        made.append(Generation([job], streaming=streaming))
+        session.submit(made[-1].calls[0])
+    tokens = np.array([5, 6, 7, 8, 9, 10], np.uint32)
+    news = codec.StepNews(np.array([3, 0, 2], np.uint32), np.array([3, 2, 1], np.uint32), tokens, None, [])
+    session._on_outputs(news)
+    last = codec.StepNews(np.array([2, 3, 1], np.uint32), None, tokens[:3], None, [(2, ending()), (3, ending())])
+    session._on_outputs(last)
+    streamed, whole = made
+    assert [choice.take()[0] for choice in await streamed.news()] == [[5 + 3, 5 + 4], [7]]
+    assert [choice.take()[0].tolist() for choice in await whole.ended()] == [[10, 5], [5, 6, 7, 6]]
+    assert session._metrics.inter_token.counts != [0] * len(session._metrics.inter_token.counts)
+    assert streamed.first_token_at is not None
+    assert whole.first_token_at is not None
+
+
+async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
+    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    running = Generation([Job("r", "m", np.array([1], np.uint32), 5, None, Settings())], streaming=False)
+    session.submit(running.calls[0])
+    running.close()
+    one = np.array([0], np.uint32)
+    session._on_outputs(codec.StepNews(one, None, one, None, [(0, ending())]))
+    assert not session._samples
+    assert not session._seats.taken.any()

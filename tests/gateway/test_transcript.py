@@ -1,9 +1,10 @@
 """Text and logprobs of one choice, however its tokens come in."""
 
+import numpy as np
 import pytest
 
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.openai.transcript import Transcript
+from services.gateway.openai.transcript import Transcript, whole_text
 from services.gateway.session.codec import Ending, TokenLogprob
 
 PIECES = [b"", b"ab", b"cd", b"STO", b"P!", "é".encode()[:1], "é".encode()[1:]]
@@ -58,3 +59,12 @@ def test_half_a_character_counts_as_the_one_that_stands_for_it():
 def test_special_tokens_have_logprobs_and_no_text():
     text, released, _ = run([[1], [0], [2]])
     assert (text, flat(released)) == ("abcd", [1, 0, 2])
+
+
+@pytest.mark.parametrize("stops", [(), ("STOP",)])
+@pytest.mark.parametrize("tokens", [[1, 3, 4], [1, 5, 6, 2, 5], [3, 99, 4], []])
+def test_a_complete_answer_reads_as_its_pieces_do(tokens, stops):
+    trailing = 1 + len("STOP") if stops and tokens[-1:] == [4] else 0
+    text, _, _ = run([tokens], stops, trailing)
+    assert whole_text(VOCABULARY, np.array(tokens, np.uint32), ending(trailing)) == text
+    assert whole_text(VOCABULARY, tokens, ending(trailing)) == text

@@ -89,3 +89,20 @@ def test_another_worker_s_answers_are_not_awaited():
     loop.now += 50
     loop.worker_free = loop.now
     assert loop.run(30).pace.step_s == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("step_ms", "plans"), [(35, 2), (2.5, 2), (0.9, 5), (0.5, 8), (0.1, 16)])
+def test_short_steps_get_more_plans(step_ms, plans):
+    loop = Loop(step_ms / 1000, 0.0001, 0.0001).run(60)
+    assert loop.pace.plans_ahead(2, 2, 16) == plans
+
+
+def test_before_the_first_step_and_within_bounds_nothing_changes():
+    pace = Loop(0.0009, 0.0001, 0.0001).pace
+    assert pace.plans_ahead(3, 2, 16) == 3
+    pace.step_s = 0.0009
+    assert pace.plans_ahead(6, 2, 16) == 6  # one less is no reason
+    assert pace.plans_ahead(7, 2, 16) == 5
+    assert pace.plans_ahead(2, 2, 4) == 4
+    pace.step_s = 0.035
+    assert pace.plans_ahead(3, 2, 16) == 2

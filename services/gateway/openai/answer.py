@@ -12,10 +12,11 @@ from services.gateway.generation import Choice, Generation
 from services.gateway.job import Job
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import DONE, EventStream
-from services.gateway.openai.transcript import Piece, Transcript
+from services.gateway.openai.transcript import Piece, Transcript, whole_text
 
-# More tokens than this are turned into text in a thread: the event loop has streams to feed.
-_INLINE_TOKENS = 1024
+# More tokens than this are turned into text in a thread: the event loop has streams to feed. With logprobs it is far
+# more work.
+_INLINE_TOKENS, _INLINE_LOGPROBS = 8192, 1024
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,38 @@ class Answer:
             if stream:
                 handed_over = True
                 return EventStream(self._events(generation), partial(self._close, generation), headers)
-            await generation.wait_finished()
+            written = await self._write_all(generation)
             self._measure(generation)
-            if sum(choice.ending.completion_tokens for choice in generation.choices) > _INLINE_TOKENS:
-                body = await self.gateway.text.in_thread(self._write, generation)
-            else:
-                body = self._write(generation)
+            body = self.shape.whole(generation.choices, written)
             return Response(body, headers=headers, media_type="application/json")
         finally:
             if not handed_over:
                 generation.close()
 
-    def _write(self, generation: Generation) -> bytes:
-        pieces = []
-        for choice in generation.choices:
-            transcript = self._transcript(choice)
-            said = transcript.push(*choice.take())
-            rest = transcript.finish(choice.ending)
-            pieces.append(Piece(said.text + rest.text, said.entries + rest.entries))
-        return self.shape.whole(generation.choices, pieces)
+    async def _write_all(self, generation: Generation) -> list[bytes]:
+        """Every choice as JSON, written soon after it ended: little is left to do after the last one."""
+        written = [b""] * len(generation.choices)
+        most = _INLINE_LOGPROBS if generation.logprobs else _INLINE_TOKENS
+        while ended := await generation.ended():
+            if sum(choice.ending.completion_tokens for choice in ended) > most:
+                texts = await self.gateway.text.in_thread(self._write, ended)
+            else:
+                texts = self._write(ended)
+            for choice, text in zip(ended, texts, strict=True):
+                written[choice.index] = text
+        return written
+
+    def _write(self, choices: Sequence[Choice]) -> list[bytes]:
+        return [self.shape.choice(choice, self._piece(choice)) for choice in choices]
+
+    def _piece(self, choice: Choice) -> Piece:
+        ids, logprobs = choice.take()
+        if not logprobs:
+            return Piece(whole_text(self.gateway.text.vocabulary, ids, choice.ending), [])
+        transcript = self._transcript(choice)
+        said = transcript.push(ids, logprobs)
+        rest = transcript.finish(choice.ending)
+        return Piece(said.text + rest.text, said.entries + rest.entries)
 
     async def _events(self, generation: Generation) -> AsyncIterator[bytes]:
         shape = self.shape

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.session.codec import Ending, TokenLogprob
@@ -23,6 +25,15 @@ class Piece(NamedTuple):
 
     text: str
     entries: list[TokenEntry]
+
+
+def whole_text(vocabulary: Vocabulary, token_ids: Sequence[int], ending: Ending) -> str:
+    """The text of a choice that is complete: what a ``Transcript`` says in all, in one go."""
+    if isinstance(token_ids, np.ndarray) and token_ids.max(initial=0) < vocabulary.size:
+        data = b"".join(map(vocabulary.token_bytes.__getitem__, token_ids.tolist()))  # twice as fast
+    else:
+        data = vocabulary.text_bytes(token_ids)
+    return data[: len(data) - ending.trailing_bytes].decode(errors="replace")
 
 
 class Transcript:

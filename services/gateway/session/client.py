@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 import structlog
 
 from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
@@ -15,12 +16,12 @@ from services.common.rpc.status import from_rpc_error, from_status
 from services.gateway.generation import Call, Choice
 from services.gateway.metrics import RequestMetrics
 from services.gateway.session import codec
+from services.gateway.session.seats import Seats
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 
 log = structlog.get_logger(__name__)
 
 MAX_OUTBOX = 65_536
-_HANDLES = 2**32
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Session:
         self._has_mail = asyncio.Event()
         self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: nobody wants it any more
         self._unaccepted: dict[int, Call] = {}  # by first handle
-        self._next_handle = 0
+        self._seats = Seats()
         self._beats_answered = 0
         self._last_step_at = -1.0
 
@@ -70,10 +71,10 @@ class Session:
         """
         if len(self._outbox) >= MAX_OUTBOX:
             raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
-        handle = self._free_handles(len(call.choices))
-        message = codec.encode_submit(handle, call.job)
+        message = codec.encode_submit(call.job)
         if (size := message.ByteSize()) > MAX_PUBLIC_MESSAGE_BYTES:
             raise PayloadTooLarge(f"the request is {size} bytes for the scheduler: at most {MAX_PUBLIC_MESSAGE_BYTES}")
+        handle = message.submit.handle = self._seats.take(len(call.choices), stored=not call.generation.fed)
         self._samples.update(enumerate(call.choices, handle))
         self._unaccepted[handle] = call
         call.cancel = lambda: self._cancel(handle, call.choices)
@@ -111,16 +112,6 @@ class Session:
         if running:
             self._cancels += running
             self._has_mail.set()
-
-    def _free_handles(self, count: int) -> int:
-        start = self._next_handle
-        while True:
-            if start + count > _HANDLES:
-                start = 0
-            if not any(handle in self._samples for handle in range(start, start + count)):
-                self._next_handle = start + count
-                return start
-            start += count
 
     # The three tasks of ``run``.
 
@@ -173,33 +164,74 @@ class Session:
         if call is not None:
             for handle in range(rejection.handle, rejection.handle + len(call.choices)):
                 self._samples.pop(handle, None)
+                self._seats.give(handle)
             call.generation.fail(from_status(rejection.status))
 
     def _on_outputs(self, news: codec.StepNews) -> None:
-        now = time.perf_counter()
-        samples, ids, logprobs = self._samples, news.token_ids, news.logprobs
-        last_step_at, in_step, start = self._last_step_at, 0, 0
-        for i, handle in enumerate(news.handles):
-            end = start + 1 if news.counts is None else start + news.counts[i]
-            choice = samples.get(handle)
-            if choice is not None:
-                generation = choice.generation
-                tokens = end - start
-                if choice.last_token_at == last_step_at and tokens == 1:
-                    in_step += 1
-                elif choice.last_token_at and tokens:  # several tokens in one message came at even distances, say
-                    self._metrics.inter_token.observe((now - choice.last_token_at) / tokens, tokens)
-                elif generation.first_token_at is None:
-                    generation.first_token_at = now
-                choice.last_token_at = now
-                generation.feed(choice, ids[start:end], logprobs[start:end] if logprobs is not None else None)
-            start = end
-        if in_step:
-            self._metrics.inter_token.observe(now - last_step_at, in_step)
-        if news.handles:
-            self._last_step_at = now
+        seats, handles = self._seats, news.handles
+        if len(handles):
+            if handles.max() >= len(seats.taken):
+                raise Unavailable(f"the scheduler sent tokens for handle {handles.max()}, which was never given out")
+            self._note_times(handles, news.counts)
+            stored = seats.stored[handles]
+            if stored.any():
+                self._store(news, stored)
+            if not stored.all():
+                self._feed(news, stored)
         for handle, ending in news.endings:
-            choice = samples.pop(handle, None)
+            choice, ids = self._samples.pop(handle, None), seats.give(handle)
             if choice is not None:
+                if len(ids):
+                    choice.new_ids = ids
                 self._metrics.sample_finished(ending)
                 choice.generation.finish(choice, ending)
+
+    def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
+        """Latencies. Several tokens in one message came at even distances, say."""
+        now, last_step_at, seats = time.perf_counter(), self._last_step_at, self._seats
+        last = seats.last_at[handles]
+        seats.last_at[handles] = now
+        self._last_step_at = now
+        in_step = last == last_step_at
+        if counts is not None:
+            in_step &= counts == 1
+        usual = int(np.count_nonzero(in_step))
+        if usual:
+            self._metrics.inter_token.observe(now - last_step_at, usual)
+        if usual == len(handles):
+            return
+        tokens = np.ones(len(handles), np.int64) if counts is None else counts
+        others = np.flatnonzero(~in_step)
+        for handle, before, count in zip(*(a[others].tolist() for a in (handles, last, tokens)), strict=True):
+            choice = self._samples.get(handle)
+            if choice is None or not count:
+                continue
+            if before:
+                self._metrics.inter_token.observe((now - before) / count, count)
+            elif choice.generation.first_token_at is None:
+                choice.generation.first_token_at = now
+
+    def _store(self, news: codec.StepNews, stored: np.ndarray) -> None:
+        """Keep the tokens of ``stored`` (bool, beside the handles) where nobody waits for each of them."""
+        seats = self._seats
+        if news.counts is None:
+            whole = stored.all()
+            seats.store(*((news.handles, news.token_ids) if whole else (news.handles[stored], news.token_ids[stored])))
+            return
+        starts = np.cumsum(news.counts) - news.counts
+        for index in range(int(news.counts.max())):  # their first tokens, their second ones
+            rows = stored & (news.counts > index)
+            seats.store(news.handles[rows], news.token_ids[starts[rows] + index])
+
+    def _feed(self, news: codec.StepNews, stored: np.ndarray) -> None:
+        """Pass the other tokens on, one sample after the other."""
+        ids, logprobs = news.token_ids.tolist(), news.logprobs
+        counts = np.ones(len(news.handles), np.int64) if news.counts is None else news.counts
+        ends = np.cumsum(counts)
+        rows = np.flatnonzero(~stored)
+        columns = (news.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
+        for handle, start, end in zip(*columns, strict=True):
+            choice = self._samples.get(handle)
+            if choice is not None:
+                entries = logprobs[start:end] if logprobs is not None else None
+                choice.generation.feed(choice, ids[start:end], entries)

@@ -65,11 +65,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """One step's tokens: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order."""
+    """One step's tokens: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order. Arrays are uint32."""
 
-    handles: list[int]
-    counts: list[int] | None  # None: one each
-    token_ids: list[int]
+    handles: np.ndarray
+    counts: np.ndarray | None  # None: one each
+    token_ids: np.ndarray
     logprobs: list[TokenLogprob | None] | None  # beside token_ids; an entry is None where none was asked for
     endings: list[tuple[int, Ending]]  # (handle, ending), after the tokens
 
@@ -91,10 +91,9 @@ def encode_cancel(handles: list[int]) -> session_pb2.SessionRequest:
     return message
 
 
-def encode_submit(handle: int, job: Job) -> session_pb2.SessionRequest:
-    """``job``, its samples addressed from ``handle`` on."""
+def encode_submit(job: Job) -> session_pb2.SessionRequest:
+    """``job``; the session sets the handle."""
     message = session_pb2.SessionRequest()
-    message.submit.handle = handle
     request, settings = message.submit.request, job.settings
     request.request_id, request.model, request.n = job.request_id, job.model, settings.n
     request.priority = _PRIORITIES[settings.priority]
@@ -141,11 +140,11 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
 
 
 def decode_outputs(outputs: session_pb2.StepOutputs) -> StepNews:
-    """One step's arrays as lists, each converted once."""
+    """One step's arrays."""
     return StepNews(
-        handles=read_fixed32(outputs.handles).tolist(),
-        counts=read_fixed32(outputs.token_counts).tolist() if outputs.token_counts else None,
-        token_ids=read_fixed32(outputs.token_ids).tolist(),
+        handles=read_fixed32(outputs.handles),
+        counts=read_fixed32(outputs.token_counts) if outputs.token_counts else None,
+        token_ids=read_fixed32(outputs.token_ids),
         logprobs=_decode_logprobs(outputs.logprobs) if outputs.HasField("logprobs") else None,
         endings=[(finished.handle, _decode_ending(finished.finish)) for finished in outputs.finished],
     )

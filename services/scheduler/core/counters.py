@@ -23,3 +23,5 @@ class Counters:
     overtakes: int = 0
     hydragen_rows: int = 0
     batch_rows: int = 0
+    device_busy_ns: int = 0
+    device_idle_ns: int = 0

@@ -103,7 +103,7 @@ class Lifecycle:
     ) -> None:
         state, slots = self._state, self._state.slots
         slots.samples[taken] = samples
-        slots.active[taken] = True
+        slots.activate(taken)
         slots.admitted_step[taken] = step
         slots.delay[taken] = 0
         rows = []

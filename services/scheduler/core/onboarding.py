@@ -142,7 +142,11 @@ class Onboarding:
             if entry.copied_page >= 0:
                 plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
-            plan.admissions.append(SlotAdmissions(entry.tokens, entry.cached, request.sampling, slots, tables, indices))
+            plan.admissions.append(
+                SlotAdmissions(
+                    entry.tokens, request.prompt_tokens, entry.cached, request.sampling, slots, tables, indices
+                )
+            )
             plan.admitted_ids += [request.request_id] * len(indices)
             if entry.leads:
                 self._lifecycle.shares.begin(entry.samples[0])

@@ -28,6 +28,7 @@ class SlotAdmissions:
     """Sequences with the same tokens and settings enter slots."""
 
     token_ids: np.ndarray  # uint32, every token known
+    prompt_tokens: int  # so many of them are the prompt, the others were generated before
     cached_tokens: int
     sampling: SamplingSettings
     slots: np.ndarray  # int64 [sequences]
@@ -79,3 +80,5 @@ class Result:
     top_token_ids: np.ndarray = field(default_factory=no_tokens)  # concatenated
     top_logprobs: np.ndarray = field(default_factory=no_floats)
     failures: tuple[tuple[int, str], ...] = ()  # (slot, message)
+    device_ns: int = 0  # the device worked on the step; 0 = not measured
+    idle_ns: int = 0  # it had nothing to do before the step

@@ -10,7 +10,7 @@ from services.scheduler.core.request import AdmissionMode, Priority
 class Policy:
     """Flags of the scheduler, in the core's words."""
 
-    steps_ahead: int = 2  # plans in flight
+    steps_ahead: int = 2  # plans in flight, to begin with
     prefix_caching: bool = True
     max_queued: int = 65536  # samples
     mode: AdmissionMode = AdmissionMode.PREDICTED  # of requests that name none

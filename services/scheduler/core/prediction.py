@@ -33,15 +33,16 @@ class Prediction:
     def refresh(self, step: int) -> None:
         """Before the plan ``step``: new lengths for sequences that should be gone, and from time to time for all."""
         state, slots = self._state, self._state.slots
-        chosen = np.flatnonzero(slots.active & ~slots.guaranteed)
-        if not 0 <= step - self._refreshed < _REFRESH_STEPS:
-            self._refreshed = step
-            running = np.flatnonzero(slots.active)
+        running = slots.running_slots()
+        if 0 <= step - self._refreshed < _REFRESH_STEPS:
+            chosen = running[slots.end_step[running] <= step]
+        else:
+            chosen, self._refreshed = running, step
             ages = slots.known[running] - slots.prompt[running]
             state.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
             slots.looked_at[running] = ages
-        else:
-            chosen = chosen[slots.end_step[chosen] <= step]
+        if len(chosen):
+            chosen = chosen[~slots.guaranteed[chosen]]
         if len(chosen):
             # A new quantile each time: those with low ones are drawn anew more often, and high ones would be left.
             slots.quantile[chosen] = (slots.quantile[chosen] + _GOLDEN) % 1

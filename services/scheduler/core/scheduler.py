@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,13 @@ _WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
 _MOST_SETBACKS = 5  # lost workers without a token between them: then a sample may be what the worker dies of
 
 
+class _Pending(NamedTuple):
+    """A plan that the worker has not answered."""
+
+    sampling: np.ndarray  # int64, slots that will sample
+    queued: bool  # it went out while another was in flight
+
+
 class Scheduler:
     """Owned and driven by one thread. Times come in as arguments: ``now_ns`` of a monotonic clock, ``now_ms`` since the
     epoch. A sink is the owner of a set of handles: a session, or one Generate call.
@@ -46,7 +54,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = count()
         self._sinks: dict[int, dict[int, Sample]] = {}
-        self._pending: dict[int, np.ndarray] = {}  # step -> slots that will sample, ascending, of plans in flight
+        self._pending: dict[int, _Pending] = {}  # by step, plans in flight
         self.step_s = 0.0  # recent time of a step, kept by the shell
 
     # -- the worker
@@ -180,35 +188,57 @@ class Scheduler:
     def plans_in_flight(self) -> int:
         return len(self._pending)
 
+    def look_ahead(self, plans: int) -> None:
+        """Let ``plans`` be in flight from now on, if that is safe.
+
+        Forecasts count on everything being released so many plans behind its last one. More of them keep pages longer
+        than those who were admitted were told; so only where all that runs has room at its longest.
+        """
+        more = plans - self.state.steps_ahead
+        if more > 0 and self.state.attached:
+            if not self._has_room_for_all():
+                return
+            self.state.slots.end_step[self.state.slots.running_slots()] += more
+        self.state.steps_ahead = plans
+
+    def _has_room_for_all(self) -> bool:
+        slots, pool = self.state.slots, self.state.pool
+        running = slots.running_slots()
+        most = -(-(slots.limit[running] - 1) // pool.page_size)
+        return pool.in_use + int(np.maximum(most - slots.page_count[running], 0).sum()) <= pool.size
+
     def plan(self, now_ns: int, *, hurry: bool = False) -> Plan | None:
         """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
         if len(self._pending) >= self.state.steps_ahead:
             return None
         plan = self._planner.build(now_ns, hurry=hurry)
         if plan is not None:
-            self._pending[plan.step] = np.sort(np.concatenate(plan.sampling))
+            slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
+            self._pending[plan.step] = _Pending(slots, bool(self._pending))
         return plan
 
     def take(self, result: Result, now_ns: int) -> None:
         """Take in the answer to the oldest plan in flight. ``ValueError`` when it answers something else."""
-        expected, sampled = next(iter(self._pending.items()), (None, None))
+        expected, pending = next(iter(self._pending.items()), (None, None))
         if result.step != expected:
             raise ValueError(f"the worker answered step {result.step}, expected was {expected}")
         self._check_result(result)
-        failed = np.array([slot for slot, _ in result.failures], np.int64)
-        if not np.array_equal(np.sort(np.concatenate((result.slots, failed))), sampled):
+        if not _answers(result, pending.sampling):
             raise ValueError(
-                f"step {result.step}: {len(result.slots)} tokens and {len(failed)} failures, not for the {len(sampled)}"
-                " slots that were to sample"
+                f"step {result.step}: {len(result.slots)} tokens and {len(result.failures)} failures, not for the"
+                f" {len(pending.sampling)} slots that were to sample"
             )
         del self._pending[result.step]
+        self.state.counters.device_busy_ns += result.device_ns
+        if pending.queued:  # else there was nothing that the device could have done
+            self.state.counters.device_idle_ns += result.idle_ns
         self._results.take(result, now_ns)
 
     def _check_result(self, result: Result) -> None:
         """Arrays that do not fit each other or the worker's own sizes would be taken for something else."""
         shape, rows = self.state.shape, len(result.slots)
         whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows) and len(result.top_counts) in (0, rows)
-        listed = int(result.top_counts.sum())
+        listed = int(result.top_counts.sum()) if len(result.top_counts) else 0
         whole = whole and len(result.top_token_ids) == listed and len(result.top_logprobs) == listed
         slots_known = result.slots.max(initial=0) < shape.max_slots
         slots_known = slots_known and all(slot < shape.max_slots for slot, _ in result.failures)
@@ -226,6 +256,14 @@ class Scheduler:
 
     def load(self, *, ready: bool) -> Load:
         return read_load(self.state, ready=ready, plans_in_flight=self.plans_in_flight)
+
+
+def _answers(result: Result, sampled: np.ndarray) -> bool:
+    """Whether ``result`` has a token or a failure for each of the slots ``sampled``, int64, and nothing else."""
+    if not result.failures and np.array_equal(result.slots, sampled):  # the usual order
+        return True
+    failed = np.array([slot for slot, _ in result.failures], np.int64)
+    return np.array_equal(np.sort(np.concatenate((result.slots, failed))), np.sort(sampled))
 
 
 def resolve_limit(request: Request, shape: WorkerShape) -> int:

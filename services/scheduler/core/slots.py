@@ -42,19 +42,33 @@ class Slots:
         self.samples = np.full(count, None, object)
         self._free = np.arange(count - 1, -1, -1)
         self._free_count = count
+        self._running_slots: np.ndarray | None = None  # as of the last change of `active`
 
     @property
     def running(self) -> int:
         return len(self.active) - self._free_count
+
+    def running_slots(self) -> np.ndarray:
+        """Active slots, ascending: int64 ``[running]``, not to be written to. Looked for once between two changes: with
+        a few sequences in thousands of slots this is most of a step's work."""
+        if self._running_slots is None:
+            self._running_slots = np.flatnonzero(self.active)
+        return self._running_slots
 
     def take(self, count: int) -> np.ndarray:
         """Free slots: int64 ``[count]``."""
         self._free_count -= count
         return self._free[self._free_count : self._free_count + count].copy()
 
+    def activate(self, slots: np.ndarray) -> None:
+        """Slots taken before have an occupant from here on."""
+        self.active[slots] = True
+        self._running_slots = None
+
     def give(self, slots: np.ndarray) -> None:
         """Free slots. Their next occupants' admission comes behind their release, in the same plan at the earliest."""
         self.active[slots] = False
+        self._running_slots = None
         self.samples[slots] = None
         self._free[self._free_count : self._free_count + len(slots)] = slots
         self._free_count += len(slots)
@@ -67,12 +81,14 @@ class Slots:
         return self.table[slot, : self.page_count[slot]]
 
     def decoding(self) -> np.ndarray:
-        """Slots that compute one more token in the next plan."""
-        more = self.scheduled < self.limit - 1
-        return np.flatnonzero(self.active & (self.scheduled >= self.given) & more)
+        """Slots that compute one more token in the next plan, ascending; not to be written to."""
+        running = self.running_slots()
+        scheduled = self.scheduled[running]
+        more = (scheduled >= self.given[running]) & (scheduled < self.limit[running] - 1)
+        return running if more.all() else running[more]
 
     def outstanding_tokens(self) -> int:
         """Prompt tokens to prefill and answer tokens to generate at most."""
-        active = np.flatnonzero(self.active)
+        active = self.running_slots()
         prefill = np.maximum(self.given[active] - self.scheduled[active], 0).sum()
         return int(prefill + (self.limit[active] - self.known[active]).sum())

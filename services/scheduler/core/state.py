@@ -20,7 +20,7 @@ class State:
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, policy: Policy) -> None:
         self.policy = policy
-        self.steps_ahead = policy.steps_ahead  # what the worker allows of them
+        self.steps_ahead = policy.steps_ahead  # plans that may be in flight now
         self.waiting = WaitingQueue(int(policy.ageing_s * 1e9))
         self.requests: dict[str, Request] = {}  # unfinished ones, by id
         self.outbox = Outbox()

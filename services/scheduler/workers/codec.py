@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.scheduler.core.plan import NO_SLOTS, Plan, Result, SlotAdmissions
+from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Plan, Result, SlotAdmissions
 from services.scheduler.core.request import WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
@@ -35,6 +35,8 @@ def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -
     """What the sequences have in common is encoded once."""
     common = plan_pb2.Admission(cached_tokens=admissions.cached_tokens)
     fill(common, "token_ids", admissions.token_ids)
+    if admissions.prompt_tokens < len(admissions.token_ids):  # 0 = all
+        common.prompt_tokens = admissions.prompt_tokens
     wanted, sampling = admissions.sampling, common.sampling
     sampling.SetInParent()
     sampling.temperature, sampling.top_p, sampling.top_k = wanted.temperature, wanted.top_p, wanted.top_k
@@ -56,10 +58,12 @@ def decode_result(message: plan_pb2.StepResult) -> Result:
         step=message.step,
         slots=read_fixed32(message.slots).astype(np.int64),
         tokens=read_fixed32(message.token_ids).astype(np.int64),
-        logprobs=read_float(message.logprobs),
-        top_counts=read_fixed32(message.top_counts).astype(np.int64),
-        top_token_ids=read_fixed32(message.top_token_ids),
-        top_logprobs=read_float(message.top_logprobs),
+        logprobs=read_float(message.logprobs) if message.logprobs else NO_FLOATS,
+        top_counts=read_fixed32(message.top_counts).astype(np.int64) if message.top_counts else NO_SLOTS,
+        top_token_ids=read_fixed32(message.top_token_ids) if message.top_token_ids else NO_TOKENS,
+        top_logprobs=read_float(message.top_logprobs) if message.top_logprobs else NO_FLOATS,
+        device_ns=message.timing.device_ns,
+        idle_ns=message.timing.idle_ns,
         failures=tuple((failure.slot, failure.message) for failure in message.failures),
     )
 

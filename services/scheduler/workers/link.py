@@ -69,7 +69,10 @@ class WorkerLink:
         events: WorkerEvents,
         check: Callable[[worker_pb2.WorkerInfo], None],
     ) -> None:
-        """``check`` raises ``ValueError`` for a worker that this scheduler cannot use."""
+        """``plans_in_flight``: the most there will ever be, if the worker takes them.
+
+        ``check`` raises ``ValueError`` for a worker that this scheduler cannot use.
+        """
         self._address = address
         self._scheduler_id = scheduler_id
         self._plans_in_flight = plans_in_flight

@@ -61,6 +61,7 @@ moves = st.lists(
     st.one_of(
         requests(),
         st.tuples(st.just("cancel"), st.integers(0, 40)),
+        st.tuples(st.just("ahead"), st.integers(2, 8)),
         st.sampled_from(["plan", "plan", "hurry", "answer", "answer", "step", "step", "lose"]),
     ),
     max_size=60,
@@ -89,6 +90,8 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
                     driver.submit(**move)
             case ("cancel", handle):
                 driver.cancel(handle)
+            case ("ahead", plans):
+                driver.core.look_ahead(plans)
             case "plan":
                 driver.plan()
             case "hurry":

@@ -1,0 +1,48 @@
+"""What the worker says about its device, summed up."""
+
+import dataclasses
+
+from services.scheduler.workers.codec import decode_result, encode_plan
+from tests.fakes.model import FakeShape
+from tests.scheduler.core.driver import Driver
+from tokasaurus.worker.v1 import plan_pb2
+
+SHAPE = FakeShape(vocab_size=62, page_size=4, page_count=40, max_slots=4, max_tokens_per_step=64,
+                  max_context_tokens=64, first_token=2)  # fmt: skip
+
+
+def test_idle_time_counts_only_when_the_next_plan_was_there():
+    driver = Driver(SHAPE, steps_ahead=2)
+    driver.submit([2, 3], max_tokens=4)
+    while driver.plan() or driver.in_flight:
+        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], device_ns=100, idle_ns=7)
+        driver.answer()
+    counters = driver.core.state.counters
+    assert counters.device_busy_ns == 100 * counters.steps
+    # The first plan went out to an idle worker, and each later one behind the answer to the one before.
+    assert counters.device_idle_ns == 0
+    driver.submit([2, 3], max_tokens=4)
+    driver.plan()
+    while driver.plan() or driver.in_flight:
+        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], device_ns=100, idle_ns=7)
+        driver.answer()
+    assert counters.device_idle_ns == 7 * 3
+
+
+def test_a_result_s_device_time_is_read():
+    timing = plan_pb2.StepTiming(device_ns=5, idle_ns=3)
+    result = decode_result(plan_pb2.StepResult(step=1, timing=timing))
+    assert (result.device_ns, result.idle_ns) == (5, 3)
+
+
+def test_the_worker_is_told_how_much_of_a_resumed_sequence_is_prompt():
+    driver = Driver(SHAPE)
+    driver.submit([2, 3, 4], max_tokens=12)
+    for _ in range(4):
+        driver.step()
+    assert [a.prompt_tokens for plan in driver.plans for a in encode_plan(plan).admissions] == [0]  # all of them
+    driver.lose_worker()
+    driver.plans.clear()
+    driver.step()
+    [admission] = encode_plan(driver.plans[0]).admissions
+    assert admission.prompt_tokens == 3 < len(admission.token_ids)
