@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -109,16 +110,14 @@ async def deliver(address: str, sequences: int, seconds: float, full: bool) -> d
 
 
 @contextmanager
-def processes(shape: FakeShape):
-    """Worker and scheduler; yields the scheduler's address."""
+def processes(shape: FakeShape, model: str = "builtin"):
+    """Worker and scheduler; yields the scheduler's address. Of ``model`` the scheduler reads all but the weights."""
     worker, scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    sizes = ("page_count", "max_slots", "max_tokens_per_step", "eos_every")
-    flags = [f"{name}={getattr(shape, name)}" for name in sizes]
+    flags = [f"{name}={int(value)}" for name, value in asdict(shape).items()]
+    scheduler_flags = (f"model={model}", f"scheduler_listen={scheduler}", f"worker_address={worker}")
     children = [
         subprocess.Popen([sys.executable, "-m", "tests.fakes.worker", f"listen={worker}", *flags]),
-        subprocess.Popen(
-            [sys.executable, "-m", "services.scheduler", f"scheduler_listen={scheduler}", f"worker_address={worker}"]
-        ),
+        subprocess.Popen([sys.executable, "-m", "services.scheduler", *scheduler_flags]),
     ]
     try:
         asyncio.run(asyncio.wait_for(grpc_ready(scheduler), START_TIMEOUT_S))

@@ -46,7 +46,12 @@ def serve(**flags: Any) -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         server = Server(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
         try:
-            _wait_until_ready(server, log)
+            try:
+                wait_until_ready(server.base_url, process)
+            except RuntimeError as error:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(0, size - 4000))
+                raise RuntimeError(f"{error}:\n{log.read().decode(errors='replace')}") from None
             yield server
         finally:
             process.send_signal(signal.SIGTERM)
@@ -64,17 +69,14 @@ def report(figures: dict[str, Any]) -> None:
     print(json.dumps(figures))
 
 
-def _wait_until_ready(server: Server, log) -> None:
+def wait_until_ready(base_url: str, process: subprocess.Popen) -> None:
+    """Return once the gateway at ``base_url`` takes requests; ``RuntimeError`` if ``process`` ends or is late."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            break
+    while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{server.base_url}/ready", trust_env=False).status_code == httpx.codes.OK:
+            if httpx.get(f"{base_url}/ready", trust_env=False).status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
             pass  # not listening yet
         time.sleep(0.1)
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(0, size - 4000))
-    raise RuntimeError(f"toka is not ready:\n{log.read().decode(errors='replace')}")
+    raise RuntimeError(f"{base_url} is not ready")

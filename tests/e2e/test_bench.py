@@ -22,7 +22,17 @@ PROGRAMS = {
     ),
     "forecast": (["sequences=256", "repeats=2"], "admission_ms"),
     "coverage": (["samples=2", "problems=2", "max_tokens=16"], "pass@1"),
+    "monkeys": (["prompts=2", "samples=4", "requests_per_prompt=2", "max_tokens=16"], "steady_tokens_per_second"),
+    "mixed": (["requests=4", "stream=T", "longest_prompt=32", "longest_answer=8", "vocab_size=2000"], "tokens"),
+    "latency": (
+        ["concurrent=1,2", "rounds=1", "prompt_tokens=8", "output_tokens=8", "vocab_size=2000", "baseline=other:1.5"],
+        "2",
+    ),
+    "gateway_capacity": (["requests=2", "samples=16", "sequences=64"], "cpu_s_per_million_tokens"),
+    "model": (["shape=tiny"], "bytes"),
 }
+PLOTS = ("coverage", "admission", "monkeys")
+ASK_A_SERVER = ("monkeys", "mixed", "latency")
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -34,12 +44,19 @@ def test_the_last_line_holds_the_figures(program, builtin_server, tmp_path):
     arguments, figure = PROGRAMS[program]
     if program == "coverage":
         arguments = [*arguments, f"base_url={builtin_server.base_url}", f"output={tmp_path / 'curve.png'}"]
-    if program == "admission":
+    elif program in PLOTS:
         arguments = [*arguments, f"plot={tmp_path / 'curve.png'}"]
+    if program in ASK_A_SERVER:
+        arguments = [*arguments, f"url={builtin_server.base_url}", "clients=1"]
+    if program == "model":
+        arguments = [*arguments, f"directory={tmp_path}"]
     outcome = run(program, *arguments)
     assert outcome.returncode == 0, outcome.stderr
-    assert figure in json.loads(outcome.stdout.splitlines()[-1])
-    if program in ("coverage", "admission"):
+    figures = json.loads(outcome.stdout.splitlines()[-1])
+    assert figure in figures
+    assert not figures.get("failures")
+    assert not figures.get("wrong_lengths")
+    if program in PLOTS:
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,0 +1,104 @@
+"""Latency of streams through any OpenAI server: ``python -m bench.latency [concurrent=1,8,64]``.
+
+Time per output token: of a request, from its first text to its last, over its tokens less one; the median over all
+requests. Time to first token: from the request, on a connection that is open, to its first text. Prompts are random
+and different, so that none is cached. The last line is one JSON object.
+"""
+
+import statistics
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from bench.client import Reply, failures, send_all
+from bench.server import report
+from bench.target import Target, TargetConfig, first_target, ratios, rival
+from services.common.config import from_command_line
+from services.common.flags import Float, Int, Ints
+
+
+class LatencyConfig(TargetConfig):
+    """The flags."""
+
+    concurrent: Ints = Field((1, 8, 64), min_length=1, description="streams at once")
+    prompt_tokens: Int = Field(128, ge=1)
+    output_tokens: Int = Field(256, ge=2)
+    vocab_size: Int = Field(32768, ge=2, description="prompts are random tokens below it, without 0")
+    temperature: Float = Field(0.6, ge=0)
+    rounds: Int = Field(5, ge=1, description="rounds of each, after one that does not count")
+
+
+def main() -> None:
+    config = from_command_line(LatencyConfig)
+    figures: dict[str, Any] = {}
+    against = rival(config)
+    if against is not None:
+        figures["rival"] = measure(config, against)
+    with first_target(config) as target:
+        figures |= measure(config, target)
+    for count in config.concurrent:
+        others = config.baselines(f"latency-{count}")
+        if against is not None:
+            others["rival"] = figures["rival"][str(count)]["per_token_ms"]
+        own = figures[str(count)]
+        if others:
+            print(f"{count} at once, time per output token:")
+        own["ratio"] = ratios(own["per_token_ms"], others, lower_is_better=True)
+    report(figures)
+
+
+def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]]:
+    """Milliseconds by number of streams."""
+    table = Table(title=f"{target.name}: {config.prompt_tokens} tokens in, {config.output_tokens} out")
+    for column in ("streams", "ms per token", "ms to first token", "p99", "tokens/s"):
+        table.add_column(column, justify="right")
+    found = {}
+    rng = np.random.default_rng(7)
+    for count in config.concurrent:
+        rounds = [measure_round(config, target, count, rng) for _ in range(config.rounds + 1)]
+        replies = [reply for answered in rounds[1:] for reply in answered]
+        failed = failures(replies)
+        good = [reply for reply in replies if not reply.error]
+        if not good:
+            raise SystemExit("no request was answered")
+        first = sorted(1000 * (reply.first_at - reply.sent_at) for reply in good)
+        values = {
+            "per_token_ms": statistics.median(map(per_token_ms, good)),
+            "first_token_ms": statistics.median(first),
+            "first_token_p99_ms": first[int(0.99 * (len(first) - 1))],
+            "failures": failed,
+        }
+        rate = 1000 * count / values["per_token_ms"]
+        table.add_row(str(count), *(f"{values[name]:.2f}" for name in list(values)[:3]), f"{rate:.0f}")
+        found[str(count)] = values
+    Console().print(table)
+    return found
+
+
+def measure_round(config: LatencyConfig, target: Target, count: int, rng: np.random.Generator) -> list[Reply]:
+    """``count`` streams that begin at the same time."""
+    bodies = [
+        {
+            "model": target.model,
+            "prompt": rng.integers(1, config.vocab_size, config.prompt_tokens).tolist(),
+            "max_tokens": config.output_tokens,
+            "ignore_eos": True,
+            "temperature": config.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(count)
+    ]
+    return send_all(f"{target.url}/v1/completions", bodies, config.clients)
+
+
+def per_token_ms(reply: Reply) -> float:
+    """Milliseconds per token of one stream. A chunk may hold several tokens: usage says how many there were."""
+    return 1000 * (reply.last_at - reply.first_at) / max(1, reply.completion_tokens - 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A model directory without weights, for benchmarks: ``python -m bench.model directory=DIR shape=llama-1b``.
+
+The shape is a real one, the tokenizer works, and the weights are what a server makes up (``load_format=dummy``; vLLM
+calls it the same). Random weights never learned to stop: a list of tokens spread over the vocabulary ends an answer, so
+that lengths come out geometric and stopping, prediction and admission have the work they have with a trained model.
+Equal flags give equal files. Results with such a model must say that its weights are random.
+"""
+
+import json
+from itertools import islice
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any, Literal
+
+import tokenizers
+from pydantic import Field
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from bench.problems import read_problems
+from bench.server import report
+from services.common.config import from_command_line
+from services.common.flags import Config, Int
+
+VOCAB_SIZE = 128256
+SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+# So many entries are learned from the problems; the few-shot prompts of bench.monkeys have about 720 tokens then.
+LEARNED = 1400
+_STRIDE = 100_003  # prime to 26**4: neighbours in the vocabulary do not read alike
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+# As Meta's config.json of Llama 3.2 1B and Llama 3.1 8B.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True, "rope_scaling": _LLAMA3_ROPE,
+    },
+    "llama-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 14336, "tie_word_embeddings": False,
+        "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
+    },
+    "tiny": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "intermediate_size": 160, "tie_word_embeddings": True, "rope_scaling": _LLAMA3_ROPE,
+    },
+}  # fmt: skip
+
+
+class ModelConfig(Config):
+    """The flags."""
+
+    directory: str = Field(min_length=1, description="where the files go")
+    shape: Literal["llama-1b", "llama-8b", "tiny"] = "llama-1b"
+    eos_tokens: Int = Field(855, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; 855: 1 in 150")
+
+
+def main() -> None:
+    config = from_command_line(ModelConfig)
+    directory = make_model(Path(config.directory), config.shape, config.eos_tokens)
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    print(f"{directory}: {config.shape}, {VOCAB_SIZE} tokens, {config.eos_tokens} of them end an answer; no weights")
+    report({"directory": str(directory), "shape": config.shape, "eos_tokens": config.eos_tokens, "bytes": size})
+
+
+def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int = 855) -> Path:
+    """Write config, generation config and tokenizer into ``directory``, and return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shared = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16", "initializer_range": 0.02,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    _write(directory / "config.json", shared | SHAPES[shape])
+    # No sampling settings: servers that take them from here would not do the same work as those that do not.
+    _write(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": ends(eos_tokens)})
+    make_tokenizer().save(str(directory / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[0], "add_bos_token": False, "add_eos_token": False,
+        "clean_up_tokenization_spaces": False, "model_max_length": 131072, "chat_template": _CHAT_TEMPLATE,
+    }  # fmt: skip
+    _write(directory / "tokenizer_config.json", described)
+    return directory
+
+
+def ends(count: int) -> list[int]:
+    """``count`` token ids at equal distances, none of them special or part of a text that was tokenised."""
+    return [LEARNED + index * (VOCAB_SIZE - LEARNED) // count for index in range(count)]
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """A byte-level BPE of ``VOCAB_SIZE`` entries. What the problems did not teach it are four letters each, which come
+    out of a model and never out of a text: no merge makes them."""
+    learned = tokenizers.Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=LEARNED,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learned.train_from_iterator((f"{problem.prompt} {problem.solution}\n\n" for problem in read_problems()), trainer)
+    described = json.loads(learned.to_str())["model"]
+    vocabulary = described["vocab"]
+    fresh = (piece for piece in _four_letters() if piece not in described["vocab"])
+    vocabulary = vocabulary | {
+        piece: LEARNED + index for index, piece in enumerate(islice(fresh, VOCAB_SIZE - LEARNED))
+    }
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(pair) for pair in described["merges"]]))
+    made.add_special_tokens(list(SPECIAL_TOKENS))
+    made.pre_tokenizer = learned.pre_tokenizer
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _four_letters():
+    letters, count = len(ascii_lowercase), len(ascii_lowercase) ** 4
+    for index in range(count):
+        number, piece = index * _STRIDE % count, ""
+        for _ in range(4):
+            number, letter = divmod(number, letters)
+            piece += ascii_lowercase[letter]
+        yield piece
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Repeated sampling through any OpenAI server: ``python -m bench.monkeys [url=... | server_flags='model=...']``.
+
+4-shot GSM8K prompts, very many samples of each, all requests sent at once. End to end: tokens of all answers over the
+time from the first request to the last answer. Steady state: while at least 97 % of the most sequences run. The last
+line is one JSON object.
+"""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from rich.console import Console
+from rich.table import Table
+
+from bench.client import failures, makespan, send_all
+from bench.problems import PROBLEMS, few_shot_prompts, read_problems
+from bench.server import report
+from bench.target import Target, TargetConfig, first_target, ratios, rival
+from bench.watch import Watch, during, plot, steady, summary
+from services.common.config import from_command_line
+from services.common.flags import Float, Int
+
+
+class MonkeysConfig(TargetConfig):
+    """The flags. A repeat finds its prompts in the prefix cache, where there is one: a hundredth of the tokens."""
+
+    prompts: Int = Field(32, ge=1)
+    samples: Int = Field(1024, ge=1, description="samples of each prompt")
+    requests_per_prompt: Int = Field(1, ge=1, description="the samples of a prompt are asked for in so many requests")
+    shots: Int = Field(4, ge=0, description="solved problems before the question")
+    problems: str = Field(str(PROBLEMS), description="jsonl with question and answer, such as GSM8K's own files")
+    max_tokens: Int = Field(1024, ge=1)
+    temperature: Float = Field(0.6, ge=0)
+    repeats: Int = Field(1, ge=1)
+    plot: str | None = Field(None, description="PNG: running sequences and tokens/s over the last repeat")
+
+    @model_validator(mode="after")
+    def _parts(self) -> "MonkeysConfig":
+        if self.samples % self.requests_per_prompt:
+            raise ValueError(f"flag requests_per_prompt={self.requests_per_prompt}: does not divide {self.samples}")
+        return self
+
+
+def main() -> None:
+    config = from_command_line(MonkeysConfig)
+    others: dict[str, float] = config.baselines("monkeys")
+    against = rival(config)
+    figures: dict[str, Any] = {}
+    if against is not None:
+        figures["rival"] = measure(config, against)
+        others = {"rival": figures["rival"]["tokens_per_second"], **others}
+    with first_target(config) as target:
+        figures |= measure(config, target)
+    report(figures | {"ratio": ratios(figures["tokens_per_second"], others)})
+
+
+def measure(config: MonkeysConfig, target: Target) -> dict[str, Any]:
+    """All repeats on one server; the figures are those of the median one."""
+    runs = [measure_once(config, target, drawn=index == config.repeats - 1) for index in range(config.repeats)]
+    rates = [run["tokens_per_second"] for run in runs]
+    middle = min(runs, key=lambda run: abs(run["tokens_per_second"] - statistics.median(rates)))
+
+    table = Table(title=f"{target.name}: {config.prompts} prompts x {config.samples} samples")
+    for column in ("", "end to end", "steady"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in dict.fromkeys((*middle["whole"], *middle["steady"])):
+        table.add_row(name, *(_written(middle[part].get(name)) for part in ("whole", "steady")))
+    console = Console()
+    console.print(table)
+    spread = ", ".join(f"{rate:.0f}" for rate in rates)
+    print(f"{target.name}: {middle['tokens']} tokens in {middle['seconds']:.2f} s, end to end {spread} tok/s")
+    return middle | {"runs": rates}
+
+
+def measure_once(config: MonkeysConfig, target: Target, *, drawn: bool) -> dict[str, Any]:
+    """One run; ``whole`` and ``steady`` are from ``/metrics``, the rest is what the client saw."""
+    url = f"{target.url}/v1/completions"
+    problems = read_problems(Path(config.problems))
+    shared = {"model": target.model, "temperature": config.temperature, "stop": ["Question:"]}
+    bodies = [
+        shared | {"prompt": prompt, "n": config.samples // config.requests_per_prompt, "max_tokens": config.max_tokens}
+        for prompt in few_shot_prompts(problems, config.prompts, config.shots)
+        for _ in range(config.requests_per_prompt)
+    ]
+    send_all(url, [shared | {"prompt": problems[-1].prompt, "max_tokens": 4}])  # something may be made on first use
+    with Watch(target) as watch:
+        replies = send_all(url, bodies, config.clients, watch.look_in_time)
+    if drawn and config.plot is not None:
+        plot(during(watch.samples, replies), Path(config.plot))
+    tokens, seconds = sum(reply.completion_tokens for reply in replies), makespan(replies)
+    settled = summary(steady(watch.samples))
+    return {
+        "tokens_per_second": tokens / seconds,
+        "steady_tokens_per_second": settled.get("tokens_per_second"),
+        "tokens": tokens,
+        "seconds": seconds,
+        "mean_prompt_tokens": statistics.mean(reply.prompt_tokens for reply in replies),
+        "mean_completion_tokens": tokens / (config.prompts * config.samples),
+        "failures": failures(replies),
+        "whole": summary(during(watch.samples, replies)),
+        "steady": settled,
+    }
+
+
+def _written(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    main()

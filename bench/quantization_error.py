@@ -1,0 +1,114 @@
+"""What fp8 costs in precision: ``python -m bench.quantization_error [model=builtin] [problems=60] [device=auto]``.
+
+The word problems with their worked solutions go through the model once in float32, in bfloat16, and in bfloat16 with
+fp8 products. Each of the latter is compared with float32 and fp8 with bfloat16 too, over the tokens of the texts: mean
+absolute difference of the token's log-probability (nats), mean divergence of the distributions (nats), how often the
+likeliest token is the same, and the perplexity of each. On CPUs the fp8 products are a reference in float32. The last
+line is one JSON object.
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from bench.problems import read_problems
+from bench.server import report
+from services.common import model_files
+from services.common.config import from_command_line
+from services.common.flags import Config, Int
+from services.common.text.tokenizer import Tokenizer
+from services.worker import weights
+from services.worker.attention.base import AttentionBatch
+from services.worker.attention.plain import PlainAttention
+from services.worker.kv_cache import KvCache
+from services.worker.layers.factory import make_linear
+from services.worker.layers.kernels import TorchKernels
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.registry import read_model_config
+
+PAGE_SIZE = 16
+KINDS = {
+    "float32": (torch.float32, "none"),
+    "bfloat16": (torch.bfloat16, "none"),
+    "fp8": (torch.bfloat16, "fp8"),
+}
+PAIRS = (("bfloat16", "float32"), ("fp8", "float32"), ("fp8", "bfloat16"))
+
+
+class BenchConfig(Config):
+    """The flags."""
+
+    model: str = "builtin"
+    problems: Int = Field(60, ge=1)
+    max_tokens: Int = Field(512, ge=2, description="longer texts are cut")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print a line for each pair, and a JSON object as the last line."""
+    config = from_command_line(BenchConfig)
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(automatic if config.device == "auto" else config.device)
+    card = model_files.read_card(config.model, weights=True)
+    tokenizer = Tokenizer.load(config.model)
+    problems = read_problems()[: config.problems]
+    texts = [tokenizer.encode(f"{each.prompt} {each.solution}")[: config.max_tokens] for each in problems]
+    models = {name: load(card, *kind, device) for name, kind in KINDS.items()}
+
+    losses = {name: [] for name in KINDS}
+    compared = {pair: [] for pair in PAIRS}
+    for text in texts:
+        token_ids = torch.tensor(text, device=device)
+        found = {name: logprobs_of(model, token_ids) for name, model in models.items()}
+        following = token_ids[1:, None]
+        chosen = {name: each[:-1].gather(1, following) for name, each in found.items()}
+        for name, each in chosen.items():
+            losses[name].append(-each)
+        for mine, theirs in PAIRS:
+            difference = (chosen[mine] - chosen[theirs]).abs()[:, 0]
+            divergence = (found[theirs].exp() * (found[theirs] - found[mine])).sum(-1)[:-1]
+            same = (found[mine].argmax(-1) == found[theirs].argmax(-1))[:-1].float()
+            compared[mine, theirs].append(torch.stack((difference, divergence, same)))
+    perplexity = {name: round(float(torch.cat(each).mean().exp()), 4) for name, each in losses.items()}
+    rows = []
+    for (mine, theirs), parts in compared.items():
+        difference, divergence, same = torch.cat(parts, dim=1).mean(dim=1).tolist()
+        row = {"of": mine, "against": theirs, "mean_abs_logprob_difference": round(difference, 5)}
+        row |= {"mean_divergence": round(divergence, 6), "top1_agreement": round(same, 4)}
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+        rows.append(row)
+    tokens = sum(len(text) - 1 for text in texts)
+    report({"model": card.name, "device": str(device), "tokens": tokens, "perplexity": perplexity, "compared": rows})
+
+
+def load(card: model_files.ModelCard, dtype: torch.dtype, quantization: str, device: torch.device) -> DecoderModel:
+    config = read_model_config(model_files.read_json(card.directory / "config.json"))
+    model = DecoderModel(config, dtype, device, TorchKernels(), make_linear(config, dtype, device, quantization))
+    weights.load(card.directory, model.targets(), tied_embeddings=config.tied_embeddings)
+    return model
+
+
+def logprobs_of(model: DecoderModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """After every token of one sequence, ``[tokens, vocab_size]`` float32."""
+    config, (tokens,) = model.config, token_ids.shape
+    pages = -(-tokens // PAGE_SIZE)
+    shape = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    dtype, device = model.embedding.dtype, model.embedding.device
+    cache = KvCache(page_count=pages, page_size=PAGE_SIZE, dtype=dtype, device=device, **shape)
+    batch = AttentionBatch(
+        token_slots=np.zeros(tokens, np.int64),
+        positions=np.arange(tokens),
+        row_slots=np.zeros(1, np.int64),
+        row_starts=np.zeros(1, np.int64),
+        row_counts=np.array([tokens]),
+        page_table=np.arange(pages, dtype=np.int32)[None],
+    )
+    step = PlainAttention(cache).step(batch, lambda: None)
+    return model.logits(model(token_ids, torch.arange(tokens, device=device), step)).log_softmax(-1)
+
+
+if __name__ == "__main__":
+    main()

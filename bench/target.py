@@ -1,0 +1,95 @@
+"""Which server a measurement asks, and which figures its own are held against."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from pydantic import Field, field_validator
+
+from bench.client import allow_connections
+from bench.server import serve
+from services.common.flags import Config, Int, Strings
+
+# One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance.md.
+# Throughput in output tokens per second; latency in milliseconds per output token, at so many concurrent streams.
+H200 = {
+    "monkeys": {"tokasaurus-0.0.4": 59200, "vllm-0.26.0": 28700},
+    "mixed": {"tokasaurus-0.0.4": 63500, "vllm-0.26.0": 51900},
+    "latency-1": {"tokasaurus-0.0.4": 2.12, "vllm-0.26.0": 1.36},
+    "latency-8": {"tokasaurus-0.0.4": 2.16, "vllm-0.26.0": 1.60},
+    "latency-64": {"tokasaurus-0.0.4": 2.64, "vllm-0.26.0": 2.01},
+}
+
+
+class TargetConfig(Config):
+    """The flags of every program that asks an OpenAI server."""
+
+    url: str | None = Field(None, description="a running OpenAI server, e.g. http://127.0.0.1:10210; default: our own")
+    server_flags: str = Field("", description="of our own server, as a shell takes them: 'model=... dp_size=2'")
+    rival_url: str | None = Field(None, description="another server, measured in the same way before the first")
+    baseline: Strings = Field((), description="figures to be held against: name:figure,... or h200 (in bench.target)")
+    clients: Int = Field(4, ge=1, description="client processes")
+
+    @field_validator("baseline")
+    @classmethod
+    def _figures(cls, items: tuple[str, ...]) -> tuple[str, ...]:
+        for item in items:
+            name, colon, figure = item.rpartition(":")
+            if item != "h200" and not (name and colon and figure.replace(".", "", 1).isdigit()):
+                raise ValueError(f"{item!r} is neither name:figure nor h200")
+        return items
+
+    def baselines(self, workload: str) -> dict[str, float]:
+        """The named figures for ``workload``, a key of ``H200``."""
+        found: dict[str, float] = {}
+        for item in self.baseline:
+            if item == "h200":
+                found |= H200.get(workload, {})
+            else:
+                name, _, figure = item.rpartition(":")
+                found[name] = float(figure)
+        return found
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running server: ``url`` without ``/v1``; ``pid`` of ``toka`` when it is our own child, else None."""
+
+    name: str
+    url: str
+    model: str
+    pid: int | None = None
+
+
+@contextmanager
+def first_target(config: TargetConfig) -> Iterator[Target]:
+    """The server that is measured: at ``url``, or started for it."""
+    allow_connections()
+    if config.url is not None:
+        yield _running("server", config.url)
+        return
+    flags = dict(flag.split("=", 1) for flag in shlex.split(config.server_flags))
+    with serve(**flags) as server:
+        yield Target("toka", server.base_url, server.model, server.process.pid)
+
+
+def rival(config: TargetConfig) -> Target | None:
+    """The server at ``rival_url``, if one is named."""
+    return None if config.rival_url is None else _running("rival", config.rival_url)
+
+
+def ratios(figure: float, others: Mapping[str, float], *, lower_is_better: bool = False) -> dict[str, float]:
+    """How many times better ``figure`` is than each of ``others``; printed, and returned by name."""
+    found = {}
+    for name, other in others.items():
+        found[name] = (other / figure if lower_is_better else figure / other) if figure and other else 0.0
+        print(f"{found[name]:.2f} times as good as {name} ({other:g})")
+    return found
+
+
+def _running(name: str, url: str) -> Target:
+    url = url.rstrip("/").removesuffix("/v1")
+    models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()
+    return Target(name, url, models["data"][0]["id"])
