@@ -1,17 +1,81 @@
-"""torch.compile for the model's forward pass."""
+"""torch.compile for the model's forward pass: once for every number of tokens, and never while serving."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
 
 from services.common.errors import InvalidRequest
+from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.models.decoder import DecoderModel
+
+# Compilers treat sizes 0 and 1 as constants.
+_SMALLEST_DYNAMIC = 2
+_OPTIONS = {
+    # Graphs are captured around the whole step, by us.
+    "triton.cudagraphs": False,
+    # Minutes of tuning for kernels that are bound by memory.
+    "max_autotune": False,
+    "coordinate_descent_tuning": False,
+    # Fused operators keep what is between them in float32: faster and closer to the exact result.
+    "emulate_precision_casts": False,
+    # Checks of every buffer's layout, in Python, at every call.
+    "size_asserts": False,
+    "alignment_asserts": False,
+    # Copies of matrices to rounder sizes; a model's are round.
+    "shape_padding": False,
+    "comprehensive_padding": False,
+}
+# Graphs that were compiled before the worker was ready.
+_expected = 0
 
 
 def compile_model(model: DecoderModel) -> None:
-    """Compile ``model`` in place, for any number of tokens. It happens at the first calls, which are the warm-up's."""
-    model.forward = torch.compile(model.forward, dynamic=True, fullgraph=True)
+    """Compile ``model`` in place, in two graphs, without and with ``keep``, each for any number of tokens from 2 on.
+
+    It happens at the first calls, which are the warm-up's. A number of tokens or of kept ones below 2 is a further
+    graph: on CUDA batches are padded.
+    """
+    compiled = torch.compile(model.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
+
+    def forward(
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionStep | RotatingAttentionStep,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        for tensor in (token_ids, positions, keep):
+            # Sizes that are equal by chance at the first call are so taken for different ones.
+            if tensor is not None and tensor.shape[0] >= _SMALLEST_DYNAMIC:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return compiled(token_ids, positions, attention, keep)
+
+    model.forward = forward
+
+
+def compilations() -> int:
+    """Graphs that torch.compile has made in this process, the model's and all others."""
+    return counters["stats"]["unique_graphs"]
+
+
+def mark_ready() -> None:
+    """The warm-up is over: what is compiled from here on is a recompilation."""
+    global _expected
+    _expected = compilations()
+
+
+def recompilations() -> int:
+    """Graphs compiled since ``mark_ready``."""
+    return compilations() - _expected
+
+
+@contextlib.contextmanager
+def forbid_recompilation() -> Iterator[None]:
+    """Raises ``RuntimeError``, naming what differs, instead of compiling, in every thread."""
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,19 +1,33 @@
-"""Copies a safetensors checkpoint into a model, one file at a time and one tensor at a time."""
+"""Fills a model: from a safetensors checkpoint, one file and one tensor at a time, or with random numbers."""
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import safetensors
 import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json
+from services.worker.models.decoder import DecoderModel
 
 # Older checkpoints carry the rotation's frequencies, which follow from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
+# What models are initialised with before training, usually.
+_DEVIATION = 0.02
 
 
-def load(directory: Path, targets: Mapping[str, torch.Tensor], *, tied_embeddings: bool) -> None:
+class Target(Protocol):
+    """What a tensor of a checkpoint is copied into: a tensor, or something that keeps it in another form."""
+
+    shape: torch.Size
+    device: torch.device
+
+    def copy_(self, tensor: torch.Tensor) -> Any: ...
+
+
+def load(directory: Path, targets: Mapping[str, Target], *, tied_embeddings: bool) -> None:
     """Fill every tensor of ``targets`` (checkpoint name -> tensor) from the checkpoint in ``directory``.
 
     Converts to each target's dtype and device. Raises ``InvalidRequest`` naming what is missing, left over, or shaped
@@ -47,6 +61,21 @@ def load(directory: Path, targets: Mapping[str, torch.Tensor], *, tied_embedding
         )
 
 
+def load_dummy(model: DecoderModel, seed: int) -> None:
+    """Random weights, the same for the same ``seed`` (any integer) and device: matrices normal(0, 0.02), norms one,
+    biases zero."""
+    for name, target in model.targets().items():
+        # Drawn as in a checkpoint, whatever form the target keeps it in.
+        tensor = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
+        if len(target.shape) == 2:
+            # Of its own for each tensor: no other tensor's presence or size matters.
+            own_seed = zlib.crc32(f"{seed} {name}".encode())
+            tensor.normal_(0, _DEVIATION, generator=torch.Generator(target.device).manual_seed(own_seed))
+        elif not name.endswith(".bias"):
+            tensor.fill_(1)
+        target.copy_(tensor)
+
+
 def _files(directory: Path) -> list[Path]:
     index = read_json(directory / "model.safetensors.index.json")
     names = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
@@ -56,7 +85,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _copy(tensor: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> None:
+def _copy(tensor: torch.Tensor, target: Target, name: str, path: Path) -> None:
     if tensor.shape != target.shape:
         raise InvalidRequest(
             f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}", field="model"

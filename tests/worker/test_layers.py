@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from services.worker.layers.fast_cpu import FastCpuKernels, make_kernels
+from services.worker.layers.factory import make_kernels
+from services.worker.layers.fast_cpu import FastCpuKernels
 from services.worker.layers.kernels import TorchKernels
 
 FAST, PLAIN = FastCpuKernels(), TorchKernels()

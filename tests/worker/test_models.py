@@ -1,5 +1,7 @@
 """The models give what transformers gives."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,13 @@ from services.worker import weights
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
 from services.worker.kv_cache import KvCache
-from services.worker.layers.fast_cpu import make_kernels
+from services.worker.layers.factory import make_kernels
+from services.worker.layers.linear import Linear
+from services.worker.layers.rotary import RopeSettings, Rotary
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from tests.checkpoints import LLAMA3_ROPE
+from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
 
 CPU = torch.device("cpu")
 VARIANTS = {
@@ -155,3 +160,73 @@ def test_a_setting_that_is_null_is_as_good_as_none(name, checkpoint, tmp_path):
 def test_heads_of_qwen3_have_128_values_where_the_config_does_not_say(checkpoint, tmp_path):
     changed = write_config(checkpoint("qwen3"), tmp_path, head_dim=...)
     assert read_model_config(read_json(changed / "config.json")).head_dim == 128
+
+
+def hidden_of(model, tokens: int, keep=None):
+    """The hidden states of one sequence, and the cache that it filled."""
+    cache, step = one_sequence(model.config, tokens, model.embedding.dtype)
+    with torch.inference_mode():
+        return model(torch.arange(tokens) * 7 % 320, torch.arange(tokens), step, keep), cache
+
+
+@pytest.mark.parametrize("adds_in_product", [False, True])
+@pytest.mark.parametrize("features", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}])
+def test_keeping_some_tokens_is_the_same_as_choosing_them_afterwards(features, adds_in_product):
+    model = small_model(small_config(**features), adds_in_product=adds_in_product)
+    expected, full = hidden_of(model, 40)
+    for keep in (torch.tensor([39, 3, 17]), torch.tensor([5], dtype=torch.int32), torch.arange(40), torch.arange(0)):
+        kept, cache = hidden_of(model, 40, keep)
+        torch.testing.assert_close(kept, expected[keep.long()])
+        torch.testing.assert_close(cache.all_keys, full.all_keys)
+        torch.testing.assert_close(cache.all_values, full.all_values)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("features", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}])
+def test_the_layout_of_weights_and_who_adds_make_no_difference(features, transposed):
+    config = small_config(**features)
+    expected, _ = hidden_of(small_model(config), 40)
+    other = small_model(config, linear=partial(Linear, transposed=transposed), adds_in_product=True)
+    torch.testing.assert_close(hidden_of(other, 40)[0], expected)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_attention_may_norm_and_rotate_by_itself(qk_norm):
+    model = small_model(small_config(qk_norm=qk_norm, qkv_bias=True))
+    expected, _ = hidden_of(model, 40)
+    positions = torch.arange(40)
+    _, inner = one_sequence(model.config, 40)
+    step = PlainRotatingStep(model.config, model.rotary, positions, inner)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(positions * 7 % 320, positions, step), expected)
+
+
+def test_angles_are_exact_in_float32_and_rounded_for_the_model():
+    rotary = Rotary(RopeSettings("default", 10000.0), 16, 512, torch.bfloat16, CPU)
+    exact = Rotary(RopeSettings("default", 10000.0), 16, 512, torch.float32, CPU)
+    assert torch.equal(rotary.cos, exact.cos)
+    assert torch.equal(rotary.sin, exact.sin)
+    positions = torch.tensor([0, 7, 511])
+    for rounded, table in zip(rotary.at(positions), (exact.cos, exact.sin), strict=True):
+        assert torch.equal(rounded, table[positions].unsqueeze(1).bfloat16())
+
+
+def test_dummy_weights_follow_from_seed_and_name():
+    first = weights_of(seed=1)
+    assert all(torch.equal(value, first[name]) for name, value in weights_of(seed=1).items())
+    # Other layers, layouts and dtypes change nothing in those there are.
+    shorter = weights_of(seed=1, layers=1)
+    assert all(torch.equal(value, first[name]) for name, value in shorter.items())
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(weights_of(seed=2)[matrix], first[matrix])
+    assert not torch.equal(first["model.layers.1.mlp.up_proj.weight"], first[matrix])
+    assert first[matrix].std() == pytest.approx(0.02, rel=0.05)
+    assert (first["model.layers.0.self_attn.q_proj.bias"] == 0).all()
+    assert (first["model.layers.0.input_layernorm.weight"] == 1).all()
+
+
+def weights_of(seed: int, layers: int = 2) -> dict[str, torch.Tensor]:
+    config = small_config(qkv_bias=True, layers=layers)
+    model = DecoderModel(config, torch.float32, CPU, make_kernels(CPU, torch.float32))
+    weights.load_dummy(model, seed)
+    return model.targets()

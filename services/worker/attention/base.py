@@ -25,6 +25,8 @@ class AttentionBatch:
 class AttentionStep(ABC):
     """One shard of one step, made by a backend; used by one thread, layer by layer."""
 
+    rotates = False
+
     @abstractmethod
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Store ``keys`` and ``values``, wait until every shard has, and attend.
@@ -34,9 +36,31 @@ class AttentionStep(ABC):
         """
 
 
+class RotatingAttentionStep(ABC):
+    """In the place of ``AttentionStep`` for a backend that norms and rotates queries and keys while it stores."""
+
+    rotates = True
+
+    @abstractmethod
+    def run_qkv(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Norm, rotate, store and attend.
+
+        ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is the raw projection: queries, keys and values side by
+        side, contiguous; it may be overwritten. ``q_norm`` and ``k_norm [head_dim]``, both or neither: weights of an
+        RMS norm (with ``eps``) over each head before the rotation. Returns ``[tokens, heads * head_dim]``.
+        """
+
+
 class AttentionBackend(ABC):
     """Bound to one KV cache. ``step`` is called by the thread that will use what it returns."""
 
     @abstractmethod
-    def step(self, batch: AttentionBatch, stored) -> AttentionStep:
+    def step(self, batch: AttentionBatch, stored) -> AttentionStep | RotatingAttentionStep:
         """``stored()`` returns once every shard of the step has stored its keys and values of the layer."""

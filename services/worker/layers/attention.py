@@ -3,38 +3,51 @@
 import torch
 from torch import nn
 
-from services.worker.attention.base import AttentionStep
+from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import Linear
+from services.worker.layers.linear import LinearMaker
 from services.worker.models.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with q, k and v as one matrix."""
+    """Grouped-query attention with q, k and v as one matrix. The output projection is the caller's to apply: not every
+    token needs it."""
 
-    def __init__(self, config: ModelConfig, index: int, kernels: LayerKernels) -> None:
+    def __init__(self, config: ModelConfig, index: int, kernels: LayerKernels, linear: LinearMaker) -> None:
         super().__init__()
         self.index, self.kernels, self.eps = index, kernels, config.norm_eps
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.qkv = Linear(config.hidden_size, widths, config.qkv_bias)
-        self.output = Linear(widths[0], config.hidden_size, config.output_bias)
+        self.qkv = linear(config.hidden_size, widths, config.qkv_bias)
+        self.output = linear(widths[0], config.hidden_size, config.output_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
             self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        """``x [tokens, hidden_size]``, ``cos``/``sin [tokens, 1, head_dim]`` -> ``[tokens, hidden_size]``."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        attention: AttentionStep | RotatingAttentionStep,
+    ) -> torch.Tensor:
+        """``x [tokens, hidden_size]`` -> ``[tokens, heads * head_dim]``, for ``output``.
+
+        ``cos``/``sin [tokens, 1, head_dim]``: None for attention that rotates by itself.
+        """
+        projected = self.qkv(x)
+        if attention.rotates:
+            return attention.run_qkv(self.index, projected, self.q_norm, self.k_norm, self.eps)
         kernels = self.kernels
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        heads = projected.view(x.shape[0], -1, self.head_dim)
         rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
             queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
             normed = kernels.norm(queries, self.q_norm, self.eps), kernels.norm(keys, self.k_norm, self.eps)
             rotated = torch.cat(normed, dim=1)
         queries, keys = kernels.rotate(rotated, cos, sin).split((self.heads, self.kv_heads), dim=1)
-        return self.output(attention.run(self.index, queries, keys, values))
+        return attention.run(self.index, queries, keys, values)
 
     def targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint name -> view."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.compiled_cpu import compile_function
-from services.worker.layers.kernels import LayerKernels, TorchKernels
+from services.worker.layers.kernels import LayerKernels
 
 _MATRIX, _VECTOR = numba.float32[:, ::1], numba.float32[::1]
 _VIEW = numba.types.Array(numba.float32, 3, "A")
@@ -120,9 +120,3 @@ class FastCpuKernels(LayerKernels):
         output = np.empty(x.shape, np.float32)
         self._rotate(x.numpy(), cos.squeeze(1).numpy(), sin.squeeze(1).numpy(), output)
         return torch.from_numpy(output)
-
-
-def make_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> LayerKernels:
-    """The fastest for ``device`` and ``dtype``; ``compiled``: for a model under torch.compile."""
-    fast = device.type == "cpu" and dtype == torch.float32 and not compiled
-    return FastCpuKernels() if fast else TorchKernels()

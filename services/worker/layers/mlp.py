@@ -4,20 +4,23 @@ import torch
 from torch import nn
 
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import Linear
+from services.worker.layers.linear import LinearMaker
 
 
 class Mlp(nn.Module):
     """``down(silu(gate(x)) * up(x))``, gate and up as one matrix."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, kernels: LayerKernels) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, kernels: LayerKernels, linear: LinearMaker
+    ) -> None:
         super().__init__()
         self.kernels = kernels
-        self.gate_up = Linear(hidden_size, (intermediate_size, intermediate_size), bias)
-        self.down = Linear(intermediate_size, hidden_size, bias)
+        self.gate_up = linear(hidden_size, (intermediate_size, intermediate_size), bias)
+        self.down = linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.kernels.gate(self.gate_up(x)))
+    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [tokens, hidden_size]`` -> the same shape, added to ``onto`` in place where that is given."""
+        return self.down(self.kernels.gate(self.gate_up(x)), onto)
 
     def targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint name -> view."""

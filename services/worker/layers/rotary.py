@@ -61,8 +61,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
 class Rotary:
     """Cosines and sines of every position. Read-only after it is made, so any thread may use it.
 
-    ``cos`` and ``sin`` are ``[max_context_tokens, head_dim]``; the first half of each ``sin`` row is negative, so that
-    rotating is ``x * cos + swap_halves(x) * sin``.
+    ``cos`` and ``sin`` are ``[max_context_tokens, head_dim]`` float32; the first half of each ``sin`` row is negative,
+    so that rotating is ``x * cos + swap_halves(x) * sin``.
     """
 
     def __init__(
@@ -71,12 +71,16 @@ class Rotary:
         positions = torch.arange(max_tokens, dtype=torch.float32)
         angles = torch.outer(positions, _frequencies(settings, head_dim))
         cos, sin = angles.cos(), angles.sin()
-        self.cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
-        self.sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
+        self._dtype = dtype
+        self.cos = torch.cat((cos, cos), dim=-1).to(device)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for ``positions [tokens]`` int64, each ``[tokens, 1, head_dim]``: once a step."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        """Cosines and sines for ``positions [tokens]`` int64, each ``[tokens, 1, head_dim]`` of ``dtype``: once a
+        step."""
+        # Rounded to the model's dtype, as the reference implementation does.
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def _frequencies(settings: RopeSettings, head_dim: int) -> torch.Tensor:

@@ -1,0 +1,28 @@
+"""Which operators a model is built with."""
+
+from functools import partial
+
+import torch
+
+from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
+from services.worker.layers.kernels import LayerKernels, TorchKernels
+from services.worker.layers.linear import Linear, LinearMaker
+from services.worker.models.config import ModelConfig
+
+
+def make_linear(config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str) -> LinearMaker:
+    """``quantization``: ``none`` or ``fp8``. Raises ``InvalidRequest`` where fp8 cannot be used."""
+    if quantization == "fp8":
+        refuse_unquantizable(config, dtype, device)
+        return Fp8Linear
+    # As in the checkpoint: both factors run along their rows, which is what tensor cores read best.
+    return partial(Linear, transposed=True) if device.type == "cuda" else Linear
+
+
+def make_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> LayerKernels:
+    """The fastest for ``device`` and ``dtype``; ``compiled``: for a model under torch.compile."""
+    if device.type == "cpu" and dtype == torch.float32 and not compiled:
+        from services.worker.layers.fast_cpu import FastCpuKernels  # loads numba
+
+        return FastCpuKernels()
+    return TorchKernels()

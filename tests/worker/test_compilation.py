@@ -1,0 +1,92 @@
+"""One graph for every number of tokens."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.worker import compilation
+from services.worker.attention.base import RotatingAttentionStep
+from services.worker.models.decoder import DecoderModel
+from tests.worker.small_models import small_config, small_model
+
+
+@torch.library.custom_op("tokasaurus_test::attention", mutates_args=())
+def _attention(
+    qkv: torch.Tensor, layer: int, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    return torch.sin(qkv[:, :64] + layer)
+
+
+@_attention.register_fake
+def _(qkv, layer, q_norm, k_norm, eps):
+    return qkv.new_empty(qkv.shape[0], 64)
+
+
+class OpaqueStep(RotatingAttentionStep):
+    """Nothing of a step for compiled code to depend on."""
+
+    def run_qkv(self, layer_index, qkv, q_norm, k_norm, eps):
+        return torch.ops.tokasaurus_test.attention(qkv, layer_index, q_norm, k_norm, eps)
+
+
+class Pair:
+    """A compiled model and what it was before."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._model, self._eager = model, model.forward
+        compilation.compile_model(model)
+
+    @torch.inference_mode()
+    def check(self, tokens: int, samples: int | None = None) -> None:
+        """Both agree for a step of so many tokens, of which so many are sampled from."""
+        token_ids, positions = torch.arange(tokens) * 7 % 320, torch.arange(tokens)
+        keep = None if samples is None else torch.arange(samples) * (tokens // samples)
+        compiled = self._model(token_ids, positions, OpaqueStep(), keep)
+        exact = self._eager(token_ids, positions, OpaqueStep(), keep)
+        assert compiled.shape == exact.shape
+        assert (compiled - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What other tests compiled is forgotten, and so is what this one does."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize(
+    ("quantization", "adds_in_product"), [("none", False), ("none", True), ("fp8", False)], ids=str
+)
+def test_two_graphs_serve_every_number_of_tokens(quantization, adds_in_product):
+    config = small_config(layers=2, qk_norm=True)
+    dtype = torch.float32
+    model = small_model(config, dtype, quantization=quantization, adds_in_product=adds_in_product)
+    pair, before = Pair(model), compilation.compilations()
+    pair.check(16)
+    pair.check(16, 16)  # as many samples as tokens: by chance
+    assert compilation.compilations() - before == 2
+    compilation.mark_ready()
+    with compilation.forbid_recompilation():
+        for tokens in (8, 24, 200):
+            pair.check(tokens)
+            for samples in (8, tokens // 2, tokens):
+                pair.check(tokens, samples)
+    assert compilation.recompilations() == 0
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore")
+def test_a_recompilation_is_counted_or_forbidden():
+    pair = Pair(small_model(small_config(layers=1)))
+    pair.check(16)
+    compilation.mark_ready()
+    with compilation.forbid_recompilation(), pytest.raises(RuntimeError, match="recompile"):
+        pair.check(1)  # a size of its own
+    assert compilation.recompilations() == 0
+    pair.check(1)
+    assert compilation.recompilations() == 1
