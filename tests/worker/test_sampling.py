@@ -1,5 +1,7 @@
 """What is drawn: distributions, truncation, bias, log-probabilities, and noise that depends on its counters alone."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ import torch
 from services.worker.runner.plan import Limits
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling import sampler
-from services.worker.sampling.noise import gumbel, row_keys
+from services.worker.sampling.draw import draw
+from services.worker.sampling.noise import NOISE_BLOCK, block_gumbel, gumbel, row_keys
 from services.worker.sampling.sampler import sample
 from tests.worker.driver import admission
 
@@ -98,6 +101,57 @@ def test_the_tail_of_a_large_vocabulary_is_fair():
     tokens = draws(400, torch.zeros(100_000))
     assert chi_square_excess(np.bincount(tokens // 10_000, minlength=10), torch.full((10,), 0.1)) < 4
     assert len(np.unique(tokens)) > 390
+
+
+def several_blocks() -> torch.Tensor:
+    """Three blocks and a bit, of unlike mass, in which one token of each block is likely."""
+    logits = torch.full((3 * NOISE_BLOCK + 100,), -2.0)
+    logits[[5, NOISE_BLOCK + 1023, 2 * NOISE_BLOCK, 3 * NOISE_BLOCK + 99]] = torch.tensor([6.0, 7.0, 5.0, 7.5])
+    return logits
+
+
+def test_blocks_and_the_tokens_within_follow_the_softmax():
+    logits = several_blocks()
+    tokens = draws(20_000, logits)
+    mass = logits.softmax(-1)
+    starts = range(0, len(logits), NOISE_BLOCK)
+    blocks = torch.stack([mass[start : start + NOISE_BLOCK].sum() for start in starts])
+    assert chi_square_excess(np.bincount(tokens // NOISE_BLOCK, minlength=4), blocks) < 4
+    # In pieces of 50 tokens, the likely ones among them.
+    pieces = torch.zeros(len(logits) // 50 + 1).index_add(0, torch.arange(len(logits)) // 50, mass)
+    assert chi_square_excess(np.bincount(tokens // 50, minlength=len(pieces)), pieces) < 4
+
+
+def test_the_token_within_a_block_does_not_depend_on_the_block():
+    """Equal logits: the choice of a block says nothing about the place within."""
+    tokens = draws(20_000, torch.zeros(4 * NOISE_BLOCK))
+    pairs = tokens // NOISE_BLOCK * 4 + tokens % NOISE_BLOCK // 256
+    assert chi_square_excess(np.bincount(pairs, minlength=16), torch.full((16,), 1 / 16)) < 4
+
+
+def test_noise_of_blocks_and_of_tokens_is_not_correlated():
+    numbers = np.arange(4000, dtype=np.uint64)
+    keys = torch.from_numpy(row_keys(numbers, numbers * 0, numbers * 0))
+    blocks, tokens = block_gumbel(keys, 8), gumbel(keys.unsqueeze(1), torch.arange(8, dtype=torch.int32))
+    between = torch.corrcoef(torch.cat((blocks, tokens), dim=1).T) - torch.eye(16)
+    assert between.abs().max() < 5 / 4000**0.5
+
+
+def test_what_is_ruled_out_is_never_drawn_whole_blocks_included():
+    logits = torch.full((3 * NOISE_BLOCK + 7,), -torch.inf)
+    left = torch.tensor([2 * NOISE_BLOCK + 3, 3 * NOISE_BLOCK + 6])
+    logits[left] = 0.0
+    numbers = np.arange(2000, dtype=np.uint64)
+    keys = torch.from_numpy(row_keys(numbers, numbers * 0, numbers * 0))
+    tokens = draw(logits.expand(2000, -1), torch.ones(2000), None, keys)
+    assert set(tokens.tolist()) == set(left.tolist())
+    assert abs((tokens == left[0]).sum() - 1000) < 5 * 500**0.5
+
+
+@pytest.mark.parametrize("token", [0, 3 * NOISE_BLOCK - 1, 3 * NOISE_BLOCK + 6])
+def test_a_token_that_is_certain_is_drawn_wherever_it_is(token):
+    logits = torch.zeros(3 * NOISE_BLOCK + 7).index_fill(0, torch.tensor(token), 60.0)
+    assert set(draws(500, logits).tolist()) == {token}
 
 
 def test_a_draw_does_not_depend_on_batch_slot_or_slice(monkeypatch):
@@ -223,3 +277,59 @@ def test_logits_that_are_not_numbers_are_seen(bad, temperature):
     logits = LOGITS.repeat(3, 1)
     logits[1, 4] = bad
     assert sampled([{"temperature": temperature}] * 3, logits).finite.tolist() == [True, False, True]
+
+
+SAID = [4, 4, 9, 5, 5, 5, 2]  # tokens of a sequence
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.5},
+    "repetition as a reward": {"repetition_penalty": 0.8},
+    "frequency": {"frequency_penalty": 0.4},
+    "presence": {"presence_penalty": 1.2},
+    "all, after bias": {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": -0.5,
+        "presence_penalty": 0.7,
+        "bias_token_ids": np.array([5, 0]),
+        "bias_values": np.array([3.0, -4.0], np.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 2, 5])
+@pytest.mark.parametrize("penalties", PENALTIES.values(), ids=PENALTIES)
+def test_penalties_count_the_prompt_and_generated_tokens_as_they_should(penalties, prompt_tokens):
+    """Seven tokens and one that was sampled since, in pages of four, as the cache keeps them."""
+    table = SlotTable(Limits(4, 8, 2, 64, 32, VOCAB, 20), torch.device("cpu"))
+    given = admission(1, SAID, [6, 3], logprobs=True, top_logprobs=VOCAB, **penalties)
+    table.admit(dataclasses.replace(given, prompt_tokens=prompt_tokens))
+    table.admit(admission(0, SAID, [6, 3], logprobs=True, top_logprobs=VOCAB))
+    kept = torch.zeros(8, 4, dtype=torch.int32)
+    kept[6], kept[3] = torch.tensor(SAID[:4]), torch.tensor([*SAID[4:], 9])
+    found = sample(LOGITS.repeat(2, 1), torch.clone, np.array([1, 0]), np.full(2, 8), table, VOCAB, kept)
+
+    expected = LOGITS.tolist()
+    for token, value in zip(penalties.get("bias_token_ids", ()), penalties.get("bias_values", ()), strict=True):
+        expected[token] += float(value)
+    generated = [*SAID, 9][prompt_tokens or len(SAID) :]
+    for token in {*SAID, 9}:
+        factor = penalties.get("repetition_penalty", 1.0)
+        expected[token] = expected[token] / factor if expected[token] > 0 else expected[token] * factor
+    for token in set(generated):
+        expected[token] -= penalties.get("frequency_penalty", 0.0) * generated.count(token)
+        expected[token] -= penalties.get("presence_penalty", 0.0)
+    expected = torch.tensor(expected).log_softmax(-1)
+    for row, wanted in ((0, expected), (1, LOGITS.log_softmax(-1))):
+        top = slice(row * VOCAB, (row + 1) * VOCAB)
+        values = torch.empty(VOCAB).index_copy(
+            0, torch.from_numpy(found.top_token_ids[top]), torch.from_numpy(found.top_logprobs[top])
+        )
+        torch.testing.assert_close(values, wanted)
+        assert found.token_ids[row] == wanted.argmax()
+
+
+def test_penalties_apply_before_temperature_and_truncation():
+    table = table_of([{"temperature": 1.0, "seed": seed, "presence_penalty": 2.0, "top_k": 1} for seed in range(20)])
+    table.prompt_tokens[:] = 0  # so that the one token counts as generated
+    kept = torch.full((8, 16), 5, dtype=torch.int32)
+    tokens = sample(LOGITS.repeat(20, 1), torch.clone, np.arange(20), np.ones(20, np.int64), table, VOCAB, kept)
+    assert set(tokens.token_ids.tolist()) == {6}

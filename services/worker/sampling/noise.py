@@ -1,11 +1,16 @@
-"""Counter-based noise: a pure function of (seed, sample index, position, token id).
+"""Counter-based noise: a pure function of (seed, sample index, position, token id or block of tokens).
 
 Whatever batch, slot, device or worker a sequence runs on, and after a resumption, a token's noise is the same: integer
-hashing is exact everywhere, only the last step to floating point may differ in the last bit.
+hashing is exact everywhere, only the last step to floating point may differ in the last bit. ``triton_noise`` is the
+same for the GPU.
 """
 
 import numpy as np
 import torch
+
+# Tokens that are drawn together as one: first a block of the vocabulary is drawn, then a token of it. Part of what a
+# seed means, so another size gives other tokens.
+NOISE_BLOCK = 1024
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -40,6 +45,14 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     # 31 bits, uniform within (0, 1) and finest near 0, which is where the largest noise comes from.
     uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(UNIT)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def block_gumbel(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The noise of blocks 0 to ``count``, ``[rows, count]``, for ``keys [rows, 2]``.
+
+    Blocks are numbered from -1 downwards in the stream of the token ids, so that no block shares noise with a token.
+    """
+    return gumbel(keys.unsqueeze(1), torch.arange(-1, -1 - count, -1, dtype=torch.int32, device=keys.device))
 
 
 def _scramble_(bits: torch.Tensor, multipliers: tuple[int, int]) -> torch.Tensor:

@@ -10,10 +10,11 @@ from services.worker.runner.slots import SlotTable
 from services.worker.sampling.draw import draw
 from services.worker.sampling.logprobs import RowLogprobs, join
 from services.worker.sampling.noise import row_keys
+from services.worker.sampling.penalties import penalise_
 from services.worker.sampling.truncation import thresholds
 
 # At a lower temperature the noise is lost beside the logits anyway, and dividing by it would overflow.
-_COLDEST = np.float32(1e-6)
+COLDEST = np.float32(1e-6)
 # Logits of one slice, in elements: 64 MiB in float32.
 _SLICE_ELEMENTS = 16 * 1024 * 1024
 
@@ -25,17 +26,20 @@ def sample(
     positions: np.ndarray,
     table: SlotTable,
     vocab_size: int,
+    tokens: torch.Tensor | None = None,
 ) -> Sampled:
     """One token for each row of ``hidden [rows, hidden_size]``, which belong to ``slots [rows]``.
 
     ``positions [rows]`` are the places in their sequences that the sampled tokens take. ``to_logits`` maps hidden rows
-    to float32 logits that may be overwritten.
+    to float32 logits that may be overwritten. ``tokens``: the cache's token ids, for rows with penalties.
+
+    In this order: bias, penalties, and (for what is drawn, not for logprobs) temperature, top-k, top-p, min-p.
     """
     rows = max(1, _SLICE_ELEMENTS // vocab_size)
     parts = []
     for start in range(0, len(slots), rows):
         part = slice(start, start + rows)
-        parts.append(_sample_slice(to_logits(hidden[part]), slots[part], positions[part], table))
+        parts.append(_sample_slice(to_logits(hidden[part]), slots[part], positions[part], table, tokens))
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
 
@@ -59,25 +63,31 @@ def concatenate(parts: list[Sampled]) -> Sampled:
 NOTHING = Sampled(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))
 
 
-def _sample_slice(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> Sampled:
+def _sample_slice(
+    logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable, tokens: torch.Tensor | None
+) -> Sampled:
     # A sum is not finite when any of its terms is not: one pass, no mask of the size of the logits.
     finite = torch.isfinite(logits.sum(dim=-1))
     for row in np.flatnonzero(table.biased[slots]).tolist():
         token_ids, values = (torch.from_numpy(array).to(logits.device) for array in table.biases[int(slots[row])])
         logits[row].index_put_((token_ids,), values, accumulate=True)
+    if table.penalised[slots].any():
+        if tokens is None:
+            raise ValueError("rows with penalties: pass the cache's token ids")
+        penalise_(logits, slots, positions, table, tokens)
 
     hot = np.flatnonzero(table.temperature[slots] > 0)
     if len(hot) == 0:
-        tokens = logits.argmax(dim=-1)
+        chosen = logits.argmax(dim=-1)
     elif len(hot) == len(slots):
-        tokens = _draw_rows(logits, slots, positions, table)
+        chosen = _draw_rows(logits, slots, positions, table)
     else:
-        tokens = logits.argmax(dim=-1)
+        chosen = logits.argmax(dim=-1)
         index = torch.from_numpy(hot).to(logits.device)
-        tokens[index] = _draw_rows(logits[index], slots[hot], positions[hot], table)
-    found = RowLogprobs.of(logits, tokens, table.logprobs[slots], table.top_logprobs[slots])
+        chosen[index] = _draw_rows(logits[index], slots[hot], positions[hot], table)
+    found = RowLogprobs.of(logits, chosen, table.logprobs[slots], table.top_logprobs[slots])
     good = finite.cpu().numpy() & ~table.failed[slots]
-    return Sampled(slots, tokens.cpu().numpy(), good, *found)
+    return Sampled(slots, chosen.cpu().numpy(), good, *found)
 
 
 def _draw_rows(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> torch.Tensor:
@@ -89,7 +99,7 @@ def _draw_rows(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, t
     def unless(off: float, values: np.ndarray) -> torch.Tensor | None:
         return None if (values == off).all() else column(values)
 
-    scales = column(1 / np.maximum(table.temperature[slots], _COLDEST))
+    scales = column(1 / np.maximum(table.temperature[slots], COLDEST))
     keys = column(row_keys(table.seed[slots], table.sample_index[slots], positions.astype(np.uint64)))
     top_k, top_p = unless(0, table.top_k[slots]), unless(1, table.top_p[slots])
     min_p = unless(0, table.min_p[slots])

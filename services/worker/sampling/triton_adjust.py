@@ -1,0 +1,80 @@
+"""Bias and penalties, on float32 copies of the few rows that have them.
+
+In float32 because a small penalty would be lost in the last bits of bf16 logits: a parameter accepted and ignored.
+"""
+
+import triton
+import triton.language as tl
+
+# Set in the count of a token that the prompt has; the bits below count how often it was generated.
+_IN_PROMPT = tl.constexpr(1 << 30)
+
+
+@triton.jit(do_not_specialize=["entries"])  # or another number of entries might compile anew
+def add_bias(
+    values,  # [n, vocab] fp32, in and out
+    rows,  # [entries] int32
+    token_ids,  # [entries] int32; a pair of row and token may come again
+    biases,  # [entries] fp32
+    entries,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Grid over blocks of ``BLOCK`` entries."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < entries
+    row = tl.load(rows + offsets, mask=inside, other=0).to(tl.int64)
+    token = tl.load(token_ids + offsets, mask=inside, other=0)
+    tl.atomic_add(values + row * vocab + token, tl.load(biases + offsets, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def count_tokens(
+    counts,  # [n, vocab] int32, zero before
+    slots,  # [n] int32
+    lengths,  # [n] int32, tokens that the sequence has; all are in `tokens`
+    prompts,  # [n] int32, how many of them are the prompt
+    tokens,  # [pages, page_size] int32, the cache's token ids
+    page_table,  # [slots, max_pages] int32
+    max_pages,
+    page_size,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(n, programs)``; the programs of a row share its tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(lengths + row)
+    prompt = tl.load(prompts + row)
+    for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        positions = start + tl.arange(0, BLOCK)
+        inside = positions < length
+        page = tl.load(page_table + slot * max_pages + positions // page_size, mask=inside, other=0).to(tl.int64)
+        token = tl.load(tokens + page * page_size + positions % page_size, mask=inside, other=0)
+        target = counts + row * vocab + token
+        tl.atomic_or(target, _IN_PROMPT, mask=inside & (positions < prompt))
+        tl.atomic_add(target, 1, mask=inside & (positions >= prompt))
+
+
+@triton.jit
+def penalise(
+    values,  # [n, vocab] fp32, in and out
+    counts,  # [n, vocab] int32, of `count_tokens`
+    repetition,  # [n] fp32, 1 = off
+    frequency,  # [n] fp32, 0 = off
+    presence,  # [n] fp32, 0 = off
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(n, blocks of the vocabulary)``. Repetition, then frequency, then presence."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    count = tl.load(counts + row * vocab + columns, mask=inside, other=0)
+    value = tl.load(values + row * vocab + columns, mask=inside, other=0.0)
+    factor = tl.load(repetition + row)
+    generated = count & (_IN_PROMPT - 1)
+    value = tl.where(count == 0, value, tl.where(value > 0.0, value / factor, value * factor))
+    value -= tl.load(frequency + row) * generated.to(tl.float32)
+    value -= tl.where(generated > 0, tl.load(presence + row), 0.0)
+    tl.store(values + row * vocab + columns, value, mask=inside)

@@ -1,0 +1,149 @@
+"""top-k, top-p and min-p as one threshold for each row, found by bisection instead of a sort.
+
+The same thresholds as ``truncation.py``: the k-th largest logit; the lowest logit whose betters have less than top_p of
+the mass; a share of the largest. Every step of a bisection counts (or sums) the logits above a bound, and reads only
+the blocks whose largest is above it, which soon are few.
+"""
+
+import triton
+import triton.language as tl
+
+from services.worker.sampling.noise import NOISE_BLOCK
+
+_BLOCK = tl.constexpr(NOISE_BLOCK)
+_LOG2E = tl.constexpr(1.4426950408889634)
+# Tokens so far below the largest (scaled logits) have no mass that a float32 top_p could tell from 1, all together.
+_DEEPEST = tl.constexpr(40.0)
+# Of a nucleus the bounds' middle is taken first as of numbers, which ends soon at the size of logits, then as of bit
+# patterns, which ends near zero as well.
+_STEPS_BY_VALUE = tl.constexpr(12)
+_LOWEST_FINITE = tl.constexpr(-3.3e38)
+
+
+@triton.jit
+def find_lowest(
+    logits,  # [n, vocab] bf16 or fp32, rows `stride` apart
+    rows,  # [programs] int32, rows of `logits` and `scales`
+    scales,  # [n] fp32, one over the temperature; 0 (greedy) = nothing to cut
+    top_k,  # [programs] int32, 0 = off
+    top_p,  # [programs] fp32, 1 = off
+    log_min_p,  # [programs] fp32, minus infinity = off
+    peaks,  # [n, blocks] fp32, as `summarise` left them
+    sums,  # beside peaks
+    lowest,  # [programs] fp32, out: scaled logits below it cannot be drawn
+    lowest_of_row,  # [n] fp32, out: the same at the row
+    stride,
+    vocab,
+    blocks,
+    WIDTH: tl.constexpr,  # blocks, rounded up to a power of two
+    SHIFT: tl.constexpr,  # low bits that are the same in every float32 of the logits' type: 16 for bf16, 0 for fp32
+):
+    """Grid ``(programs,)``. Equal logits stand or fall together."""
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + program).to(tl.int64)
+    scale = tl.load(scales + row)
+    line = logits + row * stride
+    block_ids = tl.arange(0, WIDTH)
+    real = block_ids < blocks
+    peak = tl.load(peaks + row * blocks + block_ids, mask=real, other=float("-inf"))
+    total = tl.load(sums + row * blocks + block_ids, mask=real, other=0.0)
+    largest = tl.max(peak)
+    bound = float("-inf")
+    if (scale > 0.0) & (tl.sum((total != total).to(tl.int32)) == 0):
+        wanted = tl.load(top_k + program)
+        share = tl.load(top_p + program)
+        by_count = (wanted > 0) & (wanted < vocab)
+        mass = tl.sum(tl.where(real, total * tl.exp2((peak - largest) * (scale * _LOG2E)), 0.0))
+        base = peaks + row * blocks
+        cut = tl.full((), _LOWEST_FINITE, tl.float32)
+        if by_count:
+            cut = _kth_largest(line, base, peak, wanted, largest, vocab, blocks, SHIFT)
+            # What top-p goes by is what top-k leaves, the cut's equals included.
+            _, mass = _above(line, base, _value(_key(cut, SHIFT) - 1, SHIFT), largest, scale, vocab, blocks)
+            bound = cut * scale
+        if share < 1.0:
+            floor = tl.maximum(largest - _DEEPEST / scale, _LOWEST_FINITE)
+            start = tl.maximum(_key(floor, SHIFT), _key(cut, SHIFT)) - 1
+            nucleus = _nucleus(line, base, share * mass, start, largest, scale, vocab, blocks, SHIFT)
+            bound = tl.maximum(bound, nucleus * scale)
+        bound = tl.maximum(bound, largest * scale + tl.load(log_min_p + program))
+    tl.store(lowest + program, bound)
+    tl.store(lowest_of_row + row, bound)
+
+
+@triton.jit
+def _kth_largest(line, base, peak, wanted, largest, vocab, blocks, SHIFT: tl.constexpr):
+    """The largest value that at least ``wanted`` logits reach."""
+    low = _key(tl.full((), _LOWEST_FINITE, tl.float32), SHIFT)  # reached by enough
+    high = _key(largest, SHIFT) + 1  # by too few
+    if wanted <= blocks:
+        # As many blocks have a logit at least as large as the k-th largest of their peaks.
+        top = high
+        while top - low > 1:
+            middle = low + (top - low) // 2
+            enough = tl.sum((peak >= _value(middle, SHIFT)).to(tl.int32)) >= wanted
+            low = tl.where(enough, middle, low)
+            top = tl.where(enough, top, middle)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        count, _ = _above(line, base, _value(middle - 1, SHIFT), largest, 0.0, vocab, blocks)
+        enough = count >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return _value(low, SHIFT)
+
+
+@triton.jit
+def _nucleus(line, base, mass, start, largest, scale, vocab, blocks, SHIFT: tl.constexpr):
+    """The lowest value above ``start`` (a key) whose betters have less than ``mass``."""
+    low = start
+    high = _key(largest, SHIFT)
+    step = 0
+    while high - low > 1:
+        middle = _middle(low, high, step, SHIFT)
+        _, above = _above(line, base, _value(middle, SHIFT), largest, scale, vocab, blocks)
+        less = above < mass
+        low = tl.where(less, low, middle)
+        high = tl.where(less, middle, high)
+        step += 1
+    return _value(high, SHIFT)
+
+
+@triton.jit
+def _above(line, base, value, largest, scale, vocab, blocks):
+    """How many logits are above ``value``, and the sum of their exp(scale * (logit - largest))."""
+    offsets = tl.arange(0, _BLOCK)
+    counts = tl.zeros((_BLOCK,), tl.int32)
+    powers = tl.zeros((_BLOCK,), tl.float32)
+    for block in range(0, blocks):
+        if tl.load(base + block) > value:
+            columns = block * _BLOCK + offsets
+            values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+            over = values > value
+            counts += over.to(tl.int32)
+            powers += tl.where(over, tl.exp2((values - largest) * (scale * _LOG2E)), 0.0)
+    return tl.sum(counts), tl.sum(powers)
+
+
+@triton.jit
+def _middle(low, high, step, SHIFT: tl.constexpr):
+    """A key between two that are not neighbours."""
+    by_key = low + (high - low) // 2
+    by_value = _key(_value(low, SHIFT) * 0.5 + _value(high, SHIFT) * 0.5, SHIFT)
+    middle = tl.where(step < _STEPS_BY_VALUE, by_value, by_key)
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def _key(value, SHIFT: tl.constexpr):
+    """A float32 scalar as an int64 that is ordered as the numbers are; neighbours differ by one."""
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    """The number of a key."""
+    low_bits = tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    bits = ((key << SHIFT) | low_bits).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,0 +1,51 @@
+"""Where Triton kernels are tested: on the CUDA device if there is one, else in Triton's interpreter on the CPU.
+
+``tests/conftest.py`` imports this before anything can import triton, which reads the variable when it is imported. A
+module that tests kernels has ``pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]``, puts its
+tensors on ``DEVICE``, and imports the kernels within its tests, so that it can be collected without triton.
+"""
+
+import importlib.util
+import os
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = DEVICE.type == "cpu"
+
+_reason = None
+if importlib.util.find_spec("triton") is None:
+    _reason = "triton is not installed"
+elif INTERPRETED and os.environ.get("TRITON_INTERPRET") != "1":
+    if "triton" in sys.modules:
+        _reason = "triton was imported before its interpreter could be chosen: set TRITON_INTERPRET=1"
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+needs_triton = pytest.mark.skipif(_reason is not None, reason=_reason or "")
+
+
+@pytest.fixture
+def triton_ready(monkeypatch):
+    """The interpreter as kernels need it; nothing where they are compiled."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        # Scalars are arrays of one element there, which numpy 2.4 no longer takes for the bounds of a range.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+    # numpy warns of what is no accident in a kernel: infinities, numbers that are none, integers that wrap.
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
