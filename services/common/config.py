@@ -32,28 +32,56 @@ class WorkerConfig(ServiceConfig):
     worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
-    kv_cache_num_tokens: Int = Field(128 * 1024, ge=1, lt=2**40, description="size of the KV cache in tokens")
+    load_format: Literal["safetensors", "dummy"] = Field(
+        "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
+    )
+    quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
+    kv_cache_num_tokens: Int | Literal["auto"] = Field(
+        128 * 1024, description="size of the KV cache in tokens; auto (cuda): all memory that the model leaves"
+    )
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
     max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
     max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
     max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
     torch_compile: Bool = Field(False, description="compile the model; on cpu this needs a C++ compiler")
+    use_cudagraphs: Bool = Field(False, description="replay small decode steps as CUDA graphs; on cpu: refused")
+    cudagraph_max_size: Int = Field(1024, ge=8, le=8192, description="most sequences of a step that is a CUDA graph")
+    compile_cache_dir: str = Field(
+        "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
+    )
+    fail_on_recompile: Bool = Field(False, description="a compilation after the start is an error, not only counted")
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
 
+    @field_validator("kv_cache_num_tokens")
+    @classmethod
+    def _a_size(cls, value: int | str) -> int | str:
+        if value != "auto" and not 1 <= value < 2**40:
+            raise ValueError("expected 1 or more tokens, or auto")
+        return value
+
     @model_validator(mode="after")
     def _sizes_agree(self) -> "WorkerConfig":
-        if self.kv_cache_num_tokens < self.page_size:
+        if self.kv_cache_num_tokens != "auto" and self.kv_cache_num_tokens < self.page_size:
             raise ValueError(
                 f"flag kv_cache_num_tokens={self.kv_cache_num_tokens}: less than one page of page_size={self.page_size}"
                 " tokens; raise it"
             )
         return self
 
+    @model_validator(mode="after")
+    def _no_worker_flag_without_effect(self) -> "WorkerConfig":
+        for name, needed in (("cudagraph_max_size", "use_cudagraphs"), ("fail_on_recompile", "torch_compile")):
+            value = getattr(self, name)
+            if not getattr(self, needed) and value != WorkerConfig.model_fields[name].default:
+                value = "T" if value is True else value
+                raise ValueError(f"flag {name}={value}: has no effect without {needed}=T; leave it out, or set both")
+        return self
+
     @property
-    def page_count(self) -> int:
-        """Whole pages in the KV cache."""
-        return self.kv_cache_num_tokens // self.page_size
+    def page_count(self) -> int | None:
+        """Whole pages in the KV cache; None = as many as fit."""
+        return None if self.kv_cache_num_tokens == "auto" else self.kv_cache_num_tokens // self.page_size
 
 
 class SchedulerConfig(ServiceConfig):
@@ -135,25 +163,29 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its worker each")
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
     tp_size: Int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
-    use_cudagraphs: Bool = False
     async_tp_threshold: Int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _refuse_what_is_not_there(self) -> "DeploymentConfig":
         """A flag is honoured or refused, never ignored."""
         fields = type(self).model_fields
-        for name in ("tp_size", "pp_size", "use_hydragen", "use_cudagraphs", "async_tp_threshold"):
+        for name in ("tp_size", "pp_size", "async_tp_threshold"):
             value = getattr(self, name)
             if value != fields[name].default:
                 raise ValueError(f"flag {name}={value}: {self._not_yet(name)}")
+        if self.use_hydragen and self.device == "cpu":
+            raise ValueError(
+                "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
+                " the flag out, or use device=cuda"
+            )
         for name in ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank"):
             if getattr(self, name) != fields[name].default:
                 raise ValueError(f"flag {name}: toka chooses the addresses of its children itself; leave it out")
         return self
 
     def _advice(self, name: str, needed: str) -> str:
-        """Whatever a flag needs is refused here too."""
-        return self._not_yet(name)
+        """Pipeline stages are refused here too."""
+        return self._not_yet(name) if needed.startswith("pp_size") else super()._advice(name, needed)
 
     def _not_yet(self, name: str) -> str:
         default = type(self).model_fields[name].default

@@ -5,6 +5,7 @@ import os
 
 from services.common.config import WorkerConfig
 from services.common.process import run_service
+from services.worker.caches import keep_compiled_code_in
 
 
 def main() -> None:
@@ -13,13 +14,29 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Weights in huge pages: every step reads all of them.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Steps of ever different sizes must not leave the device's memory in pieces that are of no use.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run_service("worker", WorkerConfig, _serve)
 
 
 async def _serve(config: WorkerConfig, stop: asyncio.Event) -> None:
-    from services.worker.server import serve  # loads torch
+    if _compiles(config):
+        keep_compiled_code_in(config.compile_cache_dir)
+    from services.worker.server import serve  # loads torch, and compilers behind it
 
     await serve(config, stop)
+
+
+def _compiles(config: WorkerConfig) -> bool:
+    """Whether kernels are compiled here that are worth keeping. A worker that compiles none writes nothing, so that it
+    also runs where there is no home; but a directory that was named is always looked at."""
+    if config.torch_compile or config.compile_cache_dir != WorkerConfig.model_fields["compile_cache_dir"].default:
+        return True
+    if config.device != "auto":
+        return config.device == "cuda"
+    import torch  # the compilers' caches are looked up later: when something is compiled
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import matmul_cpu, weights
 from services.worker.attention.factory import make_attention
-from services.worker.compilation import compile_model, refusing_what_cannot_be_compiled
+from services.worker.compilation import compile_model, mark_ready, refusing_what_cannot_be_compiled
 from services.worker.kv_cache import KvCache
-from services.worker.layers.fast_cpu import FastCpuKernels, make_kernels
+from services.worker.layers.factory import make_kernels, make_linear
+from services.worker.layers.kernels import LayerKernels
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.fused_cpu import FusedDecoder
 from services.worker.models.registry import read_model_config
-from services.worker.runner.plan import Admission, Batch, Limits, Plan, SamplingSettings
+from services.worker.rehearsal import PLAIN, decodes, every_feature, step
+from services.worker.runner.base import Runner
+from services.worker.runner.plan import Admission, Batch, Limits
 from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
 
@@ -33,7 +35,7 @@ log = structlog.get_logger(__name__)
 class Booted:
     """What the server needs to know of a runner that is ready."""
 
-    runner: StepRunner
+    runner: Runner
     model: str
     device: str
     dtype: str
@@ -45,42 +47,87 @@ def boot(config: WorkerConfig) -> Booted:
     device = _device(config)
     dtype = _dtype(config, device)
     threads = _threads(config, device)
-    card = model_files.read_card(config.model, config.served_model_name, weights=True)
+    dummy = config.load_format == "dummy"
+    card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
     described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
+    max_context = _max_context(config, described.max_context_tokens)
 
-    page_size, page_count = config.page_size, config.page_count
-    limits = Limits(
-        page_size=page_size,
+    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+    linear = make_linear(described, dtype, device, config.quantization)
+    model = DecoderModel(described, dtype, device, kernels, linear, adds_in_product=device.type == "cuda")
+    if dummy:
+        weights.load_dummy(model, seed=0)
+    else:
+        weights.load(card.directory, model.targets(), tied_embeddings=described.tied_embeddings)
+    log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
+    if config.torch_compile:
+        compile_model(model)
+    with refusing_what_cannot_be_compiled() if config.torch_compile else contextlib.nullcontext():
+        if device.type == "cuda":
+            from services.worker.boot_cuda import make_runner  # loads Triton
+
+            runner = make_runner(config, model, max_context)
+        else:
+            runner = _make_cpu_runner(config, model, kernels, threads, max_context)
+    mark_ready()
+    if config.fail_on_recompile:
+        torch.compiler.set_stance("fail_on_recompile")
+    log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
+    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."))
+
+
+def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: bool) -> Limits:
+    """What plans must fit into, with a cache of ``page_count`` pages."""
+    return Limits(
+        page_size=config.page_size,
         page_count=page_count,
         max_slots=config.max_seqs_per_forward,
         max_tokens_per_step=config.max_tokens_per_forward,
-        max_context_tokens=min(_max_context(config, described.max_context_tokens), page_count * page_size),
-        vocab_size=described.vocab_size,
+        max_context_tokens=min(max_context, page_count * config.page_size),
+        vocab_size=model.config.vocab_size,
         max_top_logprobs=MAX_TOP_LOGPROBS,
+        **more,
     )
-    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
-    model = DecoderModel(described, dtype, device, kernels)
-    weights.load(card.directory, model.targets(), tied_embeddings=described.tied_embeddings)
-    if config.torch_compile:
-        compile_model(model)
-    cache = KvCache(
+
+
+def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> KvCache:
+    """A cache for ``model``, on its device."""
+    described = model.config
+    return KvCache(
         layers=described.layers,
         page_count=page_count,
-        page_size=page_size,
+        page_size=config.page_size,
         kv_heads=described.kv_heads,
         head_dim=described.head_dim,
-        dtype=dtype,
-        device=device,
+        dtype=model.embedding.dtype,
+        device=model.embedding.device,
     )
-    attention = make_attention(cache, described.heads, compiled=config.torch_compile)
+
+
+def _make_cpu_runner(
+    config: WorkerConfig, model: DecoderModel, kernels: LayerKernels, threads: ShardThreads, max_context: int
+) -> StepRunner:
+    """A runner that has run every kind of step."""
+    for name, value, off in (("kv_cache_num_tokens", "auto", None), ("use_cudagraphs", True, False)):
+        if getattr(config, name) == value:
+            instead = "give a number of tokens" if off is None else f"leave it at {name}=F"
+            raise InvalidRequest(
+                f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
+                field=name,
+            )
+    from services.worker.layers.fast_cpu import FastCpuKernels
+    from services.worker.models.fused_cpu import FusedDecoder
+
+    cache = make_cache(config, model, config.page_count)
+    attention = make_attention(cache, model.config.heads, compiled=config.torch_compile)
     fused = None
-    if isinstance(kernels, FastCpuKernels) and matmul_cpu.available():
+    # It reads weights where they are, as float32.
+    if isinstance(kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
         fused = FusedDecoder(model, cache)
+    limits = make_limits(config, model, config.page_count, max_context)
     runner = StepRunner(model, cache, attention, limits, threads, fused)
-    with refusing_what_cannot_be_compiled() if config.torch_compile else contextlib.nullcontext():
-        warm_up(runner)
-    log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."))
+    warm_up(runner)
+    return runner
 
 
 def warm_up(runner: StepRunner) -> None:
@@ -88,26 +135,17 @@ def warm_up(runner: StepRunner) -> None:
     limits = runner.limits
     rows = min(limits.max_slots, limits.page_count, limits.max_tokens_per_step, 16)
     tokens = min(max(1, limits.page_size - 1), limits.max_context_tokens, limits.max_tokens_per_step // rows)
-    none = np.empty(0, np.int64)
-
-    def plan(step: int, batch: Batch | None, admissions: tuple[Admission, ...] = ()) -> Plan:
-        return Plan(step, none, admissions, none, none, none, none, batch)
-
-    plain = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, none, np.empty(0, np.float32))
-    bias = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    full = SamplingSettings(0.7, 0.9, 5, 0.05, 1, 1, True, min(MAX_TOP_LOGPROBS, limits.vocab_size), *bias)
     page = np.zeros(1, np.int64)
-    admissions = tuple(
-        Admission(row, np.zeros(tokens, np.int64), 0, page + row, plain if row % 2 else full) for row in range(rows)
-    )
+    both = every_feature(limits), PLAIN
+    admissions = tuple(Admission(row, np.zeros(tokens, np.int64), 0, page + row, both[row % 2]) for row in range(rows))
     everyone = np.arange(rows)
-    runner.run(plan(1, Batch(everyone, np.full(rows, tokens)), admissions))
+    runner.run(step(1, Batch(everyone, np.full(rows, tokens)), admissions))
     if tokens < min(limits.page_size, limits.max_context_tokens):
-        runner.run(plan(2, Batch(everyone, np.ones(rows, np.int64))))
+        runner.run(step(2, Batch(everyone, np.ones(rows, np.int64))))
     runner.reset()
     # A single token is a size of its own to compilers.
-    single = Admission(0, np.zeros(1, np.int64), 0, page, plain)
-    runner.run(plan(1, Batch(np.zeros(1, np.int64), np.ones(1, np.int64)), (single,)))
+    for plan in decodes(limits, 1, PLAIN):
+        runner.run(plan)
     runner.reset()
 
 

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, so that a restart finds them. No torch here: it must not be loaded yet."""
+"""Where compiled kernels are kept, so that a restart finds them. No torch here."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ _VARIABLES = {
 
 
 def keep_compiled_code_in(directory: str) -> None:
-    """Point every compiler's cache into ``directory``, which is made; before torch and FlashInfer are imported.
+    """Point every compiler's cache into ``directory``, which is made; before anything is compiled and FlashInfer is imported.
 
     Takes precedence over those compilers' own variables. Raises ``InvalidRequest`` where it cannot be written.
     """

@@ -1,6 +1,7 @@
 """torch.compile for the model's forward pass: once for every number of tokens, and never while serving."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -30,6 +31,8 @@ _OPTIONS = {
 }
 # Graphs that were compiled before the worker was ready.
 _expected = 0
+# Triton kernels since then; compiled by the compute thread only.
+_kernels = 0
 
 
 def compile_model(model: DecoderModel) -> None:
@@ -62,13 +65,26 @@ def compilations() -> int:
 
 def mark_ready() -> None:
     """The warm-up is over: what is compiled from here on is a recompilation."""
-    global _expected
-    _expected = compilations()
+    global _expected, _kernels
+    _expected, _kernels = compilations(), 0
+    if "triton" in sys.modules:  # else no kernel of ours was made: on CPUs it may not even be installed
+        sys.modules["triton"].knobs.runtime.jit_post_compile_hook = _count_kernel
 
 
 def recompilations() -> int:
     """Graphs compiled since ``mark_ready``."""
     return compilations() - _expected
+
+
+def kernel_compilations() -> int:
+    """Variants of our Triton kernels made since ``mark_ready``: arguments of a kind that the warm-up did not have. One
+    that was found on disk counts, too: it held up a step all the same."""
+    return _kernels
+
+
+def _count_kernel(**_: object) -> None:
+    global _kernels
+    _kernels += 1
 
 
 @contextlib.contextmanager

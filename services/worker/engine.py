@@ -1,4 +1,4 @@
-"""The compute thread: boots the runner, then runs plans in the order they came."""
+"""The compute thread boots the runner and runs plans in the order they came; another answers when steps end."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -13,7 +14,8 @@ import structlog
 from services.common.errors import Internal, TokaError
 from services.worker.api.codec import decode_plan, encode_result
 from services.worker.boot import Booted
-from services.worker.runner.runner import StepRunner
+from services.worker.runner.base import Runner
+from services.worker.runner.plan import StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
 log = structlog.get_logger(__name__)
@@ -40,8 +42,11 @@ class Engine:
         self._queued_plans = 0  # written under the lock
         self._lock = threading.Lock()
         self._client: Client | None = None  # of the compute thread
-        self._runner: StepRunner | None = None  # of the compute thread
-        self._busy_since: float | None = None
+        self._runner: Runner | None = None  # of the compute thread
+        self._busy_since: dict[str, float] = {}  # by thread, while it is at work
+        # What is owed to clients, in order, and waits for the device.
+        self._owed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._broken: BaseException | None = None  # what the answering thread ended with
 
     def start(self) -> tuple["asyncio.Future[Booted]", "asyncio.Future[None]"]:
         """Start the thread from an asyncio loop. The futures: the boot is done; the thread has ended."""
@@ -67,7 +72,7 @@ class Engine:
 
     def finish(self, client: Client) -> None:
         """``client`` sends no more plans: tell it when its last one is answered."""
-        self._work.put(client.finish)
+        self._work.put(lambda: self._owed.put(client.finish))
 
     def close(self, client: Client) -> None:
         """``client`` is gone: free its slots."""
@@ -75,22 +80,25 @@ class Engine:
 
     def busy_s(self) -> float:
         """For how many seconds the piece of work at hand has been running; 0 when idle."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return time.monotonic() - min(self._busy_since.copy().values(), default=time.monotonic())
 
     def _serve(self, loop: asyncio.AbstractEventLoop, booted: asyncio.Future, ended: asyncio.Future) -> None:
         try:
             made = self._boot()
             self._runner = made.runner
+            answering = threading.Thread(target=self._answer_all, name="answers", daemon=True)
+            answering.start()
             loop.call_soon_threadsafe(_settle, booted, made, None)
-            while (work := self._work.get()) is not None:
-                self._busy_since = time.monotonic()
+            while (work := self._work.get()) is not None and self._broken is None:
+                self._busy_since["compute"] = time.monotonic()
                 work()
-                self._busy_since = None
-            outcome = None
+                del self._busy_since["compute"]
+            self._owed.put(None)
+            answering.join()
+            outcome = self._broken
         except BaseException as error:
             outcome = error
-        if self._runner is not None:
+        if self._runner is not None and self._broken is None:
             self._runner.close()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             for future in (booted, ended):
@@ -113,18 +121,40 @@ class Engine:
             return
         try:
             plan = decode_plan(message)
-            decoded = time.perf_counter_ns()
-            output = self._runner.run(plan)
+            decoded_ns = time.perf_counter_ns() - started
+            step = self._runner.start(plan)
         except TokaError as error:
-            self._leave(client)
-            client.fail(error)
+            self._refuse(client, error)
         except Exception as error:
             log.error("step failed", step=message.step, exc_info=error)
-            self._leave(client)
-            client.fail(Internal(f"step {message.step} failed; the worker's log has the details"))
+            self._refuse(client, Internal(f"step {message.step} failed; the worker's log has the details"))
         else:
-            output.timing.prepare += decoded - started
-            client.answer(encode_result(output, started - arrived, self._queued_plans))
+            answer = partial(self._answer, client, started - arrived, decoded_ns)
+            if isinstance(step, StepOutput):
+                answer(step)
+            else:
+                self._owed.put(lambda: answer(step.result()))
+
+    def _refuse(self, client: Client, error: TokaError) -> None:
+        self._leave(client)
+        self._owed.put(lambda: client.fail(error))
+
+    def _answer(self, client: Client, queued_ns: int, decoded_ns: int, output: StepOutput) -> None:
+        output.timing.prepare += decoded_ns
+        if not client.closed:
+            client.answer(encode_result(output, queued_ns, self._queued_plans))
+
+    def _answer_all(self) -> None:
+        """The answering thread."""
+        try:
+            while (owed := self._owed.get()) is not None:
+                self._busy_since["answers"] = time.monotonic()
+                owed()
+                del self._busy_since["answers"]
+        except BaseException as error:
+            log.error("a step cannot be answered", exc_info=error)
+            self._broken = error
+            self._work.put(None)
 
 
 def _settle(future: asyncio.Future, value: object, error: BaseException | None) -> None:

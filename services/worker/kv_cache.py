@@ -13,6 +13,7 @@ class KvCache:
 
     ``keys[layer]`` and ``values[layer]`` are ``[page_count, kv_heads, page_size, head_dim]``: what one head of one page
     reads is contiguous. ``all_keys`` and ``all_values`` are the same with the layers as first dimension.
+    ``tokens [page_count, page_size]`` int32: the token ids they were computed from, for penalties.
     """
 
     def __init__(
@@ -37,14 +38,20 @@ class KvCache:
                 " does not have; lower it",
                 field="kv_cache_num_tokens",
             ) from error
+        self.tokens = _zeros((page_count, page_size), torch.int32, device)
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
-    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy page ``sources[i]`` onto ``targets[i]`` in every layer. All sources are read before any is written."""
-        device = self.all_keys.device
-        source, target = (torch.from_numpy(pages.astype(np.int64)).to(device) for pages in (sources, targets))
+    @staticmethod
+    def bytes_per_page(layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """What a page takes in all layers, token ids included."""
+        return page_size * (2 * layers * kv_heads * head_dim * dtype.itemsize + torch.int32.itemsize)
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy page ``sources[i]`` onto ``targets[i]`` in every layer, and its token ids. Both ``[n]`` int64 on the
+        cache's device. All sources are read before any is written."""
         for cache in (self.all_keys, self.all_values):
-            cache[:, target] = cache[:, source]
+            cache[:, targets] = cache[:, sources]
+        self.tokens[targets] = self.tokens[sources]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -74,7 +74,7 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
         vocab_size=limits.vocab_size,
         max_top_logprobs=min(limits.max_top_logprobs, limits.vocab_size),
         max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
-        hydragen=False,
+        hydragen=limits.hydragen,
         tensor_parallel=alone,
         pipeline_parallel=alone,
         data_parallel_rank=config.dp_rank,

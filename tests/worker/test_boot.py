@@ -40,3 +40,23 @@ def test_a_second_start_stores_nothing_and_another_page_size_has_files_of_its_ow
 def test_a_cache_beyond_all_memory_names_the_flag(checkpoint):
     with pytest.raises(InvalidRequest, match=r"flag kv_cache_num_tokens=1099511627760: the KV cache takes .* GiB"):
         boot(WorkerConfig(model=str(checkpoint()), kv_cache_num_tokens=2**40 - 1, torch_num_threads=1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"kv_cache_num_tokens": "auto"},
+            "flag kv_cache_num_tokens=auto: only on cuda, and this worker runs on cpu; give a number of tokens",
+        ),
+        (
+            {"use_cudagraphs": True},
+            "flag use_cudagraphs=T: only on cuda, and this worker runs on cpu; leave it at use_cudagraphs=F",
+        ),
+    ],
+)
+def test_what_only_cuda_has_is_refused_on_a_cpu(checkpoint, flags, message):
+    with pytest.raises(InvalidRequest) as refused:
+        boot(WorkerConfig(model=str(checkpoint()), device="cpu", torch_num_threads=1, **flags))
+    assert refused.value.message == message
+    assert refused.value.field in flags

@@ -1,9 +1,12 @@
 """Every breach of the contract is named, and leaves the worker as it was."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from services.common.errors import FailedPrecondition, InvalidRequest
+from services.worker.runner.plan import Groups
 from tests.worker.driver import admission, batch
 
 INF, NAN = float("inf"), float("nan")
@@ -40,6 +43,13 @@ WRONG_WHATEVER_THE_STATE = {
     "top_p": (new(top_p=0.0), "top_p=0.0: expected more than 0, at most 1"),
     "top_p not a number": (new(top_p=NAN), "top_p=nan: expected more than 0"),
     "min_p": (new(min_p=1.5), "min_p=1.5: expected 0 to 1"),
+    "prompt_tokens": (
+        {"admissions": (dataclasses.replace(new()["admissions"][0], prompt_tokens=6),)},
+        "prompt_tokens=6: expected at most the 5 tokens known",
+    ),
+    "repetition_penalty": (new(repetition_penalty=-1.0), "repetition_penalty=-1.0: expected more than 0"),
+    "frequency_penalty": (new(frequency_penalty=NAN), "frequency_penalty=nan: expected -2 to 2"),
+    "presence_penalty": (new(presence_penalty=2.5), "presence_penalty=2.5: expected -2 to 2"),
     "top_logprobs": (new(top_logprobs=21), "top_logprobs=21: expected at most 20"),
     "bias token": (
         new(bias_token_ids=np.array([400]), bias_values=np.ones(1, np.float32)),
@@ -71,7 +81,7 @@ WRONG_WHATEVER_THE_STATE = {
         {**new(token_ids=range(20)), "batch": batch([2], [17])},
         "slot 2: its page table of 1 pages of 16 tokens is too short for 17 tokens",
     ),
-    "hydragen": ({"shared_groups": 1}, "WorkerInfo.hydragen is false"),
+    "hydragen": ({"groups": Groups(*(np.array([1]) for _ in range(3)))}, "WorkerInfo.hydragen is false"),
     "micro-batches": (
         {"micro_batch_rows": (1, 0)},
         "2 micro_batch_rows, but this worker's WorkerInfo.max_micro_batches",

@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.worker.runner.plan import Admission, Batch, Plan, SamplingSettings, StepOutput
+from services.worker.runner.plan import Admission, Batch, Groups, Plan, SamplingSettings, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
 
@@ -18,7 +18,7 @@ def decode_plan(message: plan_pb2.StepPlan) -> Plan:
         copy_sources=_integers(message.copy_source_pages),
         copy_targets=_integers(message.copy_target_pages),
         batch=_decode_batch(message.batch) if message.HasField("batch") else None,
-        shared_groups=len(message.hydragen.starts),
+        groups=_decode_groups(message.hydragen) if message.HasField("hydragen") else None,
         micro_batch_rows=tuple(message.micro_batch_rows),
     )
 
@@ -30,7 +30,12 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
         step=output.step,
         queued_plans=queued_plans,
         timing=plan_pb2.StepTiming(
-            queued_ns=queued_ns, prepare_ns=timing.prepare, forward_ns=timing.forward, sample_ns=timing.sample
+            queued_ns=queued_ns,
+            prepare_ns=timing.prepare,
+            forward_ns=timing.forward,
+            sample_ns=timing.sample,
+            device_ns=timing.device,
+            idle_ns=timing.idle,
         ),
     )
     good = sampled.finite
@@ -67,13 +72,21 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
             top_logprobs=sampling.top_logprobs,
             bias_token_ids=_integers(sampling.logit_bias_token_ids),
             bias_values=read_float(sampling.logit_bias_values),
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
         ),
+        prompt_tokens=message.prompt_tokens,
     )
 
 
 def _decode_batch(message: plan_pb2.Batch) -> Batch:
     slots, counts = _integers(message.slots), _integers(message.token_counts)
     return Batch(slots, counts if len(counts) else np.ones_like(slots))
+
+
+def _decode_groups(message: plan_pb2.HydragenGroups) -> Groups:
+    return Groups(_integers(message.starts), _integers(message.counts), _integers(message.prefix_pages))
 
 
 def _integers(field) -> np.ndarray:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep
+from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, RotatingAttentionStep
 
 # The operator takes tensors and numbers only; the step that it runs in is the calling thread's.
 _active = threading.local()
@@ -37,3 +37,41 @@ class TraceableStep(AttentionStep):
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.ops.tokasaurus.attention(queries, keys, values, layer)
+
+
+@torch.library.custom_op("tokasaurus::attend", mutates_args=())
+def _attend(
+    qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, layer: int, width: int
+) -> torch.Tensor:
+    return _active.step.run_qkv(layer, qkv, q_norm, k_norm, eps)
+
+
+@_attend.register_fake
+def _(
+    qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, layer: int, width: int
+) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape[0], width)
+
+
+def activate(step: RotatingAttentionStep) -> None:
+    """From here on ``TraceableRotation`` runs ``step`` in the calling thread."""
+    _active.step = step
+
+
+class TraceableRotation(RotatingAttentionStep, torch.nn.Module):
+    """Without a step's state, too. A module, so that compilers take its number for a constant."""
+
+    def __init__(self, width: int) -> None:
+        """``width``: of the output, heads times head_dim."""
+        super().__init__()
+        self._width = width
+
+    def run_qkv(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        return torch.ops.tokasaurus.attend(qkv, q_norm, k_norm, eps, layer_index, self._width)

@@ -1,12 +1,17 @@
 """Which attention backend runs where."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.compiled import TraceableAttention
-from services.worker.attention.fast_cpu import FastCpuAttention
 from services.worker.attention.plain import PlainAttention
 from services.worker.kv_cache import KvCache
+from services.worker.layers.rotary import Rotary
+
+if TYPE_CHECKING:
+    from services.worker.attention.cuda import CudaAttention
 
 
 def make_attention(cache: KvCache, heads: int, *, compiled: bool = False) -> AttentionBackend:
@@ -15,5 +20,15 @@ def make_attention(cache: KvCache, heads: int, *, compiled: bool = False) -> Att
         return TraceableAttention(make_attention(cache, heads))
     keys = cache.keys[0]
     if keys.device.type == "cpu" and keys.dtype == torch.float32:
+        # Compilers are imported where they are used: numba here, triton below.
+        from services.worker.attention.fast_cpu import FastCpuAttention
+
         return FastCpuAttention(cache, heads)
     return PlainAttention(cache)
+
+
+def make_cuda_attention(cache: KvCache, heads: int, rotary: Rotary, *, compiled: bool = False) -> "CudaAttention":
+    """For a cache on CUDA; ``rotary``: the model's, because this attention rotates by itself."""
+    from services.worker.attention.cuda import CudaAttention
+
+    return CudaAttention(cache, heads, rotary, compiled=compiled)

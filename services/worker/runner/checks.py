@@ -7,15 +7,23 @@ where the plan is wrong whatever the state.
 import numpy as np
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.worker.runner.plan import Admission, Batch, Limits, Plan
+from services.worker.runner.group_checks import check_groups
+from services.worker.runner.plan import Admission, Batch, Groups, Limits, Plan
 from services.worker.runner.slots import SlotTable
 
 
-def check_plan(plan: Plan, previous_step: int, previous_batch: Batch, slots: SlotTable, limits: Limits) -> None:
+def check_plan(
+    plan: Plan,
+    previous_step: int,
+    previous_batch: Batch,
+    previous_groups: Groups,
+    slots: SlotTable,
+    limits: Limits,
+) -> None:
     """Raises the first breach found, naming what was given and what was expected."""
     if plan.step != previous_step + 1:
         raise FailedPrecondition(f"step {plan.step} follows step {previous_step}: expected {previous_step + 1}")
-    if plan.shared_groups:
+    if plan.groups is not None and len(plan.groups) and not limits.hydragen:
         raise InvalidRequest("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
     _check_micro_batches(plan)
     if not (plan.releases.size or plan.admissions or plan.append_slots.size):
@@ -23,7 +31,11 @@ def check_plan(plan: Plan, previous_step: int, previous_batch: Batch, slots: Slo
     else:
         after = _after_changes(plan, slots, limits)
     _check_copies(plan, limits)
-    _check_batch(plan.batch or previous_batch, previous_batch, *after, limits)
+    batch = plan.batch or previous_batch
+    _check_batch(batch, previous_batch, *after, limits)
+    groups = previous_groups if plan.groups is None else plan.groups
+    if len(groups) and not (groups is previous_groups and batch is previous_batch):
+        check_groups(groups, batch, plan.admissions, after[2], slots, limits.page_size)
 
 
 def _check_micro_batches(plan: Plan) -> None:
@@ -92,6 +104,11 @@ def _check_admission(admission: Admission, field: str, limits: Limits) -> None:
             f"{field}: cached_tokens={admission.cached_tokens} must be less than the {len(tokens)} tokens known",
             field=f"{field}.cached_tokens",
         )
+    if admission.prompt_tokens > len(tokens):
+        raise InvalidRequest(
+            f"{field}: prompt_tokens={admission.prompt_tokens}: expected at most the {len(tokens)} tokens known",
+            field=f"{field}.prompt_tokens",
+        )
     _check_pages(pages, f"{field}.pages", limits)
     if len(pages) > limits.max_pages_per_slot:
         raise InvalidRequest(
@@ -114,6 +131,14 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
         ("temperature", settings.temperature, 0 <= settings.temperature < float("inf"), "0 or more"),
         ("top_p", settings.top_p, 0 < settings.top_p <= 1, "more than 0, at most 1"),
         ("min_p", settings.min_p, 0 <= settings.min_p <= 1, "0 to 1"),
+        (
+            "repetition_penalty",
+            settings.repetition_penalty,
+            0 < settings.repetition_penalty < float("inf"),
+            "more than 0",
+        ),
+        ("frequency_penalty", settings.frequency_penalty, -2 <= settings.frequency_penalty <= 2, "-2 to 2"),
+        ("presence_penalty", settings.presence_penalty, -2 <= settings.presence_penalty <= 2, "-2 to 2"),
         (
             "top_logprobs",
             settings.top_logprobs,

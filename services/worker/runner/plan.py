@@ -19,6 +19,9 @@ class SamplingSettings:
     top_logprobs: int
     bias_token_ids: np.ndarray  # [n] int64
     bias_values: np.ndarray  # [n] float32
+    repetition_penalty: float = 1.0  # 1 = off
+    frequency_penalty: float = 0.0  # 0 = off
+    presence_penalty: float = 0.0  # 0 = off
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Admission:
     cached_tokens: int  # the first so many are in `pages` already
     pages: np.ndarray  # [n] int64, in order
     sampling: SamplingSettings
+    prompt_tokens: int = 0  # the first so many of token_ids are the prompt; 0 = all are
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,21 @@ NO_ROWS = Batch(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Rows [starts[i], starts[i] + counts[i]) of the batch share the first prefix_pages[i] pages of their tables."""
+
+    starts: np.ndarray  # [groups] int64
+    counts: np.ndarray  # beside starts
+    prefix_pages: np.ndarray  # beside starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+NO_GROUPS = Groups(*[np.empty(0, np.int64)] * 3)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Parts apply in the order of the fields: releases, admissions, appends, copies, then the forward pass."""
 
@@ -55,7 +74,7 @@ class Plan:
     copy_sources: np.ndarray  # [n] int64, pages
     copy_targets: np.ndarray  # beside copy_sources
     batch: Batch | None  # None = the previous plan's
-    shared_groups: int = 0  # Hydragen groups in the plan
+    groups: Groups | None = None  # Hydragen groups; None = the previous plan's
     micro_batch_rows: tuple[int, ...] = ()  # rows of each micro-batch; empty = the step is not cut
 
 
@@ -70,6 +89,7 @@ class Limits:
     max_context_tokens: int
     vocab_size: int
     max_top_logprobs: int
+    hydragen: bool = False  # whether plans may have groups
 
     @property
     def max_pages_per_slot(self) -> int:
@@ -97,6 +117,8 @@ class Timing:
     prepare: int = 0
     forward: int = 0
     sample: int = 0
+    device: int = 0  # the device worked on the step; 0 = not measured, as `idle`
+    idle: int = 0  # it had nothing to do since the step before
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.fused_cpu import FusedDecoder
 from services.worker.runner.checks import check_plan
 from services.worker.runner.inputs import Shard, StepInputs, build
-from services.worker.runner.plan import NO_ROWS, Batch, Limits, Plan, Sampled, StepOutput, Timing
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Limits, Plan, Sampled, StepOutput, Timing
 from services.worker.runner.shards import ShardThreads
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.sampler import NOTHING, concatenate, sample
@@ -52,18 +52,23 @@ class StepRunner:
         """Let the threads end."""
         self._threads.close()
 
+    def start(self, plan: Plan) -> StepOutput:
+        """``run``: here a step is over when it returns."""
+        return self.run(plan)
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
         """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
         contract."""
         started = time.perf_counter_ns()
-        check_plan(plan, self._step, self._batch, self._slots, self.limits)
+        check_plan(plan, self._step, self._batch, NO_GROUPS, self._slots, self.limits)
         self._apply(plan)
         timing = Timing()
         if len(self._batch.slots) == 0:
             return StepOutput(plan.step, NOTHING, timing)
         inputs = build(self._batch, self._slots, self._threads.size)
         token_ids, positions = self._to_device(inputs)
+        self._keep_tokens(inputs, token_ids)
         timing.prepare = time.perf_counter_ns() - started
         parts = self._compute(inputs, token_ids, positions, timing)
         sampled = parts[0] if len(parts) == 1 else concatenate(parts)
@@ -80,7 +85,8 @@ class StepRunner:
         if plan.append_slots.size:
             slots.append_pages(plan.append_slots, plan.append_pages)
         if plan.copy_sources.size:
-            self._cache.copy_pages(plan.copy_sources, plan.copy_targets)
+            pages = (torch.from_numpy(array).to(self._device) for array in (plan.copy_sources, plan.copy_targets))
+            self._cache.copy_pages(*pages)
         if plan.batch is not None:
             self._batch = plan.batch
 
@@ -93,6 +99,13 @@ class StepRunner:
         token_ids = torch.from_numpy(inputs.known_tokens).to(self._device)
         token_ids[torch.from_numpy(inputs.last_of).to(self._device)] = last
         return token_ids, positions
+
+    def _keep_tokens(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
+        """Write ``token_ids [tokens]`` beside where their keys and values go."""
+        slots = np.concatenate([shard.attention.token_slots for shard in inputs.shards])
+        pages = self._slots.page_table[slots, inputs.positions // self._cache.page_size].astype(np.int64)
+        places = torch.from_numpy(pages * self._cache.page_size + inputs.positions % self._cache.page_size)
+        self._cache.tokens.view(-1)[places.to(self._device)] = token_ids.int()
 
     def _compute(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
@@ -134,6 +147,7 @@ class StepRunner:
             shard.sample_positions,
             self._slots,
             self.limits.vocab_size,
+            self._cache.tokens,
         )
         timing.sample = time.perf_counter_ns() - started - timing.forward
         return sampled

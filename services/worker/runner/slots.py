@@ -34,6 +34,11 @@ class SlotTable:
         self.sample_index = np.zeros(slots, np.uint64)
         self.logprobs = np.zeros(slots, bool)
         self.top_logprobs = np.zeros(slots, np.int64)
+        self.prompt_tokens = np.zeros(slots, np.int64)  # the sequence's later tokens were generated
+        self.repetition_penalty = np.ones(slots, np.float32)
+        self.frequency_penalty = np.zeros(slots, np.float32)
+        self.presence_penalty = np.zeros(slots, np.float32)
+        self.penalised = np.zeros(slots, bool)  # any of the three is on
         self.biased = np.zeros(slots, bool)
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
 
@@ -67,15 +72,28 @@ class SlotTable:
         self.sample_index[slot] = settings.sample_index
         self.logprobs[slot] = settings.logprobs or settings.top_logprobs > 0
         self.top_logprobs[slot] = settings.top_logprobs
+        self.prompt_tokens[slot] = admission.prompt_tokens or len(admission.token_ids)
+        self.repetition_penalty[slot] = settings.repetition_penalty
+        self.frequency_penalty[slot] = settings.frequency_penalty
+        self.presence_penalty[slot] = settings.presence_penalty
+        self.penalised[slot] = (
+            settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
+        )
         self.biased[slot] = len(settings.bias_token_ids) > 0
         if self.biased[slot]:
             self.biases[slot] = settings.bias_token_ids, settings.bias_values
 
-    def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once."""
-        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
-            self.page_table[slot, self.page_counts[slot]] = page
-            self.page_counts[slot] += 1
+    def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once. Returns where in its table
+        each of them is now, ``[n]`` int64."""
+        places = self.page_counts[slots]
+        order = np.argsort(slots, kind="stable")
+        same = np.flatnonzero(np.diff(slots[order]) == 0)
+        for second in same.tolist():  # hardly ever: a sequence that grows by more than a page at once
+            places[order[second + 1]] = places[order[second]] + 1
+        self.page_table[slots, places] = pages
+        np.add.at(self.page_counts, slots, 1)
+        return places
 
     def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
         """After a forward pass: tokens computed, and one more known where one was sampled."""

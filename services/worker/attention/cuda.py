@@ -1,0 +1,212 @@
+"""Attention on CUDA: norm, rotation and storing in one kernel, then shared prefixes, rows of one token, and chunks.
+
+Nothing here waits for the device. Steps without chunks and groups depend on shapes and ``longest`` only, the rest being
+read on the device, so they can be captured in a CUDA graph.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from services.worker.attention import flashinfer_spans
+from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.compiled import TraceableRotation, activate
+from services.worker.attention.flashinfer_spans import FlashInferSpans
+from services.worker.attention.spans import Spans
+from services.worker.attention.triton_decode import PrefixState, choose_splits, decode_attention
+from services.worker.attention.triton_spans import TritonSpans
+from services.worker.attention.triton_store import rotate_and_store
+from services.worker.kv_cache import KvCache
+from services.worker.layers.rotary import Rotary
+
+Put = Callable[[np.ndarray], torch.Tensor]
+
+SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
+# Contexts that graphs are captured for, beside the longest: only how many programs share a row depends on it.
+_STAGES = (512, 4096)
+_MANY_ROWS = 512  # the decode kernel is built in another way for them than for one
+
+
+@dataclass(frozen=True)
+class CudaBatch:
+    """A step's tokens: rows of one token first, then the chunks. Tensors are on the device, spans on the host."""
+
+    token_slots: torch.Tensor  # [tokens] int32, -1 = padding
+    positions: torch.Tensor  # [tokens] int32, place in the sequence
+    page_table: torch.Tensor  # [max_slots, max_pages] int32
+    decodes: int  # rows of one token, padding included
+    longest: int  # bound on their positions + 1
+    chunks: Spans | None  # behind them
+    groups: Spans | None  # among them, those that share a prefix; not all need to
+    prefix_tokens: torch.Tensor | None  # [decodes] int32 beside groups, tokens of the row's prefix; 0 = in no group
+
+
+class PlannedSpans(Protocol):
+    """Spans that are ready to run, in any layer."""
+
+    def run(self, queries, keys, values, output, lse) -> None:
+        """Shapes in ``triton_spans``."""
+
+
+class CudaAttention:
+    """Bound to one cache, for ``heads`` query heads; one thread and one stream."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        heads: int,
+        rotary: Rotary,
+        *,
+        prefixes: str | None = None,
+        chunks: str | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """``prefixes`` and ``chunks``: of ``SPAN_BACKENDS``; None = the fastest, and triton where FlashInfer is not to
+        be had. ``compiled``: for a model under torch.compile."""
+        self.cache, self.heads, self.tables = cache, heads, (rotary.cos, rotary.sin)
+        _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
+        dtype = cache.keys[0].dtype
+        if not flashinfer_spans.available(self.head_dim, dtype):
+            prefixes = chunks = "triton"
+        prefixes, chunks = prefixes or fastest_spans(self.head_dim), chunks or fastest_spans(self.head_dim)
+        self.backends = {"prefixes": prefixes, "chunks": chunks}
+        self._workspace: torch.Tensor | None = None
+        self._groups, self._chunks = self._spans(prefixes, causal=False), self._spans(chunks, causal=True)
+        self._traceable = TraceableRotation(heads * self.head_dim) if compiled else None
+
+    def context_stages(self) -> list[int]:
+        """The values of ``longest`` to capture graphs for, ascending; the last is the longest context there is."""
+        most = self.tables[0].shape[0]
+        return [stage for stage in _STAGES if stage < most] + [most]
+
+    @property
+    def captures_groups(self) -> bool:
+        """Whether steps with shared prefixes can be captured: their back end plans nothing on the host."""
+        return isinstance(self._groups, TritonSpans)
+
+    def group_tiles(self, groups: Spans) -> np.ndarray:
+        """``[tiles, TILE_FIELDS]`` int32, for ``prepare_captured``; a tile of zeros does nothing."""
+        return self._groups.tiles(groups)
+
+    def splits(self, rows: int, longest: int) -> int:
+        """Programs that share a row of one token in a step of ``rows`` such rows."""
+        return choose_splits(max(1, rows), self.kv_heads, longest)
+
+    def prepare_captured(self, batch: CudaBatch, tiles: torch.Tensor | None) -> RotatingAttentionStep:
+        """A step of rows of one token under capture: all that changes between replays is in tensors. ``tiles``: of the
+        groups, beside ``batch.prefix_tokens``."""
+        groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)
+        return self._active(CudaAttentionStep(self, batch, groups, None))
+
+    def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> RotatingAttentionStep:
+        """The host's part of a step, before its upload is sent: ``put`` gives the view on the device where an int32
+        array will be.
+
+        ``host_page_table [max_slots, max_pages]`` int32 as it will be on the device; both are None only for a batch
+        without chunks and groups.
+        """
+        return self._active(CudaAttentionStep(self, batch, *self._plan(batch, host_page_table, put)))
+
+    def _active(self, step: "CudaAttentionStep") -> RotatingAttentionStep:
+        if self._traceable is None:
+            return step
+        activate(step)
+        return self._traceable
+
+    def warm_up(self) -> None:
+        """Compile every kernel that a step may need, on tokens that are padding: nothing is stored."""
+        device, dtype = self.tables[0].device, self.cache.keys[0].dtype
+        weight = torch.ones(self.head_dim, dtype=dtype, device=device)
+        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        zero = np.zeros(1, np.int32)
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        def step(rows: int, longest: int, grouped: bool) -> CudaAttentionStep:
+            slots, positions = (torch.full((rows + 1,), n, dtype=torch.int32, device=device) for n in (-1, 0))
+            chunks, groups = Spans(zero + rows, zero + 1, zero, zero + 1), None
+            if grouped:
+                groups = Spans(zero, zero + 1, zero, zero + self.cache.page_size)
+            batch = CudaBatch(
+                slots, positions, table, rows, longest, chunks, groups, positions[:rows] if grouped else None
+            )
+            return CudaAttentionStep(self, batch, *self._plan(batch, zero[None], put))
+
+        for rows in (1, _MANY_ROWS):
+            qkv = torch.zeros(rows + 1, (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=dtype, device=device)
+            for longest in (1, self.context_stages()[-1]):
+                for grouped in (False, True):
+                    for norm in (None, weight):
+                        step(rows, longest, grouped).run_qkv(0, qkv, norm, norm, 1.0)
+
+    def _plan(
+        self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None
+    ) -> tuple[PlannedSpans | None, PlannedSpans | None]:
+        """The batch's groups and chunks."""
+        groups, chunks = (
+            backend.plan(spans, batch.page_table, host_page_table, put) if spans is not None else None
+            for backend, spans in ((self._groups, batch.groups), (self._chunks, batch.chunks))
+        )
+        return groups, chunks
+
+    def _spans(self, name: str, *, causal: bool) -> TritonSpans | FlashInferSpans:
+        keys = self.cache.keys[0]
+        if name == "triton":
+            return TritonSpans(self.heads // self.kv_heads, self.head_dim, keys.dtype, causal=causal)
+        if name not in SPAN_BACKENDS:
+            raise ValueError(f"attention backend {name!r} does not exist; these do: {', '.join(SPAN_BACKENDS)}")
+        if self._workspace is None:
+            self._workspace = flashinfer_spans.make_workspace(keys.device)
+        backend = name.removeprefix("flashinfer-")
+        return FlashInferSpans(self.cache, self.heads, backend, self._workspace, causal=causal)
+
+
+def fastest_spans(head_dim: int) -> str:
+    """As measured on an H200 in bfloat16 (docs/performance.md); by head dimension, which decides how much of the time
+    goes to matrix products."""
+    return "triton" if head_dim <= 64 else "flashinfer-fa3"
+
+
+class CudaAttentionStep(RotatingAttentionStep):
+    """One step, layer by layer: launches only."""
+
+    def __init__(
+        self,
+        attention: CudaAttention,
+        batch: CudaBatch,
+        groups: PlannedSpans | None,
+        chunks: PlannedSpans | None,
+    ) -> None:
+        self._attention, self._batch, self._groups, self._chunks = attention, batch, groups, chunks
+        self._splits = attention.splits(batch.decodes, batch.longest)
+
+    def run_qkv(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        attention, batch, decodes = self._attention, self._batch, self._batch.decodes
+        keys, values = attention.cache.keys[layer_index], attention.cache.values[layer_index]
+        shape = (qkv.shape[0], attention.heads, attention.head_dim)
+        queries, output = qkv.new_empty(shape), qkv.new_empty(shape)
+        norms = None if q_norm is None else (q_norm, k_norm)
+        tokens = (batch.token_slots, batch.positions, batch.page_table)
+        rotate_and_store(qkv, *tokens, attention.tables, norms, eps, queries, keys, values, output)
+        prefix = None
+        if self._groups is not None:
+            found = qkv.new_empty((decodes, *shape[1:]))
+            lse = torch.empty((decodes, attention.heads), dtype=torch.float32, device=qkv.device)
+            self._groups.run(queries[:decodes], keys, values, found, lse)
+            prefix = PrefixState(batch.prefix_tokens, found, lse)
+        if decodes:
+            decode_attention(queries, keys, values, *tokens, output, rows=decodes, prefix=prefix, splits=self._splits)
+        if self._chunks is not None:
+            self._chunks.run(queries, keys, values, output, None)
+        return output.flatten(1)

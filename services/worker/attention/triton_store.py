@@ -1,0 +1,123 @@
+"""What happens to a step's projection before attention, in one pass: norm and rotation, and keys and values stored."""
+
+import torch
+import triton
+import triton.language as tl
+
+_WARPS = 2
+
+
+@triton.jit
+def _turned(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of ``heads`` at ``source``, normed and rotated, ``[heads, HALF]`` float32 each."""
+    dims = tl.arange(0, HALF)
+    places = source + heads[:, None] * (2 * HALF) + dims[None, :]
+    first = tl.load(places, inside[:, None], other=0.0).to(tl.float32)
+    second = tl.load(places + HALF, inside[:, None], other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first = first * inverse * tl.load(weight + dims).to(tl.float32)[None, :]
+        second = second * inverse * tl.load(weight + HALF + dims).to(tl.float32)[None, :]
+    # The sines of the first half are negative in the table.
+    cos_first, cos_second = tl.load(cos + angles + dims)[None, :], tl.load(cos + angles + HALF + dims)[None, :]
+    sin_first, sin_second = tl.load(sin + angles + dims)[None, :], tl.load(sin + angles + HALF + dims)[None, :]
+    return first * cos_first + second * sin_first, second * cos_second + first * sin_second
+
+
+# A stride that were specialised would be compiled again for another table.
+@triton.jit(do_not_specialize=["table_stride"])
+def _rotate_and_store(
+    qkv,
+    token_slots,
+    positions,
+    page_table,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    queries,
+    keys,
+    values,
+    output,
+    table_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One program for each token."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(token_slots + token)
+    heads = tl.arange(0, HEADS_PADDED)
+    query_inside = heads < HEADS
+    dims = tl.arange(0, HALF)
+    dtype = queries.dtype.element_ty
+    query_places = token * HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + dims[None, :]
+    if slot < 0:
+        nothing = tl.zeros((HEADS_PADDED, HALF), dtype)
+        for half in tl.static_range(2):
+            tl.store(queries + query_places + half * HALF, nothing, query_inside[:, None])
+            tl.store(output + query_places + half * HALF, nothing, query_inside[:, None])
+        return
+    position = tl.load(positions + token)
+    angles = position.to(tl.int64) * HEAD_DIM
+    page = tl.load(page_table + slot.to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
+    source = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
+
+    first, second = _turned(source, q_norm, eps, angles, cos, sin, heads, query_inside, HALF, NORM)
+    tl.store(queries + query_places, first.to(dtype), query_inside[:, None])
+    tl.store(queries + query_places + HALF, second.to(dtype), query_inside[:, None])
+
+    kv_heads = tl.arange(0, KV_HEADS_PADDED)
+    inside = kv_heads < KV_HEADS
+    source += HEADS * HEAD_DIM
+    first, second = _turned(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM)
+    stored = page * (KV_HEADS * PAGE * HEAD_DIM) + (position % PAGE) * HEAD_DIM
+    places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + dims[None, :]
+    tl.store(keys + places, first.to(dtype), inside[:, None])
+    tl.store(keys + places + HALF, second.to(dtype), inside[:, None])
+
+    source += KV_HEADS * HEAD_DIM
+    all_dims = tl.arange(0, HEAD_DIM)
+    found = tl.load(source + kv_heads[:, None] * HEAD_DIM + all_dims[None, :], inside[:, None])
+    places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + all_dims[None, :]
+    tl.store(values + places, found, inside[:, None])
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    token_slots: torch.Tensor,
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    warps: int = _WARPS,
+) -> None:
+    """Norm, rotate, and write queries to ``queries [tokens, heads, head_dim]``, keys and values to their pages.
+
+    ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` contiguous; ``token_slots`` (-1 = padding: zeros go to
+    ``queries`` and to ``output [tokens, heads * head_dim]``, nothing is stored) and ``positions [tokens]``,
+    ``page_table [max_slots, max_pages]`` int32; ``tables``: cosines and sines as of ``Rotary``; ``norms``: weights
+    ``[head_dim]`` for queries and keys; ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]``.
+    """
+    tokens, heads, head_dim = queries.shape
+    _, kv_heads, page_size, _ = keys.shape
+    q_norm, k_norm = norms or (qkv, qkv)
+    _rotate_and_store[(tokens,)](
+        qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, queries, keys, values, output,
+        page_table.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, HEADS_PADDED=triton.next_power_of_2(heads),
+        KV_HEADS_PADDED=triton.next_power_of_2(kv_heads), HEAD_DIM=head_dim, PAGE=page_size, NORM=norms is not None,
+        num_warps=warps,
+    )  # fmt: skip

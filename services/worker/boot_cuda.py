@@ -1,0 +1,131 @@
+"""The part of the boot that only CUDA needs: measure memory, size the cache, compile and prove all steps."""
+
+from collections.abc import Iterable
+
+import structlog
+import torch
+
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
+from services.worker import rehearsal
+from services.worker.attention.factory import make_cuda_attention
+from services.worker.boot import make_cache, make_limits
+from services.worker.kv_cache import KvCache
+from services.worker.models.decoder import DecoderModel
+from services.worker.runner.cuda.runner import CudaRunner
+from services.worker.runner.cuda.state import DeviceState
+from services.worker.runner.plan import Plan
+from services.worker.sampling.fused import FusedSampler
+
+# Kept free for what cannot be measured beforehand: libraries' workspaces, fragments, uploads of unusual size.
+_MARGIN_BYTES = 1 << 30
+_MARGIN_SHARE = 0.02
+# What one size of CUDA graph takes beside its activations.
+_BYTES_PER_GRAPH = 24 << 20
+
+log = structlog.get_logger(__name__)
+
+
+def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> CudaRunner:
+    """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice."""
+    device = model.embedding.device
+    peak = _measure(config, model, max_context)
+    bytes_per_page = KvCache.bytes_per_page(
+        model.config.layers, config.page_size, model.config.kv_heads, model.config.head_dim, model.embedding.dtype
+    )
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = config.cudagraph_max_size // 16 * _BYTES_PER_GRAPH if config.use_cudagraphs else 0
+    room = free - peak - graphs - max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
+    fitting = room // bytes_per_page
+    wanted = config.page_count
+    log.info("memory", free_gib=_gib(free), step_gib=_gib(peak), pages_that_fit=fitting, pages_asked=wanted)
+    if fitting < 1 or (wanted is not None and wanted > fitting):
+        raise InvalidRequest(_advice(config, free, peak, graphs, fitting), field="kv_cache_num_tokens")
+    pages = fitting if wanted is None else wanted
+    runner = _assemble(config, model, make_cache(config, model, pages), max_context)
+    try:
+        _rehearse(runner, config)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(_advice(config, free, peak, graphs, fitting), field="kv_cache_num_tokens") from error
+    return runner
+
+
+def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int:
+    """Bytes that the largest step takes beside weights and cache. Also compiles most of what there is to compile."""
+    pages = -(-min(config.max_tokens_per_forward, max_context) // config.page_size) + 1
+    runner = _assemble(config, model, make_cache(config, model, pages), max_context)
+    try:
+        _run_all(runner, rehearsal.decodes(runner.limits, min(8, runner.limits.max_slots), rehearsal.PLAIN))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for plans in rehearsal.largest(runner.limits):
+            _run_all(runner, plans)
+        peak = torch.cuda.max_memory_allocated() - before
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(
+            f"flag max_tokens_per_forward={config.max_tokens_per_forward} with max_seqs_per_forward="
+            f"{config.max_seqs_per_forward}: one step takes more memory than {torch.cuda.get_device_name()} has left"
+            " beside the weights; lower either",
+            field="max_tokens_per_forward",
+        ) from error
+    runner.close()
+    del runner
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _assemble(config: WorkerConfig, model: DecoderModel, cache: KvCache, max_context: int) -> CudaRunner:
+    limits = make_limits(config, model, cache.page_count, max_context, hydragen=True)
+    attention = make_cuda_attention(cache, model.config.heads, model.rotary, compiled=config.torch_compile)
+    state = DeviceState.empty(limits, cache.all_keys.device)
+    sampler = FusedSampler(
+        model.project, model.config.vocab_size, cache.all_keys.device, cache.tokens, state.page_table
+    )
+    return CudaRunner(model.forward, cache, attention, sampler, state, limits)
+
+
+def _rehearse(runner: CudaRunner, config: WorkerConfig) -> None:
+    """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
+    limits = runner.limits
+    features = rehearsal.every_feature(limits)
+    for settings in (rehearsal.PLAIN, rehearsal.WARM, features):
+        for rows in {1, min(9, limits.max_slots), min(limits.max_slots, limits.max_tokens_per_step)}:
+            _run_all(runner, rehearsal.decodes(limits, rows, settings))
+            if rows > 1:
+                _run_all(runner, rehearsal.decodes(limits, rows, settings, groups=True))
+        size = min(limits.max_context_tokens, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
+        if size > 1:
+            for rows in (0, min(3, limits.max_slots - 1)):
+                _run_all(runner, rehearsal.mixed(limits, rows, 1, size, settings))
+    if config.use_cudagraphs:
+        runner.capture(config.cudagraph_max_size)
+        for settings in (rehearsal.PLAIN, features):
+            _run_all(runner, rehearsal.decodes(limits, 1, settings))
+    for plans in rehearsal.largest(limits):
+        _run_all(runner, plans)
+
+
+def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:
+    runner.reset()
+    for plan in plans:
+        runner.run(plan)
+    runner.reset()
+
+
+def _advice(config: WorkerConfig, free: int, peak: int, graphs: int, fitting: int) -> str:
+    tokens = max(0, fitting) * config.page_size
+    advice = (
+        f"lower it to {tokens} or less, or let kv_cache_num_tokens=auto choose"
+        if tokens
+        else "lower max_tokens_per_forward or max_seqs_per_forward, or use a smaller model"
+    )
+    return (
+        f"flag kv_cache_num_tokens={config.kv_cache_num_tokens}: {_gib(free)} GiB are free beside the weights; the"
+        f" largest step (max_tokens_per_forward={config.max_tokens_per_forward}, max_seqs_per_forward="
+        f"{config.max_seqs_per_forward}) takes {_gib(peak)} GiB and CUDA graphs {_gib(graphs)} GiB, which leaves room"
+        f" for {tokens} tokens; {advice}"
+    )
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 2)

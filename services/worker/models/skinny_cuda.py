@@ -1,0 +1,100 @@
+"""The decoder as a few kernels a layer, for decode steps of few rows on CUDA.
+
+Such a step takes as long as the weights need to arrive, and each launch beside them adds to that. Here a layer is
+norm and qkv, the attention's own kernels, output and sum, norm and gate and up and their product, down and sum.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from services.worker.attention.base import RotatingAttentionStep
+from services.worker.layers.linear import Linear
+from services.worker.layers.triton_skinny import MOST_ROWS, Ahead, Handed, skinny_product, skinny_sum
+from services.worker.models.decoder import DecoderLayer, DecoderModel
+
+# Attention of few rows waits for memory but hardly uses it: meanwhile the next weights come to the L2 cache, half of
+# which (50 MB on H100 and H200) they may fill.
+_AHEAD_BYTES = 24 << 20
+
+
+class SkinnyDecoder:
+    """Reads the model's weights where they are. Read-only after it is made; its steps can be captured in a graph."""
+
+    most_rows = MOST_ROWS
+
+    def __init__(self, model: DecoderModel, *, pdl: bool = False, ahead_bytes: int = _AHEAD_BYTES) -> None:
+        """``pdl``: kernels start while those before end (compute capability 9.0 and later). ``ahead_bytes``: weights
+        that are brought to the L2 cache during attention; 0 = none."""
+        if not suits(model):
+            raise ValueError("this model's products are not all of transposed Linear in bfloat16 or float16")
+        self._model, self._pdl = model, pdl
+        self._ahead = [_ahead(layer, ahead_bytes) for layer in model.layers]
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: RotatingAttentionStep,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What ``DecoderModel.forward`` gives, for up to ``most_rows`` tokens."""
+        model = self._model
+        x, last = F.embedding(token_ids, model.embedding), len(model.layers) - 1
+        handed: torch.Tensor | Handed = x
+        for index, layer in enumerate(model.layers):
+            if index == last:
+                x, handed = self._layer(index, layer, x, handed, None, attention, keep)
+            else:
+                x, handed = self._layer(index, layer, x, handed, model.layers[index + 1], attention, None)
+        return model.kernels.norm(x, model.norm, model.config.norm_eps)
+
+    def _layer(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        x: torch.Tensor,
+        handed: torch.Tensor | Handed,
+        following: DecoderLayer | None,
+        attention: RotatingAttentionStep,
+        keep: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | Handed]:
+        """``x [tokens, hidden_size]`` after this layer, in place if all are kept, and handed to ``following``.
+
+        ``handed``: ``x`` as this layer's first product takes it.
+        """
+        own, mlp, eps, pdl = layer.attention, layer.mlp, layer.eps, self._pdl
+        norm, ahead = (layer.attention_norm, eps), self._ahead[index]
+        qkv = skinny_product(handed, own.qkv.weight, own.qkv.bias, norm=norm, ahead=ahead, pdl=pdl)
+        attended = attention.run_qkv(own.index, qkv, own.q_norm, own.k_norm, eps)
+        if keep is not None:
+            x, attended = x.index_select(0, keep), attended.index_select(0, keep)
+        handed = skinny_sum(attended, own.output.weight, own.output.bias, x, layer.mlp_norm, pdl=pdl)
+        norm = (layer.mlp_norm, eps)
+        gated = skinny_product(handed, mlp.gate_up.weight, mlp.gate_up.bias, norm=norm, gated=True, pdl=pdl)
+        if following is None:
+            return skinny_product(gated, mlp.down.weight, mlp.down.bias, onto=x, pdl=pdl), x
+        return x, skinny_sum(gated, mlp.down.weight, mlp.down.bias, x, following.attention_norm, pdl=pdl)
+
+
+def suits(model: DecoderModel) -> bool:
+    """Whether ``model`` can run so."""
+    linears = (
+        linear
+        for layer in model.layers
+        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+    )
+    return all(
+        isinstance(linear, Linear) and linear.transposed and linear.weight.dtype in (torch.bfloat16, torch.float16)
+        for linear in linears
+    )
+
+
+def _ahead(layer: DecoderLayer, room: int) -> tuple[Ahead, ...]:
+    """What the layer reads after its attention, as much as there is ``room`` for."""
+    found = []
+    for weight in (layer.attention.output.weight, layer.mlp.gate_up.weight):
+        size = min(room, weight.numel() * weight.element_size())
+        if size:
+            found.append(Ahead(weight, size))
+        room -= size
+    return tuple(found)

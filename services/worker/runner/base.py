@@ -1,0 +1,31 @@
+"""What runs plans, on whatever device."""
+
+from typing import Protocol
+
+from services.worker.runner.plan import Limits, Plan, StepOutput
+
+
+class RunningStep(Protocol):
+    """A step that a device computes while the next one is prepared."""
+
+    def result(self) -> StepOutput:
+        """Waits for it; called once, step by step. What it raises ends the engine: the device cannot go on."""
+
+
+class Runner(Protocol):
+    """Called by the compute thread alone, but for what ``start`` returns."""
+
+    limits: Limits
+
+    def run(self, plan: Plan) -> StepOutput:
+        """``start``, and wait for it."""
+
+    def start(self, plan: Plan) -> StepOutput | RunningStep:
+        """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
+        contract."""
+
+    def reset(self) -> None:
+        """Free every slot and expect step 1 next."""
+
+    def close(self) -> None:
+        """No more steps come."""

@@ -1,0 +1,118 @@
+"""From a batch and the slots' state to the arrays of a step on a GPU: rows of one token first, then chunks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.attention.spans import Spans
+from services.worker.runner.plan import Batch, Groups
+from services.worker.runner.slots import SlotTable
+
+# Numbers of tokens are multiples of it, so that compiled code has no special sizes and matrix products are aligned.
+GRAIN = 8
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """On the host. A step's tokens are its rows of one token in batch order, then its chunks in batch order."""
+
+    token_slots: np.ndarray  # [tokens] int32
+    positions: np.ndarray  # [tokens] int32, place in the sequence
+    known: np.ndarray  # [tokens] int32, the token; -1 = the one that the slot sampled last
+    decodes: int  # rows of one token
+    longest: int  # tokens that the row of one token with most of them sees
+    chunks: Spans | None
+    groups: Spans | None  # of rows of one token
+    prefix_tokens: np.ndarray | None  # [decodes] int32 beside groups
+    keep: np.ndarray | None  # [samples] int32, tokens that are sampled from; None = all of them, in order
+    sample_slots: np.ndarray  # [samples] int64
+    sample_positions: np.ndarray  # [samples] int64, place of the token to be sampled
+    batch_order: np.ndarray | None  # [samples] int64, which sample comes first, second, ... in the batch; None = as is
+
+
+_NONE = np.empty(0, np.int32)
+NO_ARRAYS = StepArrays(_NONE, _NONE, _NONE, 0, 0, None, None, None, None, _NONE, _NONE, None)
+
+
+def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> StepArrays:
+    """``batch`` has at least one row and was checked, and so were ``groups``."""
+    rows, counts = batch.slots, batch.token_counts
+    begins = slots.computed[rows]
+    single = counts == 1
+    decodes = int(np.count_nonzero(single))
+    mixed = decodes < len(rows)
+    order = np.argsort(~single, kind="stable") if mixed else None
+    if mixed:
+        rows, counts, begins = rows[order], counts[order], begins[order]
+    ends = np.cumsum(counts)
+    tokens = int(ends[-1])
+    if mixed:
+        token_slots = np.repeat(rows, counts)
+        positions = np.arange(tokens) - np.repeat(ends - counts - begins, counts)
+    else:
+        token_slots, positions = rows, begins
+    known = np.full(tokens, -1, np.int32)
+    for row in np.flatnonzero(begins < slots.given[rows]).tolist():
+        begin, end, count = int(begins[row]), int(ends[row]), int(counts[row])
+        known[end - count : end] = slots.prompts[rows[row]][begin : begin + count]
+
+    sampling = begins + counts == slots.known[rows]
+    sampled = np.flatnonzero(sampling)
+    everyone = not mixed and len(sampled) == len(rows)
+    spans, prefix_tokens = _group_spans(groups, rows, single if mixed else None, decodes, page_size)
+    return StepArrays(
+        token_slots=token_slots.astype(np.int32),
+        positions=positions.astype(np.int32),
+        known=known,
+        decodes=decodes,
+        longest=int(begins[:decodes].max()) + 1 if decodes else 0,
+        chunks=_chunk_spans(rows, counts, begins, ends, decodes) if mixed else None,
+        groups=spans,
+        prefix_tokens=prefix_tokens,
+        keep=None if everyone else (ends[sampled] - 1).astype(np.int32),
+        sample_slots=rows[sampled],
+        sample_positions=(begins + counts)[sampled],
+        batch_order=np.argsort(order[sampled], kind="stable") if mixed else None,
+    )
+
+
+def padded(size: int) -> int:
+    """The next number of tokens that is a multiple of the grain."""
+    return max(GRAIN, -(-size // GRAIN) * GRAIN)
+
+
+def fill_up(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    """``array`` and so many times ``value`` that the first dimension is ``size``."""
+    if len(array) == size:
+        return array
+    filled = np.full((size, *array.shape[1:]), value, array.dtype)
+    filled[: len(array)] = array
+    return filled
+
+
+def _chunk_spans(rows: np.ndarray, counts: np.ndarray, begins: np.ndarray, ends: np.ndarray, decodes: int) -> Spans:
+    columns = ((ends - counts)[decodes:], counts[decodes:], rows[decodes:], (begins + counts)[decodes:])
+    return Spans(*(column.astype(np.int32) for column in columns))
+
+
+def _group_spans(
+    groups: Groups,
+    rows: np.ndarray,
+    single: np.ndarray | None,
+    decodes: int,
+    page_size: int,
+) -> tuple[Spans | None, np.ndarray | None]:
+    """The groups by rows of one token; one that also has a row of several is no group. ``single`` in batch order,
+    None = all are."""
+    starts, counts, prefixes = groups.starts, groups.counts, groups.prefix_pages * page_size
+    if single is not None and len(starts):
+        before = np.concatenate(([0], np.cumsum(single)))
+        whole = before[starts + counts] - before[starts] == counts
+        starts, counts, prefixes = before[starts[whole]], counts[whole], prefixes[whole]
+    if not len(starts):
+        return None, None
+    prefix_tokens = np.zeros(decodes, np.int32)
+    within = np.repeat(starts - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(counts.sum())
+    prefix_tokens[within] = np.repeat(prefixes, counts)
+    spans = Spans(*(column.astype(np.int32) for column in (starts, counts, rows[starts], prefixes)))
+    return spans, prefix_tokens

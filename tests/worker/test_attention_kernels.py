@@ -1,0 +1,298 @@
+"""Attention on CUDA gives what plain torch gives, kernel by kernel and as a whole step."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.attention.base import AttentionBatch
+from services.worker.attention.plain import PlainAttention
+from services.worker.attention.spans import Spans, packed, page_lists, tiles
+from services.worker.kv_cache import KvCache
+from services.worker.layers.kernels import TorchKernels
+from services.worker.layers.rotary import RopeSettings, Rotary
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
+
+LAYERS = 2
+TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
+
+
+class Case:
+    """Decode rows by ``contexts``, then chunks by ``(context, tokens)``; one slot each, on a cache full of noise.
+
+    ``groups``: (first decode row, rows, prefix pages). ``holes``: padding behind so many decode rows.
+    """
+
+    def __init__(
+        self, contexts, chunks=(), groups=(), *, heads=4, kv_heads=2, head_dim=16, page=16, padding=0,
+        holes=(), dtype=torch.float32, norm=False,
+    ):  # fmt: skip
+        self.heads, self.kv_heads, self.head_dim, self.page = heads, kv_heads, head_dim, page
+        counts = np.array([1] * len(contexts) + [tokens for _, tokens in chunks])
+        ends = np.array([*contexts, *(context for context, _ in chunks)])
+        slots = np.arange(len(counts))[::-1]
+        widest = int(-(-ends.max() // page))
+        random = np.random.default_rng(0)
+        table = random.permutation(len(slots) * widest).astype(np.int32).reshape(len(slots), widest)
+        self.prefix_tokens = np.zeros(len(contexts), np.int32)
+        for first, rows, pages in groups:
+            self.prefix_tokens[first : first + rows] = pages * page
+            table[slots[first : first + rows], :pages] = table[slots[first], :pages]
+        starts = np.cumsum(counts) - counts
+        self.plain = AttentionBatch(
+            token_slots=np.repeat(slots, counts),
+            positions=np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)]),
+            row_slots=slots, row_starts=starts, row_counts=counts, page_table=table,
+        )  # fmt: skip
+        holes = np.asarray(holes, int)
+        self.places = np.arange(len(self.plain.positions))
+        self.places += np.searchsorted(np.sort(holes), self.places, side="right")
+        self.tokens = len(self.places) + len(holes) + padding
+        self.decodes = len(contexts) + len(holes) + (0 if chunks else padding)
+        self.longest = int(max(contexts, default=0))
+        self.groups = self.chunks = None
+        if groups:
+            columns = zip(*((self.places[a], n, slots[a], pages * page) for a, n, pages in groups), strict=True)
+            self.groups = Spans(*(np.array(column, np.int32) for column in columns))
+        if chunks:
+            rows = slice(len(contexts), None)
+            columns = (self.places[starts[rows]], counts[rows], slots[rows], ends[rows])
+            self.chunks = Spans(*(np.array(column, np.int32) for column in columns))
+        generator = torch.Generator().manual_seed(1)
+        self.dtype = dtype
+        self.noise = torch.randn(LAYERS, 2, table.size, kv_heads, page, head_dim, generator=generator).to(dtype)
+        self.qkv = torch.randn(self.tokens, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+        rope = RopeSettings("default", 10000.0)
+        self.rotary = Rotary(rope, head_dim, int(ends.max()), torch.float32, torch.device("cpu"))
+        self.norms = None
+        if norm:
+            self.norms = tuple(1 + torch.randn(head_dim, generator=generator).to(dtype) / 4 for _ in range(2))
+
+    def cache(self, dtype, device) -> KvCache:
+        _, _, pages, kv_heads, page, head_dim = self.noise.shape
+        made = KvCache(
+            layers=LAYERS, page_count=pages, page_size=page, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        made.all_keys.copy_(self.noise[:, 0])
+        made.all_values.copy_(self.noise[:, 1])
+        return made
+
+    def expected(self, layer: int) -> tuple[torch.Tensor, KvCache]:
+        """``[tokens without padding, heads * head_dim]`` float32, and the cache after it."""
+        cache, kernels = self.cache(torch.float32, torch.device("cpu")), TorchKernels()
+        heads = self.qkv.float()[self.places].view(len(self.places), -1, self.head_dim)
+        queries, keys, values = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.norms:
+            queries, keys = (kernels.norm(x, w.float(), 1e-5) for x, w in zip((queries, keys), self.norms, strict=True))
+        angles = self.rotary.at(torch.from_numpy(self.plain.positions))
+        queries, keys = kernels.rotate(queries, *angles), kernels.rotate(keys, *angles)
+        return PlainAttention(cache).step(self.plain, lambda: None).run(layer, queries, keys, values), cache
+
+    def batch(self):
+        from services.worker.attention.cuda import CudaBatch
+
+        slots, positions = np.full(self.tokens, -1, np.int32), np.zeros(self.tokens, np.int32)
+        slots[self.places], positions[self.places] = self.plain.token_slots, self.plain.positions
+        prefix = np.zeros(self.decodes, np.int32)
+        prefix[self.places[: len(self.prefix_tokens)]] = self.prefix_tokens
+        return CudaBatch(
+            put(slots), put(positions), put(self.plain.page_table), self.decodes, self.longest, self.chunks,
+            self.groups, None if self.groups is None else put(prefix),
+        )  # fmt: skip
+
+    def found(self, layer: int, splits: int | None = None, backend="triton", compiled=False):
+        """All tokens' output on the CPU, and the cache."""
+        from services.worker.attention.cuda import CudaAttention
+
+        cache = self.cache(self.dtype, DEVICE)
+        rotary = Rotary.__new__(Rotary)
+        rotary.cos, rotary.sin = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
+        attention = CudaAttention(cache, self.heads, rotary, prefixes=backend, chunks=backend, compiled=compiled)
+        step = attention.prepare(self.batch(), self.plain.page_table, put)
+        if splits is not None:
+            step._splits = splits
+        norms = (None, None) if self.norms is None else tuple(norm.to(DEVICE) for norm in self.norms)
+        return step.run_qkv(layer, self.qkv.to(DEVICE), *norms, 1e-5).cpu(), cache
+
+    def check(self, layer: int = 1, **how) -> None:
+        (expected, stored), (output, cache) = self.expected(layer), self.found(layer, **how)
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(output[self.places].float(), expected, **tolerance)
+        torch.testing.assert_close(cache.all_keys.cpu().float(), stored.all_keys, **tolerance)
+        torch.testing.assert_close(cache.all_values.cpu().float(), stored.all_values, **tolerance)
+        padding = np.setdiff1d(np.arange(self.tokens), self.places)
+        assert not output[padding].any()
+
+
+@pytest.fixture
+def bf16_dots(monkeypatch):
+    """The interpreter keeps bf16 as 16-bit integers and would multiply those."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: create_dot(self, widened(a), widened(b), *rest)
+    )
+
+
+def put(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (3, 3, 16), (10, 2, 32), (16, 1, 128)])
+@pytest.mark.parametrize("page", [1, 16, 128])
+def test_rows_of_one_token_see_their_context(heads, kv_heads, head_dim, page):
+    Case([1, 16, 17, 70, 33], heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page).check()
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+def test_queries_and_keys_are_normed_and_rotated(norm):
+    Case([40, 7], norm=norm).check(layer=0)
+
+
+def test_padding_stores_nothing_and_gives_zeros():
+    Case([20, 5, 64], padding=3, holes=[1, 2]).check()
+    Case([20, 5, 64], [(20, 9)], padding=4, holes=[0]).check()
+
+
+@pytest.mark.parametrize("splits", [2, 3, 32])
+@pytest.mark.parametrize("groups", [(), ((0, 2, 2),)], ids=["alone", "with prefix"])
+def test_programs_that_share_a_row_agree_with_one(splits, groups):
+    Case([260, 65, 3, 100], groups=groups, padding=1).check(splits=splits)
+
+
+@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize(
+    "groups", [((0, 3, 2), (3, 2, 1)), ((1, 2, 1),), ((0, 1, 2), (4, 1, 3))], ids=["all", "part", "gaps"]
+)
+def test_rows_go_on_from_their_shared_prefix(groups, page):
+    Case([65, 66, 80, 70, 64], groups=groups, heads=6, page=page).check()
+
+
+def test_tiles_may_also_go_through_shared_memory(monkeypatch):
+    from services.worker.attention import triton_decode
+
+    monkeypatch.setattr(triton_decode, "decode_options", lambda *_: triton_decode.DecodeOptions(32, 2, 2))
+    Case([65, 66, 3], groups=((0, 2, 1),)).check()
+
+
+def test_groups_larger_than_a_tile():
+    Case([33] * 20 + [90], groups=((0, 20, 2),), heads=8, kv_heads=1).check()
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2)])
+def test_chunks_are_causal(page, heads, kv_heads):
+    chunks = [(16, 16), (17, 2), (70, 37), (33, 33), (32, 15), (100, 2)]
+    Case([], chunks, heads=heads, kv_heads=kv_heads, page=page).check()
+
+
+@pytest.mark.usefixtures("bf16_dots")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_with_everything(dtype):
+    Case(
+        [50, 40, 1, 70, 65], [(64, 10), (31, 31)], ((0, 2, 1), (3, 2, 3)), heads=8, kv_heads=2, head_dim=64,
+        dtype=dtype, padding=2, norm=True,
+    ).check()  # fmt: skip
+
+
+def test_scores_far_apart_do_not_overflow():
+    case = Case([40, 40], [(20, 5)], ((0, 2, 1),))
+    case.noise[:, 0] *= 1000
+    case.check()
+
+
+def test_keys_that_are_not_numbers_reach_their_own_row_only():
+    case = Case([40, 40])
+    case.noise[:, :, case.plain.page_table[case.plain.row_slots[0], 0]] = float("nan")
+    output, _ = case.found(0)
+    assert output.isfinite().all(dim=1).tolist() == [False, True]
+
+
+def test_a_compiled_model_runs_the_step_that_was_prepared_last():
+    Case([20, 5], [(20, 9)]).check(compiled=True)
+
+
+def test_compiled_code_takes_any_number_of_tokens():
+    from services.worker.attention.compiled import TraceableRotation, activate
+
+    class Twice:
+        def run_qkv(self, layer, qkv, q_norm, k_norm, eps):
+            return 2 * qkv[:, :4]
+
+    activate(Twice())
+    step = TraceableRotation(4)
+    weight = torch.eye(4)
+    compiled = torch.compile(
+        lambda qkv: step.run_qkv(3, qkv, None, None, 1e-5) @ weight, backend="aot_eager", dynamic=True, fullgraph=True
+    )
+    for tokens, stance in ((5, "default"), (7, "fail_on_recompile"), (11, "fail_on_recompile")):
+        qkv = torch.randn(tokens, 8)
+        with torch.compiler.set_stance(stance):
+            torch.testing.assert_close(compiled(qkv), 2 * qkv[:, :4])
+
+
+def test_warming_up_stores_nothing():
+    from services.worker.attention.cuda import CudaAttention
+
+    case = Case([20])
+    cache, rotary = case.cache(torch.float32, DEVICE), case.rotary
+    rotary.cos, rotary.sin = rotary.cos.to(DEVICE), rotary.sin.to(DEVICE)
+    CudaAttention(cache, case.heads, rotary, prefixes="triton", chunks="triton").warm_up()
+    torch.testing.assert_close(cache.all_keys.cpu(), case.noise[:, 0], atol=0, rtol=0)
+
+
+def test_an_unknown_backend_is_refused():
+    from services.worker.attention.cuda import CudaAttention
+
+    case = Case([20], head_dim=64, dtype=torch.bfloat16)
+    attention = CudaAttention(case.cache(torch.bfloat16, DEVICE), case.heads, case.rotary, prefixes="triton")
+    with pytest.raises(ValueError, match="do: triton"):
+        attention._spans("flash", causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["flashinfer-fa2", "flashinfer-fa3"])
+@pytest.mark.parametrize("groups", [((0, 3, 2), (3, 2, 1)), ((0, 1, 2), (4, 1, 3))], ids=["slice", "gathered"])
+def test_flashinfer_takes_prefixes_and_chunks(backend, groups):
+    pytest.importorskip("flashinfer")
+    Case(
+        [65, 66, 80, 70, 64], [(64, 10), (31, 31)], groups, heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16
+    ).check(backend=backend)
+
+
+def spans(*rows: tuple[int, int, int, int]) -> Spans:
+    return Spans(*(np.array(column, np.int32) for column in zip(*rows, strict=True)))
+
+
+def test_tiles_cover_their_spans_with_the_longest_first():
+    made = tiles(spans((0, 5, 1, 20), (5, 2, 3, 40)), 4, causal=True)
+    assert made.tolist() == [[5, 2, 3, 39, 40], [4, 1, 1, 20, 20], [0, 4, 1, 16, 19]]
+    made = tiles(spans((0, 5, 1, 20), (5, 2, 3, 40)), 4, causal=False)
+    assert made.tolist() == [[5, 2, 3, 40, 40], [0, 4, 1, 20, 20], [4, 1, 1, 20, 20]]
+
+
+def test_pages_of_spans_lie_behind_each_other():
+    table = np.arange(20, dtype=np.int32).reshape(2, 10)
+    lists = page_lists(spans((0, 1, 1, 5), (1, 1, 0, 8)), table, 4)
+    assert lists.pages.tolist() == [10, 11, 0, 1]
+    assert lists.offsets.tolist() == [0, 2, 4]
+    assert lists.last_tokens.tolist() == [1, 4]
+
+
+def test_few_rows_between_spans_are_taken_along_and_many_are_left_out():
+    rows, begins = packed(spans((3, 10, 0, 16), (14, 10, 1, 16)))
+    assert (rows, begins.tolist()) == (slice(3, 24), [0, 11, 21])
+    rows, begins = packed(spans((3, 2, 0, 16), (14, 3, 1, 16)))
+    assert (rows.tolist(), begins.tolist()) == ([3, 4, 14, 15, 16], [0, 2, 5])

@@ -1,0 +1,229 @@
+"""The engine's two threads, with a runner whose steps end when the test says so."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from services.common.errors import FailedPrecondition, TokaError
+from services.worker.boot import Booted
+from services.worker.engine import Engine
+from services.worker.runner.plan import Plan, Sampled, StepOutput
+from tokasaurus.worker.v1 import plan_pb2
+
+SECONDS = 10.0  # that anything may take
+NONE = np.empty(0, np.int64)
+
+
+class Step:
+    """Ends when ``may_end`` is set."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.may_end, self.error = number, threading.Event(), None
+
+    def result(self) -> StepOutput:
+        assert self.may_end.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+        return StepOutput(self.number, Sampled(NONE, NONE, np.empty(0, bool)))
+
+
+class LateRunner:
+    """Every plan becomes a ``Step``, but for those that are refused."""
+
+    limits = None
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Step] = {}
+        self.refused: set[int] = set()
+        self.resets = 0
+        self.closed = False
+
+    def start(self, plan: Plan) -> Step:
+        if plan.step in self.refused:
+            raise FailedPrecondition(f"step {plan.step} is refused")
+        self.steps[plan.step] = Step(plan.step)
+        return self.steps[plan.step]
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Listener:
+    """A client that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.told: list[int | str] = []
+
+    def answer(self, result: plan_pb2.StepResult) -> None:
+        self.told.append(result.step)
+
+    def fail(self, error: TokaError) -> None:
+        self.told.append(error.message)
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+@pytest.fixture
+def runner() -> LateRunner:
+    return LateRunner()
+
+
+@pytest.fixture
+async def started(runner):
+    """The engine, serving, and the future of its end."""
+    engine = Engine(lambda: Booted(runner, "late", "none", "none"))
+    booted, ended = engine.start()
+    await booted
+    yield engine, ended
+    for step in runner.steps.values():
+        step.may_end.set()
+    engine.stop()
+    await asyncio.wait((ended,), timeout=SECONDS)
+    if not ended.cancel():
+        ended.exception()
+
+
+@pytest.fixture
+def engine(started) -> Engine:
+    return started[0]
+
+
+@pytest.fixture
+def ended(started) -> asyncio.Future:
+    return started[1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def submit(engine: Engine, client: Listener, runner: LateRunner, *steps: int) -> None:
+    """Returns when those that are not refused run."""
+    for step in steps:
+        engine.submit(client, plan_pb2.StepPlan(step=step))
+    await until(lambda: set(steps) - runner.refused <= runner.steps.keys())
+
+
+async def test_steps_that_end_out_of_turn_are_answered_in_order(engine, runner):
+    client = Listener()
+    engine.open(client)
+    await submit(engine, client, runner, 1, 2, 3)
+    for step in (3, 2):
+        runner.steps[step].may_end.set()
+    await asyncio.sleep(0.02)
+    assert client.told == []
+    runner.steps[1].may_end.set()
+    await until(lambda: len(client.told) == 3)
+    assert client.told == [1, 2, 3]
+
+
+async def test_a_plan_is_started_while_the_one_before_runs(engine, runner):
+    client = Listener()
+    engine.open(client)
+    await submit(engine, client, runner, 1, 2)
+    assert client.told == []
+
+
+async def test_the_end_is_told_behind_the_last_answer(engine, runner):
+    client = Listener()
+    engine.open(client)
+    await submit(engine, client, runner, 1, 2)
+    engine.finish(client)
+    runner.steps[1].may_end.set()
+    await until(lambda: client.told == [1])
+    await asyncio.sleep(0.02)
+    assert client.told == [1]
+    runner.steps[2].may_end.set()
+    await until(lambda: len(client.told) == 3)
+    assert client.told == [1, 2, "finished"]
+
+
+async def test_a_refused_plan_is_told_behind_the_answers_before_it(engine, runner):
+    client = Listener()
+    runner.refused = {3}
+    engine.open(client)
+    await submit(engine, client, runner, 1, 2, 3)
+    await until(lambda: runner.resets == 2)  # the takeover's, and the refusal's
+    assert client.told == []
+    for step in (1, 2):
+        runner.steps[step].may_end.set()
+    await until(lambda: len(client.told) == 3)
+    assert client.told == [1, 2, "step 3 is refused"]
+
+
+async def test_plans_behind_a_refused_one_are_dropped(engine, runner):
+    client = Listener()
+    runner.refused = {1}
+    engine.open(client)
+    engine.submit(client, plan_pb2.StepPlan(step=1))
+    engine.submit(client, plan_pb2.StepPlan(step=2))
+    await until(lambda: client.told == ["step 1 is refused"])
+    assert not runner.steps
+
+
+async def test_a_step_that_the_device_fails_with_ends_the_engine(engine, ended, runner):
+    client = Listener()
+    engine.open(client)
+    await submit(engine, client, runner, 1, 2)
+    runner.steps[2].error = RuntimeError("the device is gone")
+    for step in (1, 2):
+        runner.steps[step].may_end.set()
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await ended
+    assert client.told == [1]
+    assert not runner.closed  # it would wait for the device
+
+
+async def test_a_stopped_engine_answers_what_runs_and_closes_the_runner(engine, ended, runner):
+    client = Listener()
+    engine.open(client)
+    await submit(engine, client, runner, 1)
+    engine.stop()
+    await asyncio.sleep(0.02)
+    assert not ended.done()
+    runner.steps[1].may_end.set()
+    async with asyncio.timeout(SECONDS):
+        await ended
+    assert client.told == [1]
+    assert runner.closed
+
+
+async def test_a_client_that_is_gone_is_told_nothing(engine, runner):
+    first, second = Listener(), Listener()
+    engine.open(first)
+    await submit(engine, first, runner, 1)
+    first.closed = True
+    engine.close(first)
+    engine.open(second)
+    await until(lambda: runner.resets == 3)
+    running = runner.steps.pop(1)
+    await submit(engine, second, runner, 1)
+    for step in (running, runner.steps[1]):
+        step.may_end.set()
+    await until(lambda: second.told == [1])
+    assert first.told == []
+
+
+async def test_the_time_of_a_step_that_does_not_end_grows(engine, runner):
+    client = Listener()
+    assert engine.busy_s() == 0
+    engine.open(client)
+    await submit(engine, client, runner, 1)
+    await until(lambda: engine.busy_s() > 0.02)
+    earlier = engine.busy_s()
+    await asyncio.sleep(0.02)
+    assert engine.busy_s() >= earlier + 0.015
+    runner.steps[1].may_end.set()
+    await until(lambda: client.told == [1])
+    await until(lambda: engine.busy_s() == 0)

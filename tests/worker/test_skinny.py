@@ -1,0 +1,123 @@
+"""Products of few rows, and the decoder made of them."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from services.worker.layers.linear import Linear
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
+
+# The interpreter multiplies no bfloat16.
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+EPS = 1e-5
+INPUTS, OUTPUTS = 160, 72
+# Outputs, inputs, split, warps, stages: tensor cores with every warp on its own inputs, or on its own outputs; none.
+KINDS = {"apart": (16, 64, 4, 4, 3), "together": (32, 64, 1, 4, 2), "without": (16, 32, 0, 4, 2)}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+
+
+def product(x, weight, bias=None, *, kind="apart", **how):
+    from services.worker.layers.triton_skinny import SkinnyOptions, skinny_product
+
+    return skinny_product(x, weight, bias, options=SkinnyOptions(*KINDS[kind]), **how)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2**-9 if torch.float16 == DTYPE else 2**-6
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("inputs", [128, INPUTS])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+def test_products_of_any_size(rows, kind, inputs):
+    x, weight = random(rows, inputs), random(OUTPUTS, inputs, seed=1)
+    check(product(x, weight, kind=kind), x.float() @ weight.float().t())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_bias_and_sum_are_part_of_the_product(kind):
+    x, weight, bias, total = random(5, INPUTS), random(OUTPUTS, INPUTS, seed=1), random(OUTPUTS), random(5, OUTPUTS)
+    norm = 1 + random(INPUTS, seed=2) / 4
+    before = total.float()
+    found = product(3 * x, weight, bias, kind=kind, norm=(norm, EPS), onto=total)
+    normed = F.rms_norm(3 * x.float(), (INPUTS,), norm.float(), EPS)
+    assert found is total
+    check(found, normed @ weight.float().t() + bias.float() + before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_are_those_of_two_products(kind, bias):
+    x, weight = random(4, INPUTS), random(2 * OUTPUTS, INPUTS, seed=1) / 4
+    bias = random(2 * OUTPUTS, seed=2) if bias else None
+    gate, up = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).chunk(2, dim=1)
+    check(product(x, weight, bias, kind=kind, gated=True), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_is_handed_to_the_next_norm(kind):
+    from services.worker.layers.triton_skinny import SkinnyOptions, skinny_sum
+
+    x, weight, bias, total = random(5, INPUTS), random(OUTPUTS, INPUTS, seed=1), random(OUTPUTS), random(5, OUTPUTS)
+    norm, following = 1 + random(OUTPUTS, seed=2) / 4, random(48, OUTPUTS, seed=3)
+    stream = total.float() + x.float() @ weight.float().t() + bias.float()
+    handed = skinny_sum(x, weight, bias, total, norm, options=SkinnyOptions(*KINDS[kind]))
+    check(total, stream)
+    check(handed.squares.sum(0), stream.square().sum(1))
+    expected = F.rms_norm(stream, (OUTPUTS,), norm.float(), EPS) @ following.float().t()
+    check(product(handed, following, kind=kind, norm=(norm, EPS)), expected)
+
+
+def test_rows_of_padding_do_not_change_the_others():
+    x, weight = random(8, INPUTS), random(OUTPUTS, INPUTS, seed=1)
+    alone = product(x[:3], weight)
+    assert torch.equal(product(x, weight)[:3], alone)
+
+
+def test_too_many_rows_are_refused():
+    with pytest.raises(ValueError, match="17 rows: 1 to 16"):
+        product(random(17, INPUTS), random(OUTPUTS, INPUTS))
+
+
+CONFIGS = {
+    "llama": {},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "qwen2": {"qkv_bias": True, "tied_embeddings": False},
+    "qwen3": {"qk_norm": True},
+    "odd sizes": {"hidden_size": 72, "intermediate_size": 88},
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="attention here is the reference, on the CPU")
+@pytest.mark.parametrize("keep", [None, [6, 2]])
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_the_decoder_gives_what_the_model_gives(changes, keep):
+    from services.worker.models.skinny_cuda import SkinnyDecoder
+
+    config, tokens = small_config(**changes), 7
+    model = small_model(config, DTYPE, linear=partial(Linear, transposed=True))
+    token_ids, positions = torch.arange(tokens) * 7 % config.vocab_size, torch.arange(tokens)
+    keep = keep if keep is None else torch.tensor(keep)
+    (plain_cache, plain), (cache, inner) = one_sequence(config, tokens, DTYPE), one_sequence(config, tokens, DTYPE)
+    with torch.inference_mode():
+        steps = [PlainRotatingStep(config, model.rotary, positions, each) for each in (plain, inner)]
+        expected = model(token_ids, positions, steps[0], keep)
+        found = SkinnyDecoder(model, ahead_bytes=0)(token_ids, positions, steps[1], keep)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(cache.all_keys, plain_cache.all_keys, rtol=0.02, atol=0.02)
+
+
+def test_a_model_with_other_products_is_refused():
+    from services.worker.models.skinny_cuda import SkinnyDecoder
+
+    with pytest.raises(ValueError, match="not all of transposed Linear"):
+        SkinnyDecoder(small_model(small_config(), DTYPE))
