@@ -23,7 +23,8 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
     if config.record_plans is not None:
         _check_may_write(config.record_plans)
     # Fetched once, before the children ask.
-    card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=True), stop)
+    weights = config.load_format != "dummy"
+    card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
     if card is None:
         return
     config = _with_free_ports(config)

@@ -7,7 +7,7 @@ import uuid
 import structlog
 
 from services.common.config import SchedulerConfig
-from services.common.errors import Internal, Unavailable
+from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
 from services.common.model_files import read_card
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.server import RpcServer
@@ -77,7 +77,9 @@ class SchedulerServer:
             self._core,
             card.max_context_tokens,
             self._hub.deliver,
-            lambda error: loop.call_soon_threadsafe(self._fail, error),
+            lambda error: loop.call_soon_threadsafe(
+                self._fail, Internal(f"the step loop failed: {type(error).__name__}: {error}")
+            ),
             stats_report_seconds=config.stats_report_seconds,
             recorder=self._recorder,
         )
@@ -87,6 +89,7 @@ class SchedulerServer:
             max(config.scheduling_steps_ahead, MOST_AHEAD),
             self.engine,
             self._check_worker,
+            lambda reason: loop.call_soon_threadsafe(self._fail, FailedPrecondition(reason)),
         )
         self._rpc = RpcServer(SERVICE, max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES)
         servicer = SchedulerServicer(self._hub, self.model, self.scheduler_id)
@@ -99,7 +102,8 @@ class SchedulerServer:
         return self.address
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set. Raises ``Internal`` when the step loop failed."""
+        """Until ``stop`` is set. Raises ``Internal`` when the step loop failed, ``FailedPrecondition`` when the first
+        worker is one that can never be used."""
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((stopping, self._failure), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -114,7 +118,8 @@ class SchedulerServer:
         await asyncio.to_thread(self.engine.stop)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
-        self._failure.cancel()
+        if not self._failure.cancel():
+            self._failure.exception()  # seen: ``wait`` raised it, or nobody waits
 
     def _check_worker(self, info: worker_pb2.WorkerInfo) -> None:
         """Runs on the link's thread."""
@@ -126,7 +131,10 @@ class SchedulerServer:
             )
         policy = self._core.state.policy
         if policy.hydragen is not None and not info.hydragen:
-            raise ValueError("use_hydragen=T, and the worker has no shared-prefix attention: leave use_hydragen out")
+            raise ValueError(
+                f"flag use_hydragen=T: the worker, on {info.device}, has no shared-prefix attention, only those on cuda"
+                " have; leave the flag out"
+            )
         if policy.micro_batches > max(1, info.max_micro_batches):
             raise ValueError(
                 f"pp_size={self._config.pp_size} pp_num_buffer_stages={self._config.pp_num_buffer_stages} cut a step"
@@ -135,9 +143,9 @@ class SchedulerServer:
             )
         self.model.set_shape(self.engine.shape_of(info))
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: TokaError) -> None:
         if not self._failure.done():
-            self._failure.set_exception(Internal(f"the step loop failed: {type(error).__name__}: {error}"))
+            self._failure.set_exception(error)
 
     async def _watch_pulse(self) -> None:
         """Health is what the step loop says, and what its silence says."""

@@ -54,7 +54,8 @@ def boot(config: WorkerConfig) -> Booted:
 
     kernels = make_kernels(device, dtype, compiled=config.torch_compile)
     linear = make_linear(described, dtype, device, config.quantization)
-    model = DecoderModel(described, dtype, device, kernels, linear, adds_in_product=device.type == "cuda")
+    adds_in_product = device.type == "cuda" and config.quantization == "none"
+    model = DecoderModel(described, dtype, device, kernels, linear, adds_in_product=adds_in_product)
     if dummy:
         weights.load_dummy(model, seed=0)
     else:

@@ -12,6 +12,7 @@ from services.worker.attention.factory import make_cuda_attention
 from services.worker.boot import make_cache, make_limits
 from services.worker.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.skinny_cuda import SkinnyDecoder, suits
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.plan import Plan
@@ -29,6 +30,7 @@ log = structlog.get_logger(__name__)
 def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> CudaRunner:
     """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice."""
     device = model.embedding.device
+    _refuse_sizes(config, model)
     peak = _measure(config, model, max_context)
     bytes_per_page = KvCache.bytes_per_page(
         model.config.layers, config.page_size, model.config.kv_heads, model.config.head_dim, model.embedding.dtype
@@ -44,10 +46,23 @@ def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> 
     pages = fitting if wanted is None else wanted
     runner = _assemble(config, model, make_cache(config, model, pages), max_context)
     try:
-        _rehearse(runner, config)
+        _rehearse(runner, config, model)
     except torch.OutOfMemoryError as error:
         raise InvalidRequest(_advice(config, free, peak, graphs, fitting), field="kv_cache_num_tokens") from error
     return runner
+
+
+def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
+    """Kernels index with masks and shifts."""
+    if config.page_size & (config.page_size - 1):
+        raise InvalidRequest(
+            f"flag page_size={config.page_size}: on cuda it must be a power of two, such as 16", field="page_size"
+        )
+    head_dim = model.config.head_dim
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        raise InvalidRequest(
+            f"config.json: head_dim={head_dim} is not supported on cuda; 16, 32, 64, 128 and 256 are", field="model"
+        )
 
 
 def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int:
@@ -84,7 +99,7 @@ def _assemble(config: WorkerConfig, model: DecoderModel, cache: KvCache, max_con
     return CudaRunner(model.forward, cache, attention, sampler, state, limits)
 
 
-def _rehearse(runner: CudaRunner, config: WorkerConfig) -> None:
+def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel) -> None:
     """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
     limits = runner.limits
     features = rehearsal.every_feature(limits)
@@ -98,7 +113,8 @@ def _rehearse(runner: CudaRunner, config: WorkerConfig) -> None:
             for rows in (0, min(3, limits.max_slots - 1)):
                 _run_all(runner, rehearsal.mixed(limits, rows, 1, size, settings))
     if config.use_cudagraphs:
-        runner.capture(config.cudagraph_max_size)
+        skinny = SkinnyDecoder(model, pdl=True) if suits(model) else None
+        runner.capture(config.cudagraph_max_size, skinny)
         for settings in (rehearsal.PLAIN, features):
             _run_all(runner, rehearsal.decodes(limits, 1, settings))
     for plans in rehearsal.largest(limits):

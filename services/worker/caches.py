@@ -15,7 +15,7 @@ _VARIABLES = {
 
 
 def keep_compiled_code_in(directory: str) -> None:
-    """Point every compiler's cache into ``directory``, which is made; before anything is compiled and FlashInfer is imported.
+    """Point every compiler's cache into ``directory``, which is made. Call it before any of them runs.
 
     Takes precedence over those compilers' own variables. Raises ``InvalidRequest`` where it cannot be written.
     """

@@ -80,7 +80,8 @@ class Engine:
 
     def busy_s(self) -> float:
         """For how many seconds the piece of work at hand has been running; 0 when idle."""
-        return time.monotonic() - min(self._busy_since.copy().values(), default=time.monotonic())
+        since = list(self._busy_since.copy().values())
+        return time.monotonic() - min(since) if since else 0.0
 
     def _serve(self, loop: asyncio.AbstractEventLoop, booted: asyncio.Future, ended: asyncio.Future) -> None:
         try:
@@ -152,9 +153,9 @@ class Engine:
                 owed()
                 del self._busy_since["answers"]
         except BaseException as error:
-            log.error("a step cannot be answered", exc_info=error)
             self._broken = error
             self._work.put(None)
+            log.error("a step cannot be answered", exc_info=error)
 
 
 def _settle(future: asyncio.Future, value: object, error: BaseException | None) -> None:

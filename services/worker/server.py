@@ -12,6 +12,7 @@ from services.common.errors import Internal
 from services.common.rpc.server import RpcServer
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot import Booted, boot
+from services.worker.compilation import kernel_compilations, recompilations
 from services.worker.engine import Engine
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -84,8 +85,8 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
 
 
 async def _watch(engine: Engine, server: RpcServer, interval_s: float = 1.0) -> None:
-    """Health follows the compute thread: SERVING while its work gets done."""
-    ready = None
+    """Health follows the compute thread: SERVING while its work gets done. Compilations after the start are told."""
+    ready, compiled = None, 0
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             working = engine.busy_s() < STUCK_AFTER_S
@@ -94,4 +95,7 @@ async def _watch(engine: Engine, server: RpcServer, interval_s: float = 1.0) -> 
                 await server.set_ready(ready)
                 if not ready:
                     log.error("a step does not end", seconds=round(engine.busy_s()))
+            if (now := recompilations() + kernel_compilations()) > compiled:
+                compiled = now
+                log.warning("compiled while serving: a step was slow", compilations=compiled)
             await asyncio.sleep(interval_s)

@@ -94,9 +94,7 @@ def test_addresses_are_separated_by_commas():
         load(GatewayConfig, ["scheduler_addresses="], {})
 
 
-@pytest.mark.parametrize(
-    "flag", ["tp_size=2", "pp_size=2", "use_hydragen=T", "use_cudagraphs=T", "async_tp_threshold=6144", "dp_rank=1"]
-)
+@pytest.mark.parametrize("flag", ["tp_size=2", "pp_size=2", "async_tp_threshold=6144", "dp_rank=1"])
 def test_a_flag_that_would_be_ignored_is_refused(flag):
     with pytest.raises(FlagError, match=flag.partition("=")[0]):
         load(DeploymentConfig, [flag], {})
@@ -113,12 +111,54 @@ def test_a_flag_that_would_be_ignored_is_refused(flag):
 def test_a_flag_that_means_nothing_without_another_is_refused_without_it(flag, needed):
     with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}"):
         load(SchedulerConfig, [flag], {})
-    with pytest.raises(FlagError, match=f"flag {flag}: is not available in this version") as caught:
+    there = needed == "use_hydragen=T"
+    sentence = f"has no effect without {needed}" if there else "is not available in this version"
+    with pytest.raises(FlagError, match=f"flag {flag}: {sentence}") as caught:
         load(DeploymentConfig, [flag], {})
-    assert needed not in str(caught.value)
+    assert there or needed not in str(caught.value)
 
 
-def test_a_scheduler_takes_what_toka_cannot_do_yet():
+@pytest.mark.parametrize("kind", [WorkerConfig, DeploymentConfig])
+@pytest.mark.parametrize(
+    ("flag", "needed"), [("cudagraph_max_size=64", "use_cudagraphs=T"), ("fail_on_recompile=T", "torch_compile=T")]
+)
+def test_a_flag_of_the_worker_that_means_nothing_without_another_is_refused_without_it(kind, flag, needed):
+    with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}; leave it out, or set both"):
+        load(kind, [flag], {})
+    assert load(kind, [flag, needed], {})
+
+
+def test_hydragen_is_refused_where_the_worker_is_to_be_on_a_cpu():
+    with pytest.raises(FlagError, match="flag use_hydragen=T: a worker on cpu has no shared-prefix attention"):
+        load(DeploymentConfig, ["use_hydragen=T", "device=cpu"], {})
+    for device in ("auto", "cuda"):
+        assert load(DeploymentConfig, ["use_hydragen=T", f"device={device}"], {}).use_hydragen
+
+
+@pytest.mark.parametrize(("text", "pages"), [("auto", None), ("(512 * 1024)", 32768), ("47", 2)])
+def test_the_cache_has_whole_pages_or_as_many_as_fit(text, pages):
+    config = load(WorkerConfig, [f"kv_cache_num_tokens={text}"], {})
+    assert config.page_count == pages
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("kv_cache_num_tokens=automatic", "flag kv_cache_num_tokens='automatic'"),
+        ("kv_cache_num_tokens=-5", "flag kv_cache_num_tokens='-5'.*expected 1 or more tokens, or auto"),
+        ("kv_cache_num_tokens=(2 ** 41)", "expected 1 or more tokens, or auto"),
+        ("load_format=pt", "flag load_format='pt': input should be 'safetensors' or 'dummy'"),
+        ("quantization=int4", "flag quantization='int4': input should be 'none' or 'fp8'"),
+        ("cudagraph_max_size=4", "flag cudagraph_max_size='4'.*greater than or equal to 8"),
+        ("compile_cache_dir=", "flag compile_cache_dir=''.*at least 1"),
+    ],
+)
+def test_a_wrong_flag_of_the_worker_is_named(flag, message):
+    with pytest.raises(FlagError, match=message):
+        load(WorkerConfig, [flag], {})
+
+
+def test_a_scheduler_takes_what_its_worker_may_not_do():
     """Another worker may be able to; one that is not is refused when it connects."""
     arguments = ["use_hydragen=T", "hydragen_min_group_size=8", "hydragen_min_prefix_len=(2 * 64)"]
     config = load(SchedulerConfig, [*arguments, "pp_size=2", "pp_num_buffer_stages=0"], {})

@@ -30,6 +30,11 @@ PROGRAMS = {
     ),
     "gateway_capacity": (["requests=2", "samples=16", "sequences=64"], "cpu_s_per_million_tokens"),
     "model": (["shape=tiny"], "bytes"),
+    "worker": (["rows=4", "own=8", "steps=6", "skip=2", "window=3"], "tokens_per_second"),
+    "fuzz_worker": (
+        ["batches=200", "worker_flags=max_seqs_per_forward=32 max_tokens_per_forward=128 max_context_tokens=300"],
+        "batches_per_second",
+    ),
 }
 PLOTS = ("coverage", "admission", "monkeys")
 ASK_A_SERVER = ("monkeys", "mixed", "latency")

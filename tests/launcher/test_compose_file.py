@@ -21,10 +21,25 @@ def test_a_container_is_given_every_flag_of_its_service(service: str, kind: type
     assert given == set(kind.model_fields) - FIXED
 
 
-def test_the_scheduler_has_a_place_of_its_own_to_record_to():
-    service = COMPOSE["services"]["scheduler"]
+@pytest.mark.parametrize(("name", "volume"), [("scheduler", "recordings"), ("worker", "cache")])
+def test_a_service_has_a_place_of_its_own_to_write_to(name: str, volume: str):
+    service = COMPOSE["services"][name]
     assert set(COMPOSE["x-service"]["volumes"]) < set(service["volumes"])
-    assert "recordings:/recordings" in service["volumes"]
-    assert "recordings" in COMPOSE["volumes"]
+    assert f"{volume}:/{volume}" in service["volumes"]
+    assert volume in COMPOSE["volumes"]
     before_user, _, _ = (ROOT / service["build"]["dockerfile"]).read_text().partition("USER toka")
-    assert "install -d -o toka -m 700 /recordings" in before_user  # a new volume takes owner and mode from the image
+    assert f"install -d -o toka -m 700 /{volume}" in before_user  # a new volume takes owner and mode from the image
+
+
+def test_compiled_code_is_kept_in_the_volume():
+    assert COMPOSE["services"]["worker"]["environment"]["TOKA_COMPILE_CACHE_DIR"] == "/cache"
+
+
+def test_what_is_laid_over_for_a_gpu_names_what_there_is():
+    laid_over = yaml.safe_load((ROOT / "docker" / "compose.cuda.yml").read_text())["services"]
+    assert set(laid_over) == {"worker"}
+    own = COMPOSE["services"]["worker"]
+    dockerfile = (ROOT / own["build"]["dockerfile"]).read_text()
+    assert all(f"ARG {name}=" in dockerfile for name in laid_over["worker"]["build"]["args"])
+    assert f"AS base-{laid_over['worker']['build']['args']['VARIANT']}\n" in dockerfile
+    assert set(laid_over["worker"]["environment"]) <= set(own["environment"])

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from services.common.config import SchedulerConfig
+from services.common.errors import FailedPrecondition
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.server import SchedulerServer, serve
 from tests.fakes.model import FakeShape, continuation
@@ -74,16 +75,53 @@ async def test_without_a_worker_there_is_no_service_yet():
     await server.stop()
 
 
-async def test_a_worker_with_another_vocabulary_is_not_used():
-    worker = FakeWorker(FakeShape(vocab_size=100))
-    address = await worker.start()
-    server = SchedulerServer(SchedulerConfig(worker_address=address, scheduler_listen="127.0.0.1:0"))
-    await server.start()
-    with pytest.raises(ValueError, match="same model"):
-        server._check_worker((await worker.GetWorkerInfo(None, None)).info)
+@pytest.mark.parametrize(
+    ("shape", "flags", "reason"),
+    [
+        ({"vocab_size": 100}, {}, "start both with the same model"),
+        ({"hydragen": False}, {"use_hydragen": True}, "flag use_hydragen=T: the worker, on .*, has no shared-prefix"),
+        ({"max_micro_batches": 1}, {"pp_size": 2}, "start both with the same pp_size"),
+    ],
+)
+async def test_a_first_worker_that_can_never_be_used_ends_the_start_with_the_reason(shape, flags, reason):
+    worker = FakeWorker(FakeShape(**shape))
+    config = SchedulerConfig(worker_address=await worker.start(), scheduler_listen="127.0.0.1:0", **flags)
+    with pytest.raises(FailedPrecondition, match=reason):
+        await asyncio.wait_for(serve(config, asyncio.Event()), 30)
     assert worker.streams == 0
-    await server.stop()
     await worker.stop()
+
+
+class AskedWorker(FakeWorker):
+    """Notes that it was asked what it is."""
+
+    def __init__(self, shape: FakeShape) -> None:
+        super().__init__(shape)
+        self.asked = asyncio.Event()
+
+    async def GetWorkerInfo(self, request, context):
+        self.asked.set()
+        return await super().GetWorkerInfo(request, context)
+
+
+async def test_a_later_worker_that_cannot_be_used_is_waited_out():
+    async with start() as service:
+        right = service.worker
+        await right.stop()
+        await service.until_health(False)
+        wrong = AskedWorker(FakeShape(vocab_size=100))
+        await wrong.start(right.address)
+        async with session(service) as client:
+            await client.submit(0, **request(1, most=5))
+            await client.decided(0)
+            await wrong.asked.wait()
+            assert not (await service.load()).ready
+            await wrong.stop()
+            await right.start(right.address)
+            await client.finished(0)
+            assert client.samples[0].tokens == continuation(right.shape, PROMPT, 5, seed=1)
+        assert wrong.streams == 0
+        await service.until_health(True)
 
 
 async def test_one_bad_sequence_does_not_hurt_the_others():

@@ -1,6 +1,8 @@
 """One graph for every number of tokens."""
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +92,15 @@ def test_a_recompilation_is_counted_or_forbidden():
     assert compilation.recompilations() == 0
     pair.check(1)
     assert compilation.recompilations() == 1
+
+
+def test_kernels_that_are_compiled_after_the_boot_are_counted(monkeypatch):
+    runtime = SimpleNamespace(jit_post_compile_hook=None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
+    compilation.mark_ready()
+    assert compilation.kernel_compilations() == 0
+    # As Triton calls it.
+    runtime.jit_post_compile_hook(key="", repr="", fn=None, compile={}, is_manual_warmup=False, already_compiled=False)
+    assert compilation.kernel_compilations() == 1
+    compilation.mark_ready()
+    assert compilation.kernel_compilations() == 0

@@ -4,9 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.worker.runner.plan import Groups
+from services.worker.runner.group_checks import check_groups
+from services.worker.runner.plan import Admission, Batch, Groups, Limits
+from services.worker.runner.slots import SlotTable
 from tests.worker.driver import admission, batch
 
 INF, NAN = float("inf"), float("nan")
@@ -128,3 +133,125 @@ def test_the_batch_is_checked_again_when_it_is_left_out(driver):
 def test_a_slot_is_released_and_admitted_in_one_plan(driver):
     output = driver.run(releases=[0, 1], **new(slot=0), batch=batch([0], [5]))
     assert output.sampled.slots.tolist() == [0]
+
+
+GROUP_LIMITS = Limits(
+    page_size=4,
+    page_count=64,
+    max_slots=12,
+    max_tokens_per_step=64,
+    max_context_tokens=24,
+    vocab_size=400,
+    max_top_logprobs=20,
+    hydragen=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """A batch of families, of which some were admitted in this very plan, and groups that are as they should be."""
+
+    slots: SlotTable
+    batch: Batch
+    admissions: tuple[Admission, ...]
+    computed: np.ndarray  # [max_slots] int64
+    groups: list[tuple[int, int, int]]  # start, count, prefix pages
+
+    def check(self, groups: list[tuple[int, int, int]] | Groups) -> None:
+        if not isinstance(groups, Groups):
+            groups = Groups(*np.array(groups, np.int64).reshape(-1, 3).T)
+        check_groups(groups, self.batch, self.admissions, self.computed, self.slots, GROUP_LIMITS.page_size)
+
+
+@st.composite
+def grouped_batches(draw) -> Grouped:
+    """At least one group; families share their first pages and then have pages of their own, next to each other."""
+    size, width = GROUP_LIMITS.page_size, GROUP_LIMITS.max_pages_per_slot
+    families = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, width)), min_size=1, max_size=3))
+    order = draw(st.permutations(range(GROUP_LIMITS.max_slots)))
+    slots, computed = SlotTable(GROUP_LIMITS, torch.device("cpu")), np.zeros(GROUP_LIMITS.max_slots, np.int64)
+    rows, admissions, groups, fresh = [], [], [], 0
+    for count, shared in families:
+        prefix, fresh = list(range(fresh, fresh + shared)), fresh + shared
+        groups.append((len(rows), count, draw(st.integers(1, shared))))
+        for _ in range(count):
+            slot = order[len(rows)]
+            own = draw(st.integers(0, min(2, width - shared)))
+            length = draw(st.integers(shared * size, (shared + own) * size))
+            made = admission(slot, np.zeros(length + 1), [*prefix, *range(fresh, fresh + own)], cached_tokens=length)
+            fresh += own
+            rows.append(slot)
+            computed[slot] = length
+            if draw(st.booleans()):
+                admissions.append(made)
+            else:
+                slots.admit(made)
+    kept = draw(st.permutations([group for group in groups if draw(st.booleans())] or groups[:1]))
+    return Grouped(slots, batch(rows), tuple(admissions), computed, list(kept))
+
+
+@given(grouped_batches())
+def test_groups_of_rows_that_share_computed_pages_pass(made):
+    made.check(made.groups)
+
+
+@given(grouped_batches())
+def test_no_groups_pass(made):
+    made.check([])
+
+
+@given(grouped_batches(), st.integers(0, 2))
+def test_groups_that_are_not_parallel_are_named(made, shorter):
+    columns = list(np.array(made.groups).T)
+    columns[shorter] = columns[shorter][:-1]
+    with pytest.raises(InvalidRequest, match=r"\d starts, \d counts and \d prefix_pages: they are parallel"):
+        made.check(Groups(*columns))
+
+
+@given(grouped_batches(), st.sampled_from((1, 2)), st.data())
+def test_a_group_of_nothing_is_named(made, column, data):
+    groups = [list(group) for group in made.groups]
+    groups[data.draw(st.integers(0, len(groups) - 1))][column] = 0
+    with pytest.raises(InvalidRequest, match="counts and prefix_pages must be 1 or more"):
+        made.check(groups)
+
+
+@given(grouped_batches(), st.integers(1, 5))
+def test_a_group_behind_the_batch_is_named(made, beyond):
+    rows = len(made.batch.slots)
+    start, _, pages = max(made.groups)
+    groups = [*sorted(made.groups)[:-1], (start, rows - start + beyond, pages)]
+    with pytest.raises(InvalidRequest, match=f"a group ends at row {rows + beyond} of a batch of {rows} rows"):
+        made.check(groups)
+
+
+@given(grouped_batches(), st.data())
+def test_groups_that_overlap_are_named(made, data):
+    start, count, pages = data.draw(st.sampled_from(made.groups))
+    within = data.draw(st.integers(start, start + count - 1))
+    groups = data.draw(st.permutations([*made.groups, (within, 1, pages)]))
+    with pytest.raises(InvalidRequest, match="two groups overlap"):
+        made.check(groups)
+
+
+@given(grouped_batches(), st.data())
+def test_a_prefix_that_is_not_computed_is_named(made, data):
+    start, count, pages = data.draw(st.sampled_from(made.groups))
+    slot = int(made.batch.slots[data.draw(st.integers(start, start + count - 1))])
+    made.computed[slot] = data.draw(st.integers(0, pages * GROUP_LIMITS.page_size - 1))
+    with pytest.raises(InvalidRequest, match=f"slot {slot}: {made.computed[slot]} tokens are computed, but its group"):
+        made.check(made.groups)
+
+
+@given(grouped_batches(), st.data())
+def test_a_row_with_another_page_in_its_prefix_is_named(made, data):
+    shared = [group for group in made.groups if group[1] > 1]
+    assume(shared)
+    start, count, pages = data.draw(st.sampled_from(shared))
+    slot = int(made.batch.slots[data.draw(st.integers(start, start + count - 1))])
+    place = data.draw(st.integers(0, pages - 1))
+    new = {each.slot: each.pages for each in made.admissions}
+    table = new.get(slot, made.slots.page_table[slot])
+    table[place] = GROUP_LIMITS.page_count - 1
+    with pytest.raises(InvalidRequest, match=f"the rows of the group at row {start} differ in their first {pages} pa"):
+        made.check(made.groups)

@@ -83,6 +83,26 @@ def test_rows_of_padding_do_not_change_the_others():
     assert torch.equal(product(x, weight)[:3], alone)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels that overlap need the device")
+def test_kernels_that_overlap_give_the_same():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    from services.worker.layers.triton_skinny import Ahead, skinny_product, skinny_sum
+
+    weights, norm = [random(512, 512, seed=seed) / 16 for seed in range(8)], 1 + random(512) / 4
+
+    def run(pdl: bool) -> torch.Tensor:
+        total = random(8, 512)
+        for weight in weights:
+            handed = skinny_sum(total.clone(), weight, None, total, norm, pdl=pdl)
+            ahead = (Ahead(weight, weight.nbytes),) if pdl else ()
+            skinny_product(handed, weight, norm=(norm, EPS), onto=total, ahead=ahead, pdl=pdl)
+        return total
+
+    expected = run(False)
+    assert all(torch.equal(run(True), expected) for _ in range(20))
+
+
 def test_too_many_rows_are_refused():
     with pytest.raises(ValueError, match="17 rows: 1 to 16"):
         product(random(17, INPUTS), random(OUTPUTS, INPUTS))

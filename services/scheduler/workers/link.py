@@ -68,16 +68,21 @@ class WorkerLink:
         plans_in_flight: int,
         events: WorkerEvents,
         check: Callable[[worker_pb2.WorkerInfo], None],
+        useless: Callable[[str], None],
     ) -> None:
         """``plans_in_flight``: the most there will ever be, if the worker takes them.
 
-        ``check`` raises ``ValueError`` for a worker that this scheduler cannot use.
+        ``check`` raises ``ValueError`` for a worker that this scheduler cannot use. When that is the first worker there
+        ever was, ``useless`` is told the reason, from the link's thread: both were started with flags that do not go
+        together, and waiting would not help.
         """
         self._address = address
         self._scheduler_id = scheduler_id
         self._plans_in_flight = plans_in_flight
         self._events = events
         self._check = check
+        self._useless = useless
+        self._served = False  # some worker was connected
         self._stopping = threading.Event()
         self._call: grpc.Future | None = None  # what the thread waits for
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
@@ -131,7 +136,7 @@ class WorkerLink:
                     kind = response.WhichOneof("payload")
                     if kind == "ready":
                         unanswered.cancel()
-                        was_up = True
+                        was_up = self._served = True
                         log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
                         self._events.worker_connected(stream)
                     elif kind == "result":
@@ -146,6 +151,8 @@ class WorkerLink:
                 reason = "stopping"
             except ValueError as error:  # a worker we cannot use
                 reason = str(error)
+                if not self._served:
+                    self._useless(reason)
             finally:
                 if stream is not None:
                     unanswered.cancel()

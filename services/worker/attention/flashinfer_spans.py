@@ -1,5 +1,6 @@
 """Attention of many query tokens to one slot's pages, by FlashInfer."""
 
+import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,14 +19,15 @@ _WRAPPERS = 4
 
 
 def available(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and has kernels for these sizes."""
+    """Whether FlashInfer is installed and has kernels for these sizes, or what it takes to make them."""
     if head_dim not in _HEAD_DIMS or dtype != torch.bfloat16:
         return False
     try:
         import flashinfer.prefill  # noqa: F401
+        from flashinfer.jit.env import FLASHINFER_AOT_DIR
     except (ImportError, OSError):
         return False
-    return True
+    return shutil.which("nvcc") is not None or any(FLASHINFER_AOT_DIR.glob("*/*.so"))
 
 
 class PlannedWrapper(NamedTuple):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
+from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import LinearMaker
 from services.worker.models.config import ModelConfig
@@ -27,7 +28,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Quantized,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         attention: AttentionStep | RotatingAttentionStep,
@@ -40,7 +41,7 @@ class Attention(nn.Module):
         if attention.rotates:
             return attention.run_qkv(self.index, projected, self.q_norm, self.k_norm, self.eps)
         kernels = self.kernels
-        heads = projected.view(x.shape[0], -1, self.head_dim)
+        heads = projected.view(projected.shape[0], -1, self.head_dim)
         rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
             queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)

@@ -14,7 +14,7 @@ def make_linear(config: ModelConfig, dtype: torch.dtype, device: torch.device, q
     """``quantization``: ``none`` or ``fp8``. Raises ``InvalidRequest`` where fp8 cannot be used."""
     if quantization == "fp8":
         refuse_unquantizable(config, dtype, device)
-        return Fp8Linear
+        return partial(Fp8Linear, dtype=dtype)
     # As in the checkpoint: both factors run along their rows, which is what tensor cores read best.
     return partial(Linear, transposed=True) if device.type == "cuda" else Linear
 
@@ -25,4 +25,8 @@ def make_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = F
         from services.worker.layers.fast_cpu import FastCpuKernels  # loads numba
 
         return FastCpuKernels()
+    if device.type == "cuda":
+        from services.worker.layers.cuda_kernels import CudaKernels  # loads Triton
+
+        return CudaKernels()
     return TorchKernels()

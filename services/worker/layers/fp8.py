@@ -1,6 +1,7 @@
 """Linear projections in 8-bit floating point, one scale for each row of the input and of the weight."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,22 +10,29 @@ from services.common.errors import InvalidRequest
 from services.worker.models.config import ModelConfig
 
 FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(FP8).max  # 448
+LARGEST = torch.finfo(FP8).max  # 448
 # Below this a row counts as zeros: its scale must not be, since rows are divided by it.
-_SMALLEST = 1e-12
+SMALLEST = 1e-12
 # The product of two such matrices takes whole blocks of so many elements.
 _BLOCK = 16
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class Quantized(NamedTuple):
+    """About ``rows * scale``."""
+
+    rows: torch.Tensor  # [rows, size] fp8
+    scale: torch.Tensor  # [rows, 1] float32
+
+
+def quantize_rows(x: torch.Tensor) -> Quantized:
     """``x [rows, size]`` as fp8 of the same shape and float32 ``[rows, 1]``, whose product is about ``x``.
 
     Plain operators, for torch.compile to fuse with what made ``x``. A row with anything that is not finite gives NaN.
     """
     values = x.float()
     # The largest value may come out a rounding error above 448, which rounds to 448: no clamp.
-    largest = values.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST)
-    return (values * (_LARGEST / largest)).to(FP8), largest / _LARGEST
+    largest = values.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
+    return Quantized((values * (LARGEST / largest)).to(FP8), largest / LARGEST)
 
 
 def scaled_product(
@@ -51,18 +59,28 @@ def scaled_product(
 class Fp8Linear(nn.Module):
     """As ``Linear``. Weight and scale are buffers, which keep their dtypes whatever the model's is."""
 
-    def __init__(self, inputs: int, outputs: int | Sequence[int], bias: bool = False) -> None:
+    quantizes = True
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int | Sequence[int],
+        bias: bool = False,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """``dtype``: of the result."""
         super().__init__()
+        self.dtype = dtype
         self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
         width = sum(self.outputs)
         self.register_buffer("weight", torch.empty(width, inputs, dtype=FP8))
         self.register_buffer("scale", torch.empty(1, width, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
 
-    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Quantized, onto: torch.Tensor | None = None) -> torch.Tensor:
         """``onto [rows, sum(outputs)]``: where to add the result, in place; it is returned then."""
-        rows, scale = quantize_rows(x)
-        product = scaled_product(rows, scale, self.weight, self.scale, self.bias, x.dtype)
+        product = scaled_product(x.rows, x.scale, self.weight, self.scale, self.bias, self.dtype)
         return product if onto is None else onto.add_(product)
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | QuantizedRows]":

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 
+from services.worker.layers.fp8 import Quantized, quantize_rows
+
 
 class LayerKernels(ABC):
     """Stateless; any thread. ``tokens`` is the number of rows everywhere."""
@@ -24,6 +26,21 @@ class LayerKernels(ABC):
     @abstractmethod
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """``x [tokens, heads, head_dim]`` turned by ``cos`` and ``sin [tokens, 1, head_dim]`` as of ``Rotary``."""
+
+    def gate_quantized(self, gate_up: torch.Tensor) -> Quantized:
+        """``gate``, for a product that takes quantised rows."""
+        return self.quantize(self.gate(gate_up))
+
+    def norm_quantized(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Quantized:
+        """``norm``, or ``add_norm`` where there is a ``delta``, for a product that takes quantised rows."""
+        normed = self.norm(x, weight, eps) if delta is None else self.add_norm(x, delta, weight, eps)
+        return self.quantize(normed)
+
+    def quantize(self, x: torch.Tensor) -> Quantized:
+        """``x [tokens, size]`` for a product that takes quantised rows."""
+        return quantize_rows(x)
 
 
 class TorchKernels(LayerKernels):

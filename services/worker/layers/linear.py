@@ -31,6 +31,8 @@ class Linear(nn.Module):
     a fifth to a half less time so, and those with many no more. With ``transposed`` it is ``[outputs, inputs]``.
     """
 
+    quantizes = False  # takes rows as they are, not quantised
+
     def __init__(
         self, inputs: int, outputs: int | Sequence[int], bias: bool = False, *, transposed: bool = False
     ) -> None:

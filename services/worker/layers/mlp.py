@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import LinearMaker
 
@@ -18,9 +19,12 @@ class Mlp(nn.Module):
         self.gate_up = linear(hidden_size, (intermediate_size, intermediate_size), bias)
         self.down = linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, onto: torch.Tensor | None = None) -> torch.Tensor:
         """``x [tokens, hidden_size]`` -> the same shape, added to ``onto`` in place where that is given."""
-        return self.down(self.kernels.gate(self.gate_up(x)), onto)
+        gate_up = self.gate_up(x)
+        if self.down.quantizes:
+            return self.down(self.kernels.gate_quantized(gate_up), onto)
+        return self.down(self.kernels.gate(gate_up), onto)
 
     def targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint name -> view."""

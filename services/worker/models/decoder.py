@@ -6,7 +6,7 @@ from torch import nn
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.layers.attention import Attention
-from services.worker.layers.fp8 import Copies, Fp8Linear
+from services.worker.layers.fp8 import Copies, Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import Linear, LinearMaker
 from services.worker.layers.mlp import Mlp
@@ -33,6 +33,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
         self.attention = Attention(config, index, kernels, linear)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, kernels, linear)
+        self.quantizes = self.attention.qkv.quantizes
 
     def forward(
         self,
@@ -47,13 +48,21 @@ class DecoderLayer(nn.Module):
 
         ``keep [samples]``: the rows that go on after the attention and are returned; None is all.
         """
-        attended = self.attention(normed(self.kernels, x, delta, self.attention_norm, self.eps), cos, sin, attention)
+        attended = self.attention(self._normed(x, delta, self.attention_norm), cos, sin, attention)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
+        if self.quantizes:
+            attended = self.kernels.quantize(attended)
         delta = self._add(self.attention.output, attended, x)
-        return x, self._add(self.mlp, normed(self.kernels, x, delta, self.mlp_norm, self.eps), x)
+        return x, self._add(self.mlp, self._normed(x, delta, self.mlp_norm), x)
 
-    def _add(self, last: nn.Module, values: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def _normed(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | Quantized:
+        """As the products that follow take it."""
+        if self.quantizes:
+            return self.kernels.norm_quantized(x, delta, weight, self.eps)
+        return normed(self.kernels, x, delta, weight, self.eps)
+
+    def _add(self, last: nn.Module, values: torch.Tensor | Quantized, x: torch.Tensor) -> torch.Tensor | None:
         """What ``x`` lacks after ``last(values)``."""
         if not self.adds_in_product:
             return last(values)
@@ -94,7 +103,8 @@ class DecoderModel(nn.Module):
             )
             self.norm = _norm_weight(config)
             # A quantised head is a copy of the embedding even where the two are one: rows are looked up as they are.
-            separate = linear is Fp8Linear or not config.tied_embeddings
+            self.quantizes = self.layers[0].quantizes
+            separate = self.quantizes or not config.tied_embeddings
             self.head = linear(config.hidden_size, config.vocab_size, False) if separate else None
         for parameter in self.parameters():  # buffers have a dtype of their own
             parameter.data = parameter.data.to(dtype)
@@ -122,7 +132,9 @@ class DecoderModel(nn.Module):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden_size]`` -> logits ``[rows, vocab_size]`` in the model's dtype."""
-        return F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)
+        if self.head is None:
+            return F.linear(hidden, self.embedding)
+        return self.head(self.kernels.quantize(hidden) if self.quantizes else hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden_size]`` -> ``[rows, vocab_size]`` float32."""

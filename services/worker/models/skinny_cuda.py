@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.layers.linear import Linear
-from services.worker.layers.triton_skinny import MOST_ROWS, Ahead, Handed, skinny_product, skinny_sum
+from services.worker.layers.triton_skinny import Ahead, Handed, skinny_product, skinny_sum
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 # Attention of few rows waits for memory but hardly uses it: meanwhile the next weights come to the L2 cache, half of
@@ -20,7 +20,7 @@ _AHEAD_BYTES = 24 << 20
 class SkinnyDecoder:
     """Reads the model's weights where they are. Read-only after it is made; its steps can be captured in a graph."""
 
-    most_rows = MOST_ROWS
+    most_rows = 8  # with more, the libraries' products are faster
 
     def __init__(self, model: DecoderModel, *, pdl: bool = False, ahead_bytes: int = _AHEAD_BYTES) -> None:
         """``pdl``: kernels start while those before end (compute capability 9.0 and later). ``ahead_bytes``: weights

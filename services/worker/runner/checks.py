@@ -34,7 +34,8 @@ def check_plan(
     batch = plan.batch or previous_batch
     _check_batch(batch, previous_batch, *after, limits)
     groups = previous_groups if plan.groups is None else plan.groups
-    if len(groups) and not (groups is previous_groups and batch is previous_batch):
+    same = groups is previous_groups and batch is previous_batch and not plan.admissions
+    if len(groups) and not same:
         check_groups(groups, batch, plan.admissions, after[2], slots, limits.page_size)
 
 

@@ -19,6 +19,8 @@ from services.worker.sampling.outcome import SampledOnDevice
 from services.worker.sampling.rows import SampleRows
 
 Put = Callable[[np.ndarray], torch.Tensor]
+# (token_ids, positions, attention step, keep) -> hidden states of what is sampled
+Forward = Callable[..., torch.Tensor]
 Outcome = TypeVar("Outcome")
 
 # Fewest rows of a graph with shared prefixes: with fewer, reading a prefix for every row costs less.
@@ -99,7 +101,8 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[..., torch.Tensor],
+        forward: Forward,
+        skinny: Forward | None,
         cache: KvCache,
         attention: CudaAttention,
         sampler: FusedSampler,
@@ -107,8 +110,10 @@ class DecodeGraphs:
         table: SlotTable,
         largest: int,
     ) -> None:
+        """``skinny``: what runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them, too."""
+        self._skinny = skinny
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
-        self._sizes = sizes_up_to(largest)
+        self._sizes = sizes_up_to(largest, smallest=8 if skinny is None else 1)
         self._stages = attention.context_stages()
         self._graphs: dict[Kind, DecodeGraph] = {}
         pool = torch.cuda.graph_pool_handle()
@@ -183,13 +188,20 @@ class DecodeGraphs:
         batch = CudaBatch(slots, positions, table, kind.size, kind.longest, None, None, inputs.prefix_tokens)
         step = self._attention.prepare_captured(batch, inputs.tiles)
         token_ids = gather_inputs(inputs.known, slots, positions, self._state.last_tokens, table, self._cache.tokens)
-        return self._forward(token_ids, positions, step, None)
+        skinny = self._skinny is not None and kind.size <= self._skinny.most_rows
+        return (self._skinny if skinny else self._forward)(token_ids, positions, step, None)
 
 
-def sizes_up_to(largest: int) -> list[int]:
-    """8 to 64 in steps of 8, to 256 in steps of 32, to 1,024 in steps of 64, then of 128; ascending, the last one at
-    least ``largest``."""
-    sizes = [*range(8, 64, 8), *range(64, 256, 32), *range(256, 1024, 64), *range(1024, largest + 128, 128)]
+def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:
+    """1, 2, 4, to 64 in steps of 8, to 256 in steps of 32, to 1,024 in steps of 64, then of 128; ascending from
+    ``smallest`` on, the last one at least ``largest``."""
+    sizes = [
+        *(size for size in (1, 2, 4) if size >= smallest),
+        *range(8, 64, 8),
+        *range(64, 256, 32),
+        *range(256, 1024, 64),
+        *range(1024, largest + 128, 128),
+    ]
     return [size for size in sizes if size < largest] + [next(size for size in sizes if size >= largest)]
 
 

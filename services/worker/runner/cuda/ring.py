@@ -12,12 +12,15 @@ _PLACES = 4
 # Bytes to upload for each token or row of a step, at most, without page tables; what is beyond goes by itself.
 _BYTES_PER_ROW = 128
 _SMALLEST_UPLOAD = 1 << 20
+# Seconds between two looks at whether a place will ever be free.
+_PATIENCE_S = 1.0
 
 
 class Place:
     """What one step in flight needs. The thread that answers waits and reads; the compute thread does all else."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, ring: "Ring", limits: Limits, device: torch.device) -> None:
+        self.ring = ring
         rows = limits.max_slots + limits.max_tokens_per_step
         self.upload = Upload(max(_SMALLEST_UPLOAD, rows * _BYTES_PER_ROW), device)
         self.results = torch.empty(limits.max_slots, dtype=torch.int32, device=device)
@@ -47,21 +50,28 @@ class Ring:
     """Hands out the places in turn."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        self._places = [Place(limits, device) for _ in range(_PLACES)]
+        self._places = [Place(self, limits, device) for _ in range(_PLACES)]
         self._next = 0
+        self._broken: BaseException | None = None  # written by the thread that takes results
         self._last_end: torch.cuda.Event | None = None
 
     def next(self) -> Place:
         """The place for the next step, once the device is through with the step that had it."""
         place = self._places[self._next]
         self._next = (self._next + 1) % len(self._places)
-        place.taken.wait()
+        while not place.taken.wait(_PATIENCE_S):
+            if self._broken is not None:
+                raise RuntimeError("the device failed in an earlier step") from self._broken
         place.taken.clear()
         place.wait()
         place.upload.begin()
         place.previous_end, place.ended = self._last_end, torch.cuda.Event(enable_timing=True)
         self._last_end = place.ended
         return place
+
+    def give_up(self, error: BaseException) -> None:
+        """From any thread: results that are still owed are never taken."""
+        self._broken = error
 
     def forget_last(self) -> None:
         """What comes next follows nothing."""

@@ -9,7 +9,7 @@ import torch
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.kv_cache import KvCache
 from services.worker.runner.checks import check_plan
-from services.worker.runner.cuda.graphs import DecodeGraphs, Kind
+from services.worker.runner.cuda.graphs import DecodeGraphs, Forward, Kind
 from services.worker.runner.cuda.inputs import NO_ARRAYS, StepArrays, build, fill_up, padded
 from services.worker.runner.cuda.ring import Place, Ring
 from services.worker.runner.cuda.state import DeviceState, Updates
@@ -23,10 +23,6 @@ from services.worker.sampling.rows import SampleRows
 
 # Pages copied at once: what is read is held until it is written.
 _COPIES_AT_ONCE = 64
-
-Forward = Callable[
-    ..., torch.Tensor
-]  # (token_ids, positions, attention step, keep) -> hidden states of what is sampled
 
 
 class CudaRunner:
@@ -60,9 +56,9 @@ class CudaRunner:
         self._era = Era(limits.max_slots)
 
     @torch.inference_mode()
-    def capture(self, largest: int) -> None:
-        """Make CUDA graphs of decode steps with up to ``largest`` rows."""
-        parts = self._forward, self._cache, self._attention, self._sampler, self._state, self._slots
+    def capture(self, largest: int, skinny: Forward | None = None) -> None:
+        """Make CUDA graphs of decode steps with up to ``largest`` rows; ``skinny``: what is faster for few."""
+        parts = self._forward, skinny, self._cache, self._attention, self._sampler, self._state, self._slots
         self._graphs = DecodeGraphs(*parts, min(largest, self.limits.max_slots))
 
     def reset(self) -> None:

@@ -45,6 +45,9 @@ class CudaStep:
             place.wait()
             tokens = place.host_results[:count].clone()
             self._measure()
+        except BaseException as error:
+            place.ring.give_up(error)
+            raise
         finally:
             place.taken.set()
         failed[self._plan.releases] = False

@@ -1,0 +1,97 @@
+"""Which part of a step each kernel on the device belongs to, told by its name and by what ran around it."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+_SPANS, _PRODUCT = "spans", "product"  # told apart by their neighbours
+
+# The first that is found in a kernel's name decides.
+_NAMES = [
+    (re.compile(pattern, re.IGNORECASE), part)
+    for pattern, part in (
+        (r"rotate_and_store", "store"),
+        (r"BatchPrefill|PrefillWithKV|PrefillWithPaged|MergeStates?Kernel|VariableLengthMerge|_attend\b", _SPANS),
+        (r"_attend", _SPANS),
+        (r"^_?(batch_?)?decode|^_decode|^_merge|BatchDecode", "attention own"),
+        (r"summari[sz]e|^_?pick|look_up|find_lowest|add_bias|count_tokens|penalise|gumbel", "sampling"),
+        (r"topk|bitonic|radix|softmax|cub::", "sampling"),
+        (r"gather_inputs|_scatter\b|_advance\b|scatter", "rest"),
+        (r"silu|sigmoid|swiglu|^_gate", "activation"),
+        (r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|product_kernel|^product|triton_mm|triton_tem_", _PRODUCT),
+        (r"rsqrt|rms_?norm|layer_norm|amax", "norms"),
+        (r"memcpy|memset|copy|multi_tensor|indexSelect|index_select|gather", "copies"),
+        (r"norm|reduce_kernel.*mean", "norms"),
+    )
+]
+
+
+@dataclass
+class KernelTable:
+    """Time on the device by part, of one step."""
+
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # ms
+    counts: Counter = field(default_factory=Counter)  # launches by part
+    names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # ms by "part: kernel"
+
+    def largest(self, count: int) -> list[tuple[str, float]]:
+        """Kernels that take most, ``(part: name, ms)``."""
+        return sorted(self.names.items(), key=lambda item: -item[1])[:count]
+
+
+def tabulate(kernels: Iterable[tuple[str, float]], *, grouped: bool) -> KernelTable:
+    """``kernels``: name and milliseconds, in the order in which they ran. ``grouped``: the step has Hydragen groups."""
+    kernels = list(kernels)
+    found = [_part(name) for name, _ in kernels]
+    _tell_head(found, [name for name, _ in kernels])
+    _tell_spans(found, [name for name, _ in kernels], grouped)
+    table = KernelTable()
+    for (name, ms), part in zip(kernels, found, strict=True):
+        table.parts[part] += ms
+        table.counts[part] += 1
+        table.names[f"{part}: {name[:80]}"] += ms
+    return table
+
+
+def profile(run: Callable[[], None], *, grouped: bool) -> KernelTable:
+    """What ``run``, which must wait for the device, makes it do."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watching
+
+    with watching(activities=[ProfilerActivity.CUDA]) as watched:
+        run()
+    events = [event for event in watched.events() if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    return tabulate(((event.name, event.time_range.elapsed_us() / 1000) for event in events), grouped=grouped)
+
+
+def _part(name: str) -> str:
+    return next((part for pattern, part in _NAMES if pattern.search(name)), "rest")
+
+
+def _tell_head(found: list[str], names: list[str]) -> None:
+    """The vocabulary head is the product before its logits are sampled from."""
+    wanted = False
+    for index in reversed(range(len(found))):
+        if found[index] == _PRODUCT:
+            found[index] = "vocabulary head" if wanted else "layer products"
+            if "split" not in names[index].lower():  # the product itself ran before its reduction
+                wanted = False
+        elif found[index] == "sampling":
+            wanted = True
+        elif found[index] in ("activation", "store"):  # of a layer: behind it is no head
+            wanted = False
+
+
+def _tell_spans(found: list[str], names: list[str], grouped: bool) -> None:
+    """In every layer prefixes come between storing and the rows' own tokens, and chunks behind those."""
+    behind = not grouped
+    for index, part in enumerate(found):
+        if part == "store":
+            behind = not grouped
+        elif part == "attention own":
+            behind = True
+        elif part == _SPANS:
+            found[index] = "attention chunks" if behind else "attention prefix"

@@ -1,0 +1,123 @@
+"""A worker's runner in this process, without gRPC, fed as the engine feeds it: one thread starts steps, one answers."""
+
+import os
+import queue
+import shlex
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
+from services.common.flags import FlagError, build, split_arguments
+from services.worker.caches import keep_compiled_code_in
+from services.worker.runner.base import Runner
+from services.worker.runner.plan import Plan, StepOutput
+
+if TYPE_CHECKING:
+    from services.worker.boot import Booted
+
+# Another step would wait for a place in the runner's ring, which is freed by an answer.
+MOST_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True)
+class LocalWorker:
+    """What ``boot_worker`` made."""
+
+    config: WorkerConfig
+    booted: "Booted"
+
+    @property
+    def runner(self) -> Runner:
+        return self.booted.runner
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.booted.device.startswith("cuda")
+
+
+def read_worker_flags(flags: str, **defaults: object) -> WorkerConfig:
+    """``'model=... torch_compile=T'`` as a shell takes them, over ``defaults``. Exits with status 2 and the reason."""
+    try:
+        return build(WorkerConfig, defaults | split_arguments(shlex.split(flags), WorkerConfig.model_fields))
+    except FlagError as error:
+        refuse(f"worker_flags: {error}")
+
+
+def prepare(config: WorkerConfig) -> None:
+    """The environment that ``toka-worker`` has; before torch is loaded. Exits with status 2 when refused."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    try:
+        keep_compiled_code_in(config.compile_cache_dir)
+    except InvalidRequest as error:
+        refuse(f"worker_flags: {error.message}")
+
+
+def boot_worker(config: WorkerConfig) -> LocalWorker:
+    """Boot in this thread, after ``prepare``. Exits with status 2 when refused."""
+    try:
+        from services.worker.boot import boot  # loads torch
+
+        return LocalWorker(config, boot(config))
+    except InvalidRequest as error:
+        refuse(f"worker_flags: {error.message}")
+
+
+def refuse(reason: str) -> None:
+    """End the program for a wrong flag."""
+    print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Feeder:
+    """Starts plans with several in flight and hands out their results in order. Called by one thread."""
+
+    def __init__(self, runner: Runner, in_flight: int) -> None:
+        self._runner, self._in_flight = runner, in_flight
+        self._places = threading.Semaphore(in_flight)
+        self._owed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None  # of the answering thread
+        self._thread = threading.Thread(target=self._answer_all, name="answers", daemon=True)
+        self._thread.start()
+
+    def put(self, plan: Plan, took_ns: int, done: Callable[[StepOutput], None]) -> None:
+        """Start ``plan`` as soon as fewer than ``in_flight`` steps are; ``done`` gets its result, in another thread.
+        ``took_ns`` is counted as preparation. Raises what a step before it failed with."""
+        self._places.acquire()
+        if self._error is not None:
+            raise self._error
+        step = self._runner.start(plan)
+
+        def answer() -> None:
+            output = step if isinstance(step, StepOutput) else step.result()
+            output.timing.prepare += took_ns
+            done(output)
+            self._places.release()
+
+        self._owed.put(answer)
+
+    def drain(self) -> None:
+        """Wait until every step is answered. Raises what one failed with."""
+        for _ in range(self._in_flight):
+            self._places.acquire()
+            if self._error is not None:
+                raise self._error
+        self._places.release(self._in_flight)
+
+    def close(self) -> None:
+        """Answer what is owed and end the thread."""
+        self._owed.put(None)
+        self._thread.join()
+
+    def _answer_all(self) -> None:
+        while (answer := self._owed.get()) is not None:
+            try:
+                answer()
+            except BaseException as error:
+                self._error = error
+                self._places.release(self._in_flight)  # who waits learns of it
+                return

@@ -1,0 +1,108 @@
+"""Plans to measure a worker with: those of a recording, or decode steps that are made up."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.local_worker import refuse
+from services.scheduler.record.reader import Recording, RecordingError, find_recordings
+from services.worker.api.codec import decode_plan
+from services.worker.rehearsal import WARM, step
+from services.worker.runner.plan import NO_GROUPS, Admission, Batch, Groups, Limits, Plan
+from tokasaurus.worker.v1 import plan_pb2
+
+PAGE_SIZE = 16  # of a made-up stream, where the worker's flags do not say
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """``rows`` sequences that decode, in ``groups`` equal ones that share ``prefix`` tokens each."""
+
+    rows: int
+    groups: int
+    prefix: int  # tokens, a multiple of the page size is shared
+    own: int  # tokens behind the prefix at the start, on average: 1 to twice as many
+    temperature: float = 0.6
+
+    def pages(self, steps: int, page_size: int) -> int:
+        """More than ``steps`` steps need."""
+        return self.groups * (self.prefix // page_size) + self.rows * -(-(2 * self.own + steps) // page_size)
+
+    def plans(self, steps: int, limits: Limits) -> Iterator[Plan]:
+        """The first admits everyone, all but the last token being cached: what they compute means nothing."""
+        size, rows = limits.page_size, self.rows
+        random = np.random.default_rng(0)
+        shared = self.prefix // size if self.groups else 0
+        fresh = self.groups * shared  # the next page
+        lengths = shared * size + random.integers(1, 2 * self.own, rows)
+        bounds = np.arange(self.groups + 1) * rows // max(1, self.groups)
+        group_of = np.searchsorted(bounds, np.arange(rows), side="right") - 1
+        admissions = []
+        for slot, length in enumerate(lengths.tolist()):
+            own = -(-(length + 1) // size) - shared
+            pages = np.concatenate((group_of[slot] * shared + np.arange(shared), np.arange(fresh, fresh + own)))
+            fresh += own
+            token_ids = np.full(length + 1, slot * 7 % limits.vocab_size)
+            sampling = replace(WARM, temperature=self.temperature, seed=slot)
+            admissions.append(Admission(slot, token_ids, length, pages, sampling))
+        groups = Groups(bounds[:-1], np.diff(bounds), np.full(self.groups, shared)) if shared else NO_GROUPS
+        yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), tuple(admissions), groups)
+        for number in range(2, steps + 1):
+            lengths += 1
+            full = np.flatnonzero(lengths % size == 0)
+            pages = np.arange(fresh, fresh + len(full))
+            fresh += len(full)
+            yield replace(step(number, None, (), None), append_slots=full, append_pages=pages)
+
+
+class RecordedStream:
+    """The plans of one recording, read into memory before they are needed."""
+
+    def __init__(self, path: str, most: int | None) -> None:
+        """``path``: a file, or a directory whose largest one is taken. Exits with status 2 when there is none."""
+        try:
+            found = max(find_recordings(path), key=lambda each: each.stat().st_size)
+            recording = Recording(found)
+            self.path: Path = found
+            self.info = recording.info
+            self._plans: list[plan_pb2.StepPlan] = []
+            for record in recording.steps():
+                if len(self._plans) == most:
+                    break
+                self._plans.append(record.plan.plan)
+        except RecordingError as error:
+            refuse(f"record={error}")
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def defaults(self) -> dict[str, int]:
+        """Flags of a worker that is as large as the recorded one."""
+        info = self.info
+        return {
+            "page_size": info.page_size,
+            "kv_cache_num_tokens": info.page_count * info.page_size,
+            "max_seqs_per_forward": info.max_slots,
+            "max_tokens_per_forward": info.max_tokens_per_step,
+        }
+
+    def check(self, limits: Limits) -> None:
+        """Exits with status 2 where the plans cannot fit."""
+        info = self.info
+        if limits.page_size != info.page_size:
+            refuse(f"record={self.path}: page_size={info.page_size}, but the worker has {limits.page_size}")
+        for name in ("page_count", "max_slots", "max_tokens_per_step", "max_context_tokens", "vocab_size"):
+            if getattr(limits, name) < getattr(info, name):
+                refuse(
+                    f"record={self.path}: recorded with {name}={getattr(info, name)}, but the worker has"
+                    f" {getattr(limits, name)}: give it a model and flags as they were"
+                )
+
+    def plans(self) -> Iterator[tuple[Plan, int]]:
+        """Each with the nanoseconds that decoding it took."""
+        for message in self._plans:
+            started = time.perf_counter_ns()
+            yield decode_plan(message), time.perf_counter_ns() - started

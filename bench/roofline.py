@@ -1,0 +1,109 @@
+"""The least time a step can take on a device: its arithmetic and its bytes over rates that are measured here."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.step_sizes import StepSizes
+from services.worker.models.config import ModelConfig
+
+PARTS = (
+    "layer products", "vocabulary head", "attention own", "attention prefix", "attention chunks", "store",
+    "norms", "activation", "sampling", "copies", "rest",
+)  # fmt: skip
+_BF16 = 2  # bytes
+_SIDE = 8192  # of the matrices multiplied
+_COPIED = 256 << 20  # bytes
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device, per second."""
+
+    bf16: float  # floating-point operations
+    fp8: float | None  # None = the device has none
+    copy: float  # bytes read and written
+
+
+def measure_rates() -> Rates:
+    """In large products and one large copy; leaves no memory reserved."""
+    try:
+        x, y = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(x)
+        work = 2 * _SIDE**3
+        bf16 = work / _seconds(lambda: torch.mm(x, y.t(), out=out))
+        fp8 = None
+        if torch.cuda.get_device_capability() >= (9, 0):
+            rows, columns = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn)
+            ones = torch.ones(_SIDE, 1, device="cuda"), torch.ones(1, _SIDE, device="cuda")
+            fp8 = work / _seconds(
+                lambda: torch._scaled_mm(
+                    rows, columns.t(), scale_a=ones[0], scale_b=ones[1], out_dtype=torch.bfloat16, use_fast_accum=True
+                )
+            )
+            del rows, columns
+        source = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return Rates(bf16, fp8, 2 * _COPIED / _seconds(lambda: target.copy_(source)))
+    finally:
+        x = y = out = source = target = rows = columns = None
+        torch.cuda.empty_cache()
+
+
+def _seconds(run) -> float:
+    """Of one of many runs in a row."""
+    for _ in range(3):
+        run()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(_ROUNDS):
+        run()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1000 / _ROUNDS
+
+
+def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -> dict[str, float]:
+    """Milliseconds by part. Operators are taken as separate: each reads and writes its values once, in bf16.
+
+    The last layer is counted for all tokens, though behind its attention only those that are sampled go on.
+    """
+    tokens, samples, layers = sizes.tokens, sizes.samples, model.layers
+    hidden, wide = model.hidden_size, model.intermediate_size
+    queries, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    weight_bytes, rate = (1, rates.fp8 or rates.bf16) if fp8 else (_BF16, rates.bf16)
+    cached = kv * _BF16 * layers  # bytes of a token in the cache
+
+    def product(rows: int, *shapes: tuple[int, int]) -> float:
+        """Each shape bound by arithmetic or by memory."""
+        return sum(
+            max(
+                2 * rows * inputs * outputs / rate,
+                (weight_bytes * inputs * (outputs + rows) + _BF16 * rows * outputs) / rates.copy,
+            )
+            for inputs, outputs in shapes
+            if rows
+        )
+
+    def attention(pairs: int, context: int, rows: int) -> float:
+        work = 4 * pairs * queries * layers / rates.bf16
+        return max(work, (context * cached + 2 * rows * queries * _BF16 * layers) / rates.copy)
+
+    singles = tokens - sizes.chunk_tokens
+    in_groups = singles if sizes.prefix_pairs else 0
+    seconds = {
+        "layer products": layers
+        * product(tokens, (hidden, queries + kv), (queries, hidden), (hidden, 2 * wide), (wide, hidden)),
+        "vocabulary head": product(samples, (hidden, model.vocab_size)),
+        "attention own": attention(sizes.own_context, sizes.own_context, singles),
+        "attention prefix": attention(sizes.prefix_pairs, sizes.prefix_tokens, in_groups),
+        "attention chunks": attention(sizes.chunk_pairs, sizes.chunk_context, sizes.chunk_tokens),
+        "store": 2 * tokens * (queries + kv) * _BF16 * layers / rates.copy,
+        "norms": 2 * tokens * hidden * _BF16 * (2 * layers + 1) / rates.copy,
+        "activation": 3 * tokens * wide * _BF16 * layers / rates.copy,
+        "sampling": samples * model.vocab_size * _BF16 / rates.copy,
+        "copies": 0.0,
+        "rest": 0.0,
+    }
+    return {name: 1000 * value for name, value in seconds.items()}

@@ -1,0 +1,72 @@
+"""How much work a plan asks for: the lengths of every sequence, followed plan by plan."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """One step's work."""
+
+    rows: int = 0
+    tokens: int = 0
+    samples: int = 0
+    chunk_tokens: int = 0  # of rows of several tokens
+    own_context: int = 0  # tokens that rows of one token see outside of shared prefixes
+    prefix_tokens: int = 0  # of all groups, each prefix once
+    prefix_pairs: int = 0  # (row of one token, token of its prefix)
+    chunk_context: int = 0  # tokens that rows of several tokens see
+    chunk_pairs: int = 0  # (token of a chunk, token that it sees)
+    copied_pages: int = 0
+
+
+class SizeTracker:
+    """The lengths that a worker's slots have after each plan. Plans are legal."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._page_size = limits.page_size
+        self._known, self._computed = np.zeros(limits.max_slots, np.int64), np.zeros(limits.max_slots, np.int64)
+        self._batch: Batch = NO_ROWS
+        self._groups: Groups = NO_GROUPS
+
+    def apply(self, plan: Plan) -> StepSizes:
+        """What ``plan`` asks for; it counts as done."""
+        for admission in plan.admissions:
+            self._known[admission.slot] = len(admission.token_ids)
+            self._computed[admission.slot] = admission.cached_tokens
+        if plan.batch is not None:
+            self._batch = plan.batch
+        if plan.groups is not None:
+            self._groups = plan.groups
+        slots, counts = self._batch.slots, self._batch.token_counts
+        begins = self._computed[slots]
+        ends = begins + counts
+        single = counts == 1
+        shared = self._prefixes(single)
+        sampled = slots[ends == self._known[slots]]
+        self._computed[slots] = ends
+        self._known[sampled] += 1
+        chunk_ends, chunk_counts = ends[~single], counts[~single]
+        pairs = chunk_counts * begins[~single] + chunk_counts * (chunk_counts + 1) // 2
+        return StepSizes(
+            rows=len(slots),
+            tokens=int(counts.sum()),
+            samples=len(sampled),
+            chunk_tokens=int(chunk_counts.sum()),
+            own_context=int((ends - shared)[single].sum()),
+            prefix_tokens=int(self._groups.prefix_pages.sum()) * self._page_size if shared.any() else 0,
+            prefix_pairs=int(shared.sum()),
+            chunk_context=int(chunk_ends.sum()),
+            chunk_pairs=int(pairs.sum()),
+            copied_pages=len(plan.copy_sources),
+        )
+
+    def _prefixes(self, single: np.ndarray) -> np.ndarray:
+        """``[rows]`` int64, tokens of its group's prefix; 0 = in none, or a row of several tokens."""
+        shared, groups = np.zeros(len(single), np.int64), self._groups
+        for start, count, pages in zip(groups.starts, groups.counts, groups.prefix_pages, strict=True):
+            shared[start : start + count] = pages * self._page_size
+        return np.where(single, shared, 0)

@@ -1,0 +1,67 @@
+"""A worker's steps in windows: their sizes, and where the time went."""
+
+from time import perf_counter
+from typing import Any
+
+from bench.step_sizes import StepSizes
+from services.worker.runner.plan import StepOutput
+
+_NS_PER_MS = 1e6
+HEADINGS = "  step    rows  chunk tok   ms/step   device ms   idle   prepare ms   tokens/s"
+
+
+class Windows:
+    """Takes the answers in order; prints a line for each window when it is over."""
+
+    def __init__(self, size: int) -> None:
+        """``size`` in steps."""
+        self.figures: list[dict[str, float]] = []
+        self._size = size
+        self._steps: list[tuple[StepSizes, StepOutput]] = []
+        self._started = perf_counter()
+
+    def add(self, sizes: StepSizes, output: StepOutput) -> None:
+        """A step was answered."""
+        self._steps.append((sizes, output))
+        if len(self._steps) == self._size:
+            self.cut()
+
+    def cut(self) -> None:
+        """The window ends here, short as it may be, and the next begins; without a step there is none."""
+        if self._steps:
+            self._close(perf_counter() - self._started)
+        self._steps, self._started = [], perf_counter()
+
+    def forget(self) -> None:
+        """The window begins here, and what was added to it does not count."""
+        self._steps, self._started = [], perf_counter()
+
+    def total(self) -> dict[str, Any]:
+        """Of all windows."""
+        steps, seconds, sampled = (sum(each[key] for each in self.figures) for key in ("steps", "seconds", "sampled"))
+        found: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 3)}
+        if steps:
+            found |= {"ms_per_step": round(1000 * seconds / steps, 3), "tokens_per_second": round(sampled / seconds)}
+        return found | {"windows": [{key: round(value, 3) for key, value in each.items()} for each in self.figures]}
+
+    def _close(self, seconds: float) -> None:
+        count, timings = len(self._steps), [output.timing for _, output in self._steps]
+        device, idle, prepare = (
+            sum(getattr(each, name) for each in timings) / _NS_PER_MS for name in ("device", "idle", "prepare")
+        )
+        figures = {
+            "last_step": self._steps[-1][1].step,
+            "steps": count,
+            "seconds": seconds,
+            "rows": sum(sizes.rows for sizes, _ in self._steps) / count,
+            "chunk_tokens": sum(sizes.chunk_tokens for sizes, _ in self._steps) / count,
+            "sampled": sum(sizes.samples for sizes, _ in self._steps),
+            "ms_per_step": 1000 * seconds / count,
+            "device_ms": device / count,  # 0 on cpu
+            "idle_share": idle / (device + idle) if device else 0.0,
+            "prepare_ms": prepare / count,
+        }
+        self.figures.append(figures)
+        shown = "{last_step:6.0f} {rows:7.0f} {chunk_tokens:10.0f} {ms_per_step:9.3f} {device_ms:11.3f}"
+        shown += " {idle_share:6.1%} {prepare_ms:12.3f} "
+        print(shown.format(**figures), f"{figures['sampled'] / seconds:9,.0f}", flush=True)

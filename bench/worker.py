@@ -1,0 +1,219 @@
+"""What a worker's steps cost, without gRPC and scheduler: ``python -m bench.worker [record=FILE|DIR]
+[worker_flags='...'] [steps=200] [skip=20] [window=50] [profiles=3] [rows=.. groups=.. prefix=.. own=..] [plot=FILE]``.
+
+The plans are those of a recording (``record_plans=DIR`` on a scheduler; of a directory, its largest file), or decode
+steps of ``rows`` sequences that are made up, which are sized for a worker as ``worker_flags`` says. They run as in
+serving: several in flight, answered in order by another thread. Printed for every window of steps: milliseconds of a
+step by the clock and on the device, its idle share, and the host's preparation. On CUDA some steps are then looked at
+by kernel: time by part of the model, beside the least that its arithmetic and its bytes allow at rates measured in this
+process. The last line is one JSON object.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field
+
+from bench.local_worker import MOST_IN_FLIGHT, Feeder, LocalWorker, boot_worker, prepare, read_worker_flags, refuse
+from bench.plan_stream import PAGE_SIZE, MadeUp, RecordedStream
+from bench.server import report
+from bench.step_sizes import SizeTracker, StepSizes
+from bench.windows import HEADINGS, Windows
+from services.common import model_files
+from services.common.config import from_command_line
+from services.common.flags import Config, Float, Int
+from services.worker.runner.plan import Plan
+
+if TYPE_CHECKING:
+    from bench.roofline import Rates
+
+_LARGEST_KERNELS = 8
+
+
+class BenchConfig(Config):
+    """The flags."""
+
+    record: str | None = Field(None, description="recording, or directory of recordings; default: made-up steps")
+    worker_flags: str = Field("", description="as a shell takes them: 'model=DIR load_format=dummy torch_compile=T'")
+    steps: Int = Field(200, ge=1, description="measured at most")
+    skip: Int = Field(20, ge=0, description="run before those")
+    window: Int = Field(50, ge=1, description="steps in a line of the table")
+    in_flight: Int = Field(3, ge=1, le=MOST_IN_FLIGHT)
+    profiles: Int = Field(3, ge=0, description="steps looked at by kernel, on cuda")
+    rows: Int = Field(64, ge=1, description="made-up sequences")
+    groups: Int = Field(0, ge=0, description="they form so many Hydragen groups; 0 = nothing is shared")
+    prefix: Int = Field(704, ge=0, description="tokens that a group shares")
+    own: Int = Field(110, ge=2, description="tokens of a sequence beside them, on average")
+    temperature: Float = Field(0.6, ge=0)
+    plot: str | None = Field(None, description="PNG of the parts against the roofline, on cuda")
+
+
+def main() -> None:
+    """Measure, print the tables, and a JSON object as the last line."""
+    config = from_command_line(BenchConfig)
+    total = config.skip + config.steps
+    made_up, recorded = None, None
+    if config.record is None:
+        if config.groups > config.rows:
+            refuse(f"groups={config.groups}: more than rows={config.rows}")
+        made_up = MadeUp(config.rows, config.groups, config.prefix, config.own, config.temperature)
+        defaults = {
+            "max_seqs_per_forward": config.rows,
+            "max_tokens_per_forward": max(2048, config.rows),
+            "kv_cache_num_tokens": PAGE_SIZE * made_up.pages(total, PAGE_SIZE),
+        }
+    else:
+        recorded = RecordedStream(config.record, total)
+        if len(recorded) <= config.skip:
+            refuse(f"record={recorded.path}: it has {len(recorded)} plans, which skip={config.skip} leaves none of")
+        total = len(recorded)
+        defaults = recorded.defaults()
+    flags = read_worker_flags(config.worker_flags, **defaults)
+    prepare(flags)
+    rates = _rates(flags.device)
+    worker = boot_worker(flags)
+    if recorded is not None:
+        recorded.check(worker.runner.limits)
+        plans, source = recorded.plans(), str(recorded.path)
+    else:
+        _check(made_up, total, worker)
+        plans, source = ((plan, 0) for plan in made_up.plans(total, worker.runner.limits)), "made up"
+    rates = rates if worker.on_cuda else None
+    figures, profiles = run(worker, plans, config, total, rates)
+    found = {"source": source, "model": worker.booted.model, "device": worker.booted.device, **figures}
+    if rates is not None:
+        found["rates"] = {name: value and round(value / 1e12, 1) for name, value in asdict(rates).items()}
+        found["profiles"] = profiles
+    if config.plot is not None and profiles:
+        plot(profiles, Path(config.plot))
+    report(found)
+
+
+def run(
+    worker: LocalWorker, plans: Iterator[tuple[Plan, int]], config: BenchConfig, total: int, rates: "Rates | None"
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The figures of all windows, and of the steps that were profiled, which are part of none."""
+    feeder, tracker = Feeder(worker.runner, config.in_flight), SizeTracker(worker.runner.limits)
+    # In the middle of as many equal pieces.
+    count = 0 if rates is None else config.profiles
+    chosen = {int(step) for step in np.linspace(config.skip, total, 2 * count + 1)[1::2]}
+    windows, profiles = Windows(config.window), []
+    print(HEADINGS)
+    for index, (plan, took_ns) in enumerate(plans):
+        sizes = tracker.apply(plan)
+        if index == config.skip or index in chosen:
+            feeder.drain()
+            windows.cut()
+        if index in chosen:
+            profiles.append(_profiled(worker, feeder, plan, sizes, rates))
+            windows.forget()
+        elif index < config.skip:
+            feeder.put(plan, took_ns, lambda output: None)
+        else:
+            feeder.put(plan, took_ns, partial(windows.add, sizes))
+    feeder.drain()
+    windows.cut()
+    feeder.close()
+    for profile in profiles:
+        _print_profile(profile)
+    return windows.total(), profiles
+
+
+def _profiled(worker: LocalWorker, feeder: Feeder, plan: Plan, sizes: StepSizes, rates: "Rates") -> dict[str, Any]:
+    from bench.kernel_table import profile
+    from bench.roofline import PARTS, least_ms
+    from services.worker.models.registry import read_model_config
+
+    def step() -> None:
+        feeder.put(plan, 0, lambda output: None)
+        feeder.drain()
+
+    table = profile(step, grouped=sizes.prefix_pairs > 0)
+    directory = model_files.read_card(worker.config.model).directory
+    model = read_model_config(model_files.read_json(directory / "config.json"))
+    least = least_ms(sizes, model, rates, fp8=worker.config.quantization == "fp8")
+    parts = {
+        name: {"ms": table.parts.get(name, 0.0), "least_ms": least[name], "launches": table.counts[name]}
+        for name in PARTS
+    }
+    return {"step": plan.step, **asdict(sizes), "parts": parts, "kernels": dict(table.largest(_LARGEST_KERNELS))}
+
+
+def _print_profile(profile: dict[str, Any]) -> None:
+    print(f"\nstep {profile['step']}: {profile['rows']} rows, {profile['tokens']} tokens, {profile['samples']} sampled")
+    whole = {"ms": 0.0, "least_ms": 0.0, "launches": 0}
+    for name, part in profile["parts"].items():
+        for key in whole:
+            whole[key] += part[key]
+        _print_part(name, part)
+    _print_part("all", whole)
+    for name, ms in profile["kernels"].items():
+        print(f"    {ms:8.3f} ms  {name}")
+
+
+def _print_part(name: str, part: dict[str, float]) -> None:
+    share = f"{part['least_ms'] / part['ms']:6.0%}" if part["ms"] else "      "
+    print(
+        f"  {name:<18} {part['ms']:9.3f} ms   roofline {part['least_ms']:9.3f} {share}   {part['launches']:5} launches"
+    )
+
+
+def _rates(device: str) -> "Rates | None":
+    """Measured before the worker takes the memory; None without a device."""
+    if device == "cpu":
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from bench.roofline import measure_rates
+
+    return measure_rates()
+
+
+def _check(made_up: MadeUp, steps: int, worker: LocalWorker) -> None:
+    limits = worker.runner.limits
+    needed = {
+        "max_slots": made_up.rows,
+        "max_tokens_per_step": made_up.rows,
+        "page_count": made_up.pages(steps, limits.page_size),
+        "max_context_tokens": made_up.prefix * bool(made_up.groups) + 2 * made_up.own + steps,
+    }
+    for name, least in needed.items():
+        if getattr(limits, name) < least:
+            refuse(f"these steps need {name}={least}, but the worker has {getattr(limits, name)}: change worker_flags")
+    if made_up.groups and not limits.hydragen:
+        refuse(f"groups={made_up.groups}: this worker has no Hydragen; use groups=0")
+
+
+def plot(profiles: list[dict[str, Any]], target: Path) -> None:
+    """For each profiled step its parts, measured beside the least, as stacked bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(2.5 + 1.6 * len(profiles), 5), layout="constrained")
+    colours = pyplot.get_cmap("tab20").colors
+    places = np.arange(len(profiles))
+    for key, shift in (("ms", -0.2), ("least_ms", 0.2)):
+        below = np.zeros(len(profiles))
+        for index, name in enumerate(profiles[0]["parts"]):
+            heights = np.array([profile["parts"][name][key] for profile in profiles])
+            axes.bar(places + shift, heights, 0.36, bottom=below, color=colours[index], label=name)
+            below += heights
+    axes.set(ylabel="ms (left: measured, right: roofline)")
+    axes.set_xticks(places, [f"step {profile['step']}\n{profile['tokens']} tokens" for profile in profiles])
+    handles, labels = axes.get_legend_handles_labels()
+    half = len(profiles[0]["parts"])
+    axes.legend(handles[:half], labels[:half], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The operators between matrix products on CUDA: Triton where torch.compile would take several passes."""
+
+import torch
+
+from services.worker.layers import triton_rows  # noqa: F401 (defines the operators)
+from services.worker.layers.kernels import Quantized, TorchKernels
+
+
+class CudaKernels(TorchKernels):
+    """Norms without quantisation are left to torch, compiled or not."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return torch.ops.tokasaurus.gate(gate_up)
+
+    def gate_quantized(self, gate_up: torch.Tensor) -> Quantized:
+        return Quantized(*torch.ops.tokasaurus.gate_quantized(gate_up))
+
+    def norm_quantized(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Quantized:
+        return Quantized(*torch.ops.tokasaurus.norm_quantized(x, delta, weight, eps))
+
+    def quantize(self, x: torch.Tensor) -> Quantized:
+        return Quantized(*torch.ops.tokasaurus.quantize(x))

@@ -1,0 +1,154 @@
+"""What happens to rows between two matrix products on CUDA, one pass over the data each: the gate, norms, and the
+quantisation that fp8 products ask for, fused with either."""
+
+import torch
+import triton
+import triton.language as tl
+
+from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST
+
+_COLUMNS = 2048  # of one program that needs no whole row
+_WARPS = 8
+
+_library = torch.library.Library("tokasaurus", "FRAGMENT")
+_library.define("gate(Tensor gate_up) -> Tensor")
+_library.define("gate_quantized(Tensor gate_up) -> (Tensor, Tensor)")
+_library.define("norm_quantized(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+_library.define("quantize(Tensor x) -> (Tensor, Tensor)")
+
+
+@triton.jit
+def _gated(source, columns, size, inside):
+    gate = tl.load(source + columns, inside, other=0.0).to(tl.float32)
+    up = tl.load(source + size + columns, inside, other=0.0).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _write_quantized(values, row, columns, inside, output, scales, SIZE: tl.constexpr, MOST: tl.constexpr,
+                     LEAST: tl.constexpr):  # fmt: skip
+    """``values``, whose columns outside are 0, scaled so that the largest is ``MOST``."""
+    largest = tl.maximum(tl.max(tl.abs(values), axis=0), LEAST)
+    # A value that is none must come out as one, and the maximum passes over it.
+    largest += tl.sum(values * 0.0, axis=0)
+    tl.store(output + row * SIZE + columns, (values * (MOST / largest)).to(output.dtype.element_ty), inside)
+    tl.store(scales + row, largest / MOST)
+
+
+@triton.jit
+def _gate(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid ``(rows, blocks of columns)``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside)
+    tl.store(output + row * SIZE + columns, values.to(output.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+                    LEAST: tl.constexpr):  # fmt: skip
+    """Grid ``(rows,)``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside)
+    _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
+
+
+@triton.jit
+def _norm_quantized(x, delta, weight, output, scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                    ADDS: tl.constexpr, NORMS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+    """Grid ``(rows,)``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    places = row * SIZE + columns
+    values = tl.load(x + places, inside, other=0.0).to(tl.float32)
+    if ADDS:
+        # Rounded as the residual stream is kept.
+        total = (values + tl.load(delta + places, inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(x + places, total, inside)
+        values = total.to(tl.float32)
+    if NORMS:
+        inverse = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+        values = values * inverse * tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
+
+
+def _new(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((x.shape[0], size), dtype=FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` for ``gate_up [rows, 2 * size]``, contiguous: ``[rows, size]``."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty((rows, size))
+    block = min(_COLUMNS, triton.next_power_of_2(size))
+    _gate[(rows, triton.cdiv(size, block))](gate_up, output, SIZE=size, BLOCK=block, num_warps=_WARPS)
+    return output
+
+
+def gate_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``quantize_rows(gate(gate_up))``, unrounded in between."""
+    size = gate_up.shape[1] // 2
+    output, scales = _new(gate_up, size)
+    _gate_quantized[(gate_up.shape[0],)](
+        gate_up, output, scales, SIZE=size, BLOCK=triton.next_power_of_2(size), MOST=LARGEST, LEAST=SMALLEST,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return output, scales
+
+
+def norm_quantized(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x += delta`` in place, both ``[rows, size]`` and contiguous, then ``quantize_rows`` of its RMS norm."""
+    return _quantized(x, delta, weight, eps)
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``quantize_rows`` of ``x [rows, size]``, contiguous."""
+    return _quantized(x, None, None, 0.0)
+
+
+def _quantized(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = x.shape[1]
+    output, scales = _new(x, size)
+    _norm_quantized[(x.shape[0],)](
+        x, x if delta is None else delta, x if weight is None else weight, output, scales, eps, SIZE=size,
+        BLOCK=triton.next_power_of_2(size), ADDS=delta is not None, NORMS=weight is not None, MOST=LARGEST,
+        LEAST=SMALLEST, num_warps=_WARPS,
+    )  # fmt: skip
+    return output, scales
+
+
+for _name, _function in (
+    ("gate", gate),
+    ("gate_quantized", gate_quantized),
+    ("norm_quantized", norm_quantized),
+    ("quantize", quantize),
+):
+    _library.impl(_name, _function, "CUDA")
+
+
+@torch.library.register_fake("tokasaurus::gate", lib=_library)
+def _(gate_up):
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+@torch.library.register_fake("tokasaurus::gate_quantized", lib=_library)
+def _(gate_up):
+    return _new(gate_up, gate_up.shape[1] // 2)
+
+
+@torch.library.register_fake("tokasaurus::norm_quantized", lib=_library)
+def _(x, delta, weight, eps):
+    return _new(x, x.shape[1])
+
+
+@torch.library.register_fake("tokasaurus::quantize", lib=_library)
+def _(x):
+    return _new(x, x.shape[1])

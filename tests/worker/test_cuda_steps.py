@@ -1,0 +1,229 @@
+"""The GPU's runner against the CPU's: on the GPU if there is one, else its kernels in Triton's interpreter, with
+streams and events that do nothing and graphs that launch again."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
+from services.worker.boot import make_cache, make_limits
+from services.worker.layers.kernels import TorchKernels
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.registry import read_model_config
+from services.worker.runner.plan import Batch, Groups
+from services.worker.weights import load_dummy
+from tests.worker.driver import NONE, Driver, admission, batch
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready", "device_without_streams")]
+
+PAGE = 4
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+FLAGS = WorkerConfig(page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80)
+
+
+class NoEvent:
+    """An event of a device that has always done everything."""
+
+    def __init__(self, **_) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: "NoEvent") -> float:
+        return 0.0
+
+
+@pytest.fixture
+def device_without_streams(monkeypatch):
+    """What the runner uses of ``torch.cuda``, for a CPU."""
+    if not INTERPRETED:
+        return
+    from services.worker.runner.cuda import graphs
+
+    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(graphs, "capture", launch_again)
+
+
+def launch_again(launches, _):
+    """As ``graphs.capture``: a graph that calls ``launches`` and writes over the first outcome."""
+    first = launches()
+
+    def replay() -> None:
+        again = launches()
+        for old, new in zip(*((value,) if torch.is_tensor(value) else value for value in (first, again)), strict=True):
+            if old is not None:
+                old.copy_(new)
+
+    return replay, first
+
+
+def make_model(device: torch.device) -> DecoderModel:
+    model = DecoderModel(read_model_config(CONFIG), torch.float32, torch.device("cpu"), TorchKernels())
+    load_dummy(model, seed=1)
+    for parameter in model.parameters():  # logits far enough apart that rounding does not choose
+        if parameter.dim() == 2:
+            parameter.data.mul_(8)
+    model.rotary.cos, model.rotary.sin = model.rotary.cos.to(device), model.rotary.sin.to(device)
+    return model.to(device)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The CPU's runner."""
+    from services.worker.attention.plain import PlainAttention
+    from services.worker.runner.runner import StepRunner
+    from services.worker.runner.shards import ShardThreads
+
+    model = make_model(torch.device("cpu"))
+    cache = make_cache(FLAGS, model, FLAGS.page_count)
+    limits = make_limits(FLAGS, model, FLAGS.page_count, 256)
+    return Driver(StepRunner(model, cache, PlainAttention(cache), limits, ShardThreads(1)))
+
+
+@pytest.fixture
+def cuda():
+    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows."""
+
+    def make(graphs: int = 0) -> Driver:
+        from services.worker.attention.factory import make_cuda_attention
+        from services.worker.runner.cuda.runner import CudaRunner
+        from services.worker.runner.cuda.state import DeviceState
+        from services.worker.sampling.fused import FusedSampler
+
+        model = make_model(DEVICE)
+        cache = make_cache(FLAGS, model, FLAGS.page_count)
+        limits = make_limits(FLAGS, model, FLAGS.page_count, 256, hydragen=True)
+        state = DeviceState.empty(limits, DEVICE)
+        attention = make_cuda_attention(cache, 4, model.rotary)
+        sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
+        runner = CudaRunner(model, cache, attention, sampler, state, limits)
+        if graphs:
+            runner.capture(graphs)
+        return Driver(runner)
+
+    return make
+
+
+PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]
+
+
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, chunk):
+    driver = cuda(graphs)
+    for sampling in ({"logprobs": True}, {"temperature": 0.8, "seed": 3}):
+        plain.reset()
+        driver.reset()
+        expected = plain.generate(PROMPTS, 6, chunk=chunk, **sampling)
+        assert driver.generate(PROMPTS, 6, chunk=chunk, **sampling) == expected
+        for slot, values in plain.logprobs.items():
+            assert driver.logprobs[slot] == pytest.approx(values, abs=1e-4)
+
+
+def test_every_setting_at_once_in_one_batch(plain, cuda):
+    rows = [
+        {},
+        {"temperature": 0.7, "top_p": 0.6, "seed": 5},
+        {"temperature": 1.3, "top_k": 3, "logprobs": True, "top_logprobs": 4},
+        {"temperature": 0.9, "min_p": 0.2, "frequency_penalty": 1.0, "repetition_penalty": 1.4},
+        {"bias_token_ids": np.array([3, 4]), "bias_values": np.array([4.0, -9.0], np.float32), "logprobs": True},
+    ]
+    outcomes = []
+    for driver in (plain, cuda(8)):
+        driver.reset()
+        admissions = tuple(admission(slot, [11 + slot, 12, 13], [slot], **row) for slot, row in enumerate(rows))
+        steps = [driver.run(admissions=admissions, batch=batch(range(5), [3] * 5))]
+        appended = {"append_slots": [0, 1, 2, 3, 4], "append_pages": [10, 11, 12, 13, 14]}
+        steps += [driver.run(batch=batch(range(5)), **appended)]
+        steps += [driver.run() for _ in range(2)]
+        outcomes.append([step.sampled for step in steps])
+    for expected, found in zip(*outcomes, strict=True):
+        assert found.slots.tolist() == expected.slots.tolist()
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+        assert found.top_counts.tolist() == expected.top_counts.tolist()
+        assert found.top_token_ids.tolist() == expected.top_token_ids.tolist()
+        np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("graphs", [0, 80])
+def test_groups_change_nothing(plain, cuda, graphs):
+    """63 rows over two prefixes, three of no group, one that still reads its prompt."""
+    prefixes = [list(range(20, 20 + 2 * PAGE)), list(range(40, 40 + 3 * PAGE))]
+    groups = Groups(np.array([0, 33]), np.array([33, 30]), np.array([2, 3]))
+    outcomes = []
+    for driver, together in ((plain, None), (cuda(graphs), groups)):
+        driver.reset()
+        leaders = tuple(
+            admission(slot, [*prefix, 1], [8 * slot, 8 * slot + 1, 8 * slot + 2, 8 * slot + 3])
+            for slot, prefix in enumerate(prefixes)
+        )
+        driver.run(admissions=leaders, batch=batch([0, 1], [2 * PAGE + 1, 3 * PAGE + 1]))
+        driver.run(releases=[0, 1], batch=batch([]))
+        admissions = []
+        for row in range(66):
+            which = 0 if row < 33 else 1
+            tokens, shared = prefixes[which], list(range(8 * which, 8 * which + 2 + which))
+            admissions.append(admission(row, [*tokens, 50 + row % 40], [*shared, 20 + row], cached_tokens=len(tokens)))
+        admissions.append(admission(70, range(60, 66), [100, 101]))
+        rows = [*range(66), 70]
+        steps = [driver.run(admissions=tuple(admissions), batch=batch(rows, [1] * 66 + [6]), groups=together)]
+        steps += [driver.run(batch=batch(rows)), driver.run(), driver.run(batch=batch(range(66)))]
+        outcomes.append([step.sampled.token_ids.tolist() for step in steps])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_groups_that_do_not_share_are_refused(cuda):
+    driver = cuda()
+    pages = [[0, 1, 2], [4, 5, 6]]
+    admissions = tuple(admission(slot, range(9), pages[slot], cached_tokens=8) for slot in (0, 1))
+    with pytest.raises(InvalidRequest, match="differ in their first 2 pages"):
+        driver.run(admissions=admissions, batch=batch([0, 1]), groups=Groups(*map(np.array, ([0], [2], [2]))))
+    assert driver.runner.run(driver.plan(batch=Batch(NONE, NONE))).sampled.slots.tolist() == []
+
+
+def test_pages_are_copied_with_their_tokens(plain, cuda):
+    outcomes = []
+    for driver in (plain, cuda()):
+        driver.reset()
+        driver.run(admissions=(admission(0, range(5, 11), [0, 1]),), batch=batch([0], [6]))
+        forked = admission(1, range(5, 11), [0, 9], cached_tokens=5, frequency_penalty=2.0, temperature=0.5)
+        driver.run(admissions=(forked,), copy_sources=[1], copy_targets=[9], batch=batch([0, 1]))
+        driver.run(append_slots=[0], append_pages=[12])
+        outcomes.append(driver.tokens)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_slot_is_used_again(plain, cuda):
+    outcomes = []
+    for driver in (plain, cuda(8)):
+        driver.reset()
+        driver.run(admissions=(admission(0, [5, 6], [0]),), batch=batch([0], [2]))
+        driver.run(releases=[0], admissions=(admission(0, [7, 8, 9], [1]),), batch=batch([0], [3]))
+        driver.run(batch=batch([0]))
+        outcomes.append(driver.tokens)
+    assert outcomes[0] == outcomes[1]
