@@ -16,26 +16,25 @@ class HydragenPolicy:
     """When rows of a batch become a group. Costs are in KV tokens: the time one sequence's attention takes to read one
     more token of its own keys and values, in one layer. That makes the rule independent of the model.
 
-    The constants come from one layer on an H200: 32 query and 8 KV heads of 64, bf16, 8 groups of 1,024 sequences, a
-    prefix of 848 tokens, 75 own tokens each. Everything without sharing: 3.10 ms. With it: prefix (FlashInfer, fa3)
-    0.18 ms, suffix 0.53 ms, merge 0.03 ms.
+    The constants come from one layer on an H200: 32 query and 8 KV heads of 64, bf16, 32 groups of 256 sequences, a
+    prefix of 704 tokens (docs/performance.md). Prefixes: 0.16 ms. Own tokens, 110 each: 0.45 ms.
 
-    * A KV token is what the prefix adds to a row: (3.10 - 0.53) ms / (8,192 rows x 848 tokens) = 0.37 ns. What a row
-      costs whatever its length is in both figures and cancels.
-    * ``row_cost``: the merge by log-sum-exp, 0.03 ms / 8,192 rows = 3.7 ns = 10 KV tokens; and the query read and an
-      output written once more, 4 KiB each at 2 KiB a KV token = 4 KV tokens.
-    * ``group_cost``: the kernel works on tiles of query rows, taken as 128, so 32 sequences at 4 query heads a KV head.
-      A group fills its last tile up, and that is one tile too many at most: 0.18 ms / (8 groups x 32 tiles) = 0.7 us =
-      1,900 KV tokens. The work on full tiles is 7 % of what it replaces, and neglected.
-    * ``call_cost``: one more attention call to plan. One call serves all groups, so this is charged once a step,
-      against the gain of all of them: 0.4 ms on the host / 16 layers = 25 us = 68,000 KV tokens.
+    * A KV token is 2 KiB at what the kernel for own tokens reads: 0.45 ms / (8,192 rows x 110 tokens) = 0.5 ns. What a
+      row costs whatever its length is there with a group and without, and cancels.
+    * ``row_cost``: a row's query read twice, and what the prefix gave written and read, 4 KiB each: 12 KiB = 6 KV tokens;
+      twice that, since rows of a group also stand in a certain order.
+    * ``group_cost``: the kernel works on tiles of 128 query rows, so 32 sequences at 4 query heads a KV head. A group
+      fills its last tile up, and that is one tile too many at most: 0.16 ms / (32 groups x 8 tiles) = 0.6 us = 1,300 KV
+      tokens. The work on full tiles is a twentieth of what it replaces, and neglected.
+    * ``call_cost``: one more launch in every layer. One serves all groups, so this is charged once a step, against the
+      gain of all of them: 5 us = 10,000 KV tokens.
     """
 
     min_group_size: int = 32  # rows
     min_prefix_len: int = 256  # tokens
-    row_cost: int = 14  # KV tokens, as all costs
-    group_cost: int = 1_900
-    call_cost: int = 68_000  # per step
+    row_cost: int = 12  # KV tokens, as all costs
+    group_cost: int = 1_300
+    call_cost: int = 10_000  # per step
 
     def gain(self, rows: int, prefix: int) -> int:
         """KV tokens that a group of ``rows`` rows and ``prefix`` shared tokens saves: the prefix is read once instead

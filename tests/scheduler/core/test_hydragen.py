@@ -183,9 +183,9 @@ def test_more_rows_or_a_longer_prefix_never_make_a_group_stop_paying(size, prefi
 
 def test_groups_pay_together_for_their_attention_call():
     policy = HydragenPolicy()
-    prompts = [(ROOT, 53)] * 8  # of 848 tokens
+    prompts = [(ROOT, 17)] * 8  # of 272 tokens
     parent, depth = build(*prompts)
-    assert policy.gain(32, 53 * 16) > 0
+    assert policy.gain(32, 17 * 16) > 0
     assert len(choose_groups(parent, depth, np.repeat([1], 32), 16, policy).prefix_pages) == 0
     assert len(choose_groups(parent, depth, np.repeat(np.arange(1, 9), 32), 16, policy).prefix_pages) == 8
 

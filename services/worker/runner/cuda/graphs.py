@@ -53,8 +53,8 @@ class StepInputs:
 
 
 class DecodeGraph:
-    """Two graphs that share their memory: from tokens to hidden states, and from those to tokens where no row asks for
-    more than a temperature. Inputs are copied to where the graphs read them, on the device."""
+    """A step of one kind, captured twice: from tokens to tokens, where no row asks for more than a temperature, and to
+    hidden states only. Inputs are copied to where the graphs read them, on the device."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class DecodeGraph:
             sampler.run(forward(inputs), self._rows)
         torch.cuda.synchronize()
         self._forward, self._hidden = capture(lambda: forward(inputs), pool)
-        self._sample, self._sampled = capture(lambda: sampler.run(self._hidden, self._rows), pool)
+        self._whole, self._sampled = capture(lambda: sampler.run(forward(inputs), self._rows), pool)
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states ``[size, hidden_size]``, overwritten by the next step."""
@@ -81,10 +81,11 @@ class DecodeGraph:
         self._forward()
         return self._hidden
 
-    def sample(self, rows: SampleRows) -> SampledOnDevice:
-        """What ``run`` left to be sampled, under ``rows`` that are plain."""
-        torch._foreach_copy_((self._rows.scales, self._rows.keys), (rows.scales, rows.keys))
-        self._sample()
+    def run_whole(self, inputs: StepInputs, rows: SampleRows) -> SampledOnDevice:
+        """Tokens of ``rows``, which are plain; overwritten by the next step."""
+        targets, sources = [*self._inputs.all(), self._rows.scales], [*inputs.all(), rows.scales]
+        torch._foreach_copy_([*targets, self._rows.keys], [*sources, rows.keys])
+        self._whole()
         return self._sampled
 
 

@@ -26,7 +26,8 @@ class Place:
         self.results = torch.empty(limits.max_slots, dtype=torch.int32, device=device)
         self.host_results = torch.empty(limits.max_slots, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.uploaded = torch.cuda.Event()
-        self.started, self.forwarded = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.started = torch.cuda.Event(enable_timing=True)
+        self.forwarded: torch.cuda.Event | None = None  # where sampling begins; None = not known
         self.ended = torch.cuda.Event(enable_timing=True)  # a new one each time: the next step looks at it, too
         self.taken = threading.Event()  # the host has read the results
         self.taken.set()
@@ -34,6 +35,11 @@ class Place:
         self._long, self._short = torch.cuda.Event(blocking=True), torch.cuda.Event()
         self._done: torch.cuda.Event | None = None
         self.previous_end: torch.cuda.Event | None = None  # of the step before, for the time between
+
+    def begin_sampling(self) -> None:
+        """The forward pass is launched."""
+        self.forwarded = torch.cuda.Event(enable_timing=True)
+        self.forwarded.record()
 
     def finished(self, *, long: bool) -> None:
         """All that the step does on the current stream is launched."""
@@ -65,6 +71,7 @@ class Ring:
         place.taken.clear()
         place.wait()
         place.upload.begin()
+        place.forwarded = None
         place.previous_end, place.ended = self._last_end, torch.cuda.Event(enable_timing=True)
         self._last_end = place.ended
         return place

@@ -21,6 +21,9 @@ from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.outcome import SampledOnDevice
 from services.worker.sampling.rows import SampleRows
 
+# So few rows or bytes are sent on the stream of the kernels: the device loses less than the host would.
+_SHORT_ROWS = 64
+_SHORT_UPLOAD = 16 * 1024
 # Pages copied at once: what is read is held until it is written.
 _COPIES_AT_ONCE = 64
 
@@ -96,7 +99,7 @@ class CudaRunner:
         if len(self._batch.slots) == 0:
             self._send(place)
             updates.apply(self._state, self._cache)
-            place.forwarded.record()
+            place.begin_sampling()
             return self._collect(plan, place, NO_ARRAYS, None, None, None)
         arrays = build(self._batch, self._groups, self._slots, self.limits.page_size)
         step = self._launch(plan, place, updates, arrays)
@@ -160,7 +163,7 @@ class CudaRunner:
             known, slots, positions, self._state.last_tokens, self._state.page_table, self._cache.tokens
         )
         hidden = self._forward(token_ids, positions, attention, keep)
-        place.forwarded.record()
+        place.begin_sampling()
         return self._finish(plan, place, arrays, hidden, rows, sample_slots)
 
     def _replay(self, plan: Plan, place: Place, updates: Updates, arrays: StepArrays, kind: Kind) -> CudaStep:
@@ -170,11 +173,11 @@ class CudaRunner:
         rows = self._sampler.prepare(self._slots, arrays.sample_slots, arrays.sample_positions, put, kind.size)
         self._send(place)
         updates.apply(self._state, self._cache)
+        if rows.plain:
+            return self._collect(plan, place, arrays, graph.run_whole(inputs, rows), rows, inputs.slots)
         hidden = graph.run(inputs)
-        place.forwarded.record()
-        if not rows.plain:
-            return self._finish(plan, place, arrays, hidden, rows, inputs.slots)
-        return self._collect(plan, place, arrays, graph.sample(rows), rows, inputs.slots)
+        place.begin_sampling()
+        return self._finish(plan, place, arrays, hidden, rows, inputs.slots)
 
     def _prepare_sampling(
         self, arrays: StepArrays, token_slots: torch.Tensor, put: Callable[[np.ndarray], torch.Tensor]
@@ -215,16 +218,29 @@ class CudaRunner:
                 sampled.token_ids, sampled.finite, sample_slots[:count], self._state.last_tokens, place.results[:count]
             )
         place.ended.record()
-        fetched: tuple[torch.Tensor | None, ...] = ()
-        with torch.cuda.stream(self._downloads):
-            self._downloads.wait_event(place.ended)
-            if count:
-                place.host_results[:count].copy_(place.results[:count], non_blocking=True)
-                fetched = tuple(_to_host(tensor, self._downloads) for tensor in sampled[2:])
-            place.finished(long=count > 256)
+        short = count <= _SHORT_ROWS
+        if short:
+            fetched = self._fetch(place, sampled, count)
+            place.finished(long=False)
+        else:
+            with torch.cuda.stream(self._downloads):
+                self._downloads.wait_event(place.ended)
+                fetched = self._fetch(place, sampled, count)
+                place.finished(long=True)
         return CudaStep(plan, place, arrays, rows, fetched, self._era)
 
+    def _fetch(self, place: Place, sampled: SampledOnDevice | None, count: int) -> tuple[torch.Tensor | None, ...]:
+        """Send results to the host on the current stream."""
+        if not count:
+            return ()
+        place.host_results[:count].copy_(place.results[:count], non_blocking=True)
+        return tuple(_to_host(tensor) for tensor in sampled[2:])
+
     def _send(self, place: Place) -> None:
+        if place.upload.used <= _SHORT_UPLOAD:
+            place.started.record()
+            place.upload.send()
+            return
         with torch.cuda.stream(self._uploads):
             place.upload.send()
             place.uploaded.record()
@@ -232,10 +248,11 @@ class CudaRunner:
         place.started.record()
 
 
-def _to_host(tensor: torch.Tensor | None, stream: torch.cuda.Stream) -> torch.Tensor | None:
-    """A copy in pinned memory, complete when ``stream`` has come so far."""
+def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy in pinned memory, complete when the current stream has come so far."""
     if tensor is None:
         return None
-    tensor.record_stream(stream)
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return pinned.copy_(tensor, non_blocking=True)

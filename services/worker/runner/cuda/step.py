@@ -60,9 +60,11 @@ class CudaStep:
 
     def _measure(self) -> None:
         place, timing = self._place, self.timing
-        timing.forward = int(place.started.elapsed_time(place.forwarded) * _NS_PER_MS)
-        timing.sample = int(place.forwarded.elapsed_time(place.ended) * _NS_PER_MS)
-        timing.device = timing.forward + timing.sample
+        timing.device = int(place.started.elapsed_time(place.ended) * _NS_PER_MS)
+        timing.forward = timing.device  # of a step that is one graph nothing else is known
+        if place.forwarded is not None:
+            timing.forward = int(place.started.elapsed_time(place.forwarded) * _NS_PER_MS)
+        timing.sample = timing.device - timing.forward
         if place.previous_end is not None:
             timing.idle = max(0, int(place.previous_end.elapsed_time(place.started) * _NS_PER_MS))
 
