@@ -39,6 +39,11 @@ class WorkerConfig(ServiceConfig):
     kv_cache_num_tokens: Int | Literal["auto"] = Field(
         128 * 1024, description="size of the KV cache in tokens; auto (cuda): all memory that the model leaves"
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="auto: the model's; fp8 (cuda): keys and values take half the memory and time, at a loss of"
+        " accuracy that docs/performance.md gives",
+    )
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
     max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
     max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
@@ -177,6 +182,11 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
             raise ValueError(
                 "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
                 " the flag out, or use device=cuda"
+            )
+        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
+            raise ValueError(
+                "flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at kv_cache_dtype=auto, or use"
+                " device=cuda"
             )
         for name in ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank"):
             if getattr(self, name) != fields[name].default:

@@ -17,6 +17,7 @@ from services.worker.attention.factory import make_attention
 from services.worker.compilation import compile_model, mark_ready, refusing_what_cannot_be_compiled
 from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
+from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import LayerKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
@@ -100,18 +101,26 @@ def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> Kv
         page_size=config.page_size,
         kv_heads=described.kv_heads,
         head_dim=described.head_dim,
-        dtype=model.embedding.dtype,
+        dtype=cache_dtype(config, model),
         device=model.embedding.device,
     )
+
+
+def cache_dtype(config: WorkerConfig, model: DecoderModel) -> torch.dtype:
+    """What keys and values are kept as."""
+    return FP8 if config.kv_cache_dtype == "fp8" else model.embedding.dtype
 
 
 def _make_cpu_runner(
     config: WorkerConfig, model: DecoderModel, kernels: LayerKernels, threads: ShardThreads, max_context: int
 ) -> StepRunner:
     """A runner that has run every kind of step."""
-    for name, value, off in (("kv_cache_num_tokens", "auto", None), ("use_cudagraphs", True, False)):
+    for name, value, instead in (
+        ("kv_cache_num_tokens", "auto", "give a number of tokens"),
+        ("kv_cache_dtype", "fp8", "leave it at kv_cache_dtype=auto"),
+        ("use_cudagraphs", True, "leave it at use_cudagraphs=F"),
+    ):
         if getattr(config, name) == value:
-            instead = "give a number of tokens" if off is None else f"leave it at {name}=F"
             raise InvalidRequest(
                 f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
                 field=name,

@@ -1,5 +1,6 @@
 """The part of the boot that only CUDA needs: measure memory, size the cache, compile and prove all steps."""
 
+import gc
 from collections.abc import Iterable
 
 import structlog
@@ -9,7 +10,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import rehearsal
 from services.worker.attention.factory import make_cuda_attention
-from services.worker.boot import make_cache, make_limits
+from services.worker.boot import cache_dtype, make_cache, make_limits
 from services.worker.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
@@ -23,6 +24,8 @@ _MARGIN_BYTES = 1 << 30
 _MARGIN_SHARE = 0.02
 # What one size of CUDA graph takes beside its activations.
 _BYTES_PER_GRAPH = 24 << 20
+# Triton has no conversions from and to float8_e4m3fn for devices before.
+_FP8_CAPABILITY = (8, 9)
 
 log = structlog.get_logger(__name__)
 
@@ -33,27 +36,29 @@ def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> 
     _refuse_sizes(config, model)
     peak = _measure(config, model, max_context)
     bytes_per_page = KvCache.bytes_per_page(
-        model.config.layers, config.page_size, model.config.kv_heads, model.config.head_dim, model.embedding.dtype
+        model.config.layers, config.page_size, model.config.kv_heads, model.config.head_dim, cache_dtype(config, model)
     )
     free, total = torch.cuda.mem_get_info(device)
     graphs = config.cudagraph_max_size // 16 * _BYTES_PER_GRAPH if config.use_cudagraphs else 0
-    room = free - peak - graphs - max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
+    tables = config.max_seqs_per_forward * -(-max_context // config.page_size) * torch.int32.itemsize
+    room = free - peak - tables - graphs - max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
     fitting = room // bytes_per_page
     wanted = config.page_count
     log.info("memory", free_gib=_gib(free), step_gib=_gib(peak), pages_that_fit=fitting, pages_asked=wanted)
     if fitting < 1 or (wanted is not None and wanted > fitting):
-        raise InvalidRequest(_advice(config, free, peak, graphs, fitting), field="kv_cache_num_tokens")
+        raise InvalidRequest(_advice(config, free, peak + tables, graphs, fitting), field="kv_cache_num_tokens")
     pages = fitting if wanted is None else wanted
-    runner = _assemble(config, model, make_cache(config, model, pages), max_context)
     try:
+        runner = _assemble(config, model, make_cache(config, model, pages), max_context)
         _rehearse(runner, config, model)
     except torch.OutOfMemoryError as error:
-        raise InvalidRequest(_advice(config, free, peak, graphs, fitting), field="kv_cache_num_tokens") from error
+        advice = _advice(config, free, peak + tables, graphs, fitting)
+        raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
     return runner
 
 
 def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
-    """Kernels index with masks and shifts."""
+    """Kernels index with masks and shifts, and devices differ in what they convert."""
     if config.page_size & (config.page_size - 1):
         raise InvalidRequest(
             f"flag page_size={config.page_size}: on cuda it must be a power of two, such as 16", field="page_size"
@@ -63,19 +68,30 @@ def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
         raise InvalidRequest(
             f"config.json: head_dim={head_dim} is not supported on cuda; 16, 32, 64, 128 and 256 are", field="model"
         )
+    device = model.embedding.device
+    if config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise InvalidRequest(
+            f"flag kv_cache_dtype=fp8: {torch.cuda.get_device_name(device)} does not convert fp8, devices of compute"
+            " capability 8.9 and later do; leave it at kv_cache_dtype=auto",
+            field="kv_cache_dtype",
+        )
 
 
 def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int:
-    """Bytes that the largest step takes beside weights and cache. Also compiles most of what there is to compile."""
+    """Bytes that the runner and its largest step take beside weights and cache. Also compiles most of what there is to
+    compile."""
     pages = -(-min(config.max_tokens_per_forward, max_context) // config.page_size) + 1
-    runner = _assemble(config, model, make_cache(config, model, pages), max_context)
+    before = torch.cuda.memory_allocated()
     try:
-        _run_all(runner, rehearsal.decodes(runner.limits, min(8, runner.limits.max_slots), rehearsal.PLAIN))
-        before = torch.cuda.memory_allocated()
+        cache = make_cache(config, model, pages)
+        of_cache = torch.cuda.memory_allocated() - before
+        runner = _assemble(config, model, cache, max_context)
+        few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
+        _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
         torch.cuda.reset_peak_memory_stats()
         for plans in rehearsal.largest(runner.limits):
             _run_all(runner, plans)
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - before - of_cache
     except torch.OutOfMemoryError as error:
         raise InvalidRequest(
             f"flag max_tokens_per_forward={config.max_tokens_per_forward} with max_seqs_per_forward="
@@ -84,14 +100,17 @@ def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int
             field="max_tokens_per_forward",
         ) from error
     runner.close()
-    del runner
+    del runner, cache
+    gc.collect()  # its places know each other
     torch.cuda.empty_cache()
     return peak
 
 
 def _assemble(config: WorkerConfig, model: DecoderModel, cache: KvCache, max_context: int) -> CudaRunner:
     limits = make_limits(config, model, cache.page_count, max_context, hydragen=True)
-    attention = make_cuda_attention(cache, model.config.heads, model.rotary, compiled=config.torch_compile)
+    attention = make_cuda_attention(
+        cache, model.config.heads, model.rotary, dtype=model.embedding.dtype, compiled=config.torch_compile
+    )
     state = DeviceState.empty(limits, cache.all_keys.device)
     sampler = FusedSampler(
         model.project, model.config.vocab_size, cache.all_keys.device, cache.tokens, state.page_table
@@ -102,20 +121,12 @@ def _assemble(config: WorkerConfig, model: DecoderModel, cache: KvCache, max_con
 def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel) -> None:
     """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
     limits = runner.limits
-    features = rehearsal.every_feature(limits)
-    for settings in (rehearsal.PLAIN, rehearsal.WARM, features):
-        for rows in {1, min(9, limits.max_slots), min(limits.max_slots, limits.max_tokens_per_step)}:
-            _run_all(runner, rehearsal.decodes(limits, rows, settings))
-            if rows > 1:
-                _run_all(runner, rehearsal.decodes(limits, rows, settings, groups=True))
-        size = min(limits.max_context_tokens, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
-        if size > 1:
-            for rows in (0, min(3, limits.max_slots - 1)):
-                _run_all(runner, rehearsal.mixed(limits, rows, 1, size, settings))
+    for plans in rehearsal.every_kind(limits):
+        _run_all(runner, plans)
     if config.use_cudagraphs:
-        skinny = SkinnyDecoder(model, pdl=True) if suits(model) else None
+        skinny = SkinnyDecoder(model) if suits(model) else None
         runner.capture(config.cudagraph_max_size, skinny)
-        for settings in (rehearsal.PLAIN, features):
+        for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):
             _run_all(runner, rehearsal.decodes(limits, 1, settings))
     for plans in rehearsal.largest(limits):
         _run_all(runner, plans)

@@ -99,8 +99,11 @@ class Engine:
             outcome = self._broken
         except BaseException as error:
             outcome = error
-        if self._runner is not None and self._broken is None:
-            self._runner.close()
+        try:
+            if self._runner is not None and self._broken is None:
+                self._runner.close()
+        except BaseException as error:  # the device fails at last: whoever waits must still hear of the end
+            outcome = outcome or error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             for future in (booted, ended):
                 loop.call_soon_threadsafe(_settle, future, None, outcome)

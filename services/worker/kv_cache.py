@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from services.common.errors import InvalidRequest
+from services.worker.layers.fp8 import FP8
 
 
 class KvCache:
@@ -14,6 +15,8 @@ class KvCache:
     ``keys[layer]`` and ``values[layer]`` are ``[page_count, kv_heads, page_size, head_dim]``: what one head of one page
     reads is contiguous. ``all_keys`` and ``all_values`` are the same with the layers as first dimension.
     ``tokens [page_count, page_size]`` int32: the token ids they were computed from, for penalties.
+
+    ``dtype`` is the model's, or float8_e4m3fn on CUDA: rounded as they are, values beyond 448 to 448.
     """
 
     def __init__(
@@ -50,7 +53,8 @@ class KvCache:
         """Copy page ``sources[i]`` onto ``targets[i]`` in every layer, and its token ids. Both ``[n]`` int64 on the
         cache's device. All sources are read before any is written."""
         for cache in (self.all_keys, self.all_values):
-            cache[:, targets] = cache[:, sources]
+            plain = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch indexes no fp8
+            plain[:, targets] = plain[:, sources]
         self.tokens[targets] = self.tokens[sources]
 
 
@@ -58,5 +62,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy leaves the pages to the kernel until they are touched; torch.zeros writes all of them now.
-    width = {4: np.int32, 2: np.int16}[dtype.itemsize]
+    width = {4: np.int32, 2: np.int16, 1: np.int8}[dtype.itemsize]
     return torch.from_numpy(np.zeros(shape, dtype=width)).view(dtype)

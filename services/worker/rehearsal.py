@@ -1,6 +1,7 @@
 """Steps that are run before serving: everything gets compiled, and the largest step shows what memory it needs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,11 +12,22 @@ PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np
 WARM = SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, _NONE, np.empty(0, np.float32))
 
 
-def every_feature(limits: Limits) -> SamplingSettings:
-    """All that a row can ask of the sampler at once."""
+def unadjusted(limits: Limits) -> SamplingSettings:
+    """All that a row can ask of the sampler and have its logits read as they are."""
     top = min(limits.max_top_logprobs, limits.vocab_size)
-    bias = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return SamplingSettings(0.7, 0.9, 5, 0.05, 1, 1, True, top, *bias, 1.1, 0.1, 0.1)
+    return SamplingSettings(0.7, 0.9, 5, 0.05, 1, 1, True, top, _NONE, np.empty(0, np.float32))
+
+
+def every_feature(limits: Limits) -> SamplingSettings:
+    """All that a row can ask of the sampler at once: it is drawn from a copy of its logits."""
+    return replace(
+        unadjusted(limits),
+        bias_token_ids=np.zeros(1, np.int64),
+        bias_values=np.zeros(1, np.float32),
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+    )
 
 
 def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:
@@ -23,28 +35,72 @@ def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (
     return Plan(number, _NONE, admissions, _NONE, _NONE, _NONE, _NONE, batch, groups)
 
 
-def decodes(limits: Limits, rows: int, settings: SamplingSettings, groups: bool = False) -> Iterator[Plan]:
-    """A step of ``rows`` rows of one token each, from empty. They share pages: what they compute means nothing."""
-    shared = limits.page_size
-    pages = np.zeros(2 if groups else 1, np.int64)
-    tokens = np.zeros(shared + 1 if groups else 1, np.int64)
-    admissions = tuple(Admission(slot, tokens, shared if groups else 0, pages, settings) for slot in range(rows))
-    together = Groups(*(np.array([value]) for value in (0, rows, 1))) if groups else NO_GROUPS
+def decodes(
+    limits: Limits, rows: int, settings: SamplingSettings, groups: bool = False, context: int = 1
+) -> Iterator[Plan]:
+    """A step of ``rows`` rows of one token each, from empty. They share pages: what they compute means nothing.
+
+    ``context``: tokens that each of them sees, more where their group's prefix and one behind it are more.
+    """
+    admissions = tuple(_decode(limits, slot, settings, groups, context) for slot in range(rows))
+    together = _together(rows) if groups else NO_GROUPS
     yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), admissions, together)
-    if limits.page_size > 1:  # inputs are now what was sampled
+    known = len(admissions[0].token_ids)
+    if known < limits.max_context_tokens and known % limits.page_size:  # inputs are now what was sampled
         yield step(2, None, (), together)
 
 
-def mixed(limits: Limits, rows: int, chunks: int, size: int, settings: SamplingSettings) -> Iterator[Plan]:
-    """``rows`` rows of one token beside ``chunks`` rows of ``size`` tokens, in one step."""
-    page = np.zeros(1, np.int64)
-    long = np.zeros(-(-size // limits.page_size), np.int64)
-    slots = np.arange(rows + chunks)
-    admissions = tuple(
-        Admission(slot, np.zeros(size if slot >= rows else 1, np.int64), 0, long if slot >= rows else page, settings)
-        for slot in slots.tolist()
+def mixed(
+    limits: Limits,
+    rows: int,
+    chunks: int,
+    size: int,
+    settings: SamplingSettings,
+    groups: bool = False,
+    context: int = 1,
+) -> Iterator[Plan]:
+    """Rows as of ``decodes`` beside ``chunks`` rows of ``size`` tokens, in one step."""
+    slots, tokens = np.arange(rows + chunks), np.zeros(size, np.int64)
+    pages = np.zeros(-(-size // limits.page_size), np.int64)
+    admissions = (
+        *(_decode(limits, slot, settings, groups, context) for slot in range(rows)),
+        *(Admission(slot, tokens, 0, pages, settings) for slot in range(rows, rows + chunks)),
     )
-    yield step(1, Batch(slots, np.where(slots < rows, 1, size)), admissions)
+    together = _together(rows) if groups else NO_GROUPS
+    yield step(1, Batch(slots, np.where(slots < rows, 1, size)), admissions, together)
+
+
+def _decode(limits: Limits, slot: int, settings: SamplingSettings, grouped: bool, context: int) -> Admission:
+    """All but its last token are computed."""
+    known = max(context, limits.page_size + 1) if grouped else context
+    pages = np.zeros(-(-known // limits.page_size), np.int64)
+    return Admission(slot, np.zeros(known, np.int64), known - 1, pages, settings)
+
+
+def _together(rows: int) -> Groups:
+    """The first ``rows`` share their first page."""
+    return Groups(*(np.array([value]) for value in (0, rows, 1)))
+
+
+def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
+    """Plans, each time from empty, that take every way through the model, the attention and the sampler, so that all
+    there is to compile is compiled."""
+    most = min(limits.max_slots, limits.max_tokens_per_step)
+    longest = limits.max_context_tokens
+    grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
+    size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
+    beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
+    for settings in (PLAIN, WARM, unadjusted(limits), every_feature(limits)):
+        for rows in sorted({1, min(9, most), most}):
+            for groups in grouped if rows > 1 else {False}:
+                yield decodes(limits, rows, settings, groups)
+        for rows in {0, beside} if size > 1 else ():
+            yield mixed(limits, rows, 1, size, settings)
+    # Several programs share a long context, where rows are few: fewest beside a chunk, since else they are padded.
+    for groups in grouped:
+        yield decodes(limits, 1, PLAIN, groups, longest)
+        if size > 1 and beside > 0:
+            yield mixed(limits, 1, 1, size, PLAIN, groups, longest)
 
 
 def largest(limits: Limits) -> Iterator[list[Plan]]:

@@ -135,6 +135,13 @@ def test_hydragen_is_refused_where_the_worker_is_to_be_on_a_cpu():
         assert load(DeploymentConfig, ["use_hydragen=T", f"device={device}"], {}).use_hydragen
 
 
+def test_a_cache_of_fp8_is_refused_where_the_worker_is_to_be_on_a_cpu():
+    with pytest.raises(FlagError, match="flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at"):
+        load(DeploymentConfig, ["kv_cache_dtype=fp8", "device=cpu"], {})
+    for device in ("auto", "cuda"):
+        assert load(DeploymentConfig, ["kv_cache_dtype=fp8", f"device={device}"], {}).kv_cache_dtype == "fp8"
+
+
 @pytest.mark.parametrize(("text", "pages"), [("auto", None), ("(512 * 1024)", 32768), ("47", 2)])
 def test_the_cache_has_whole_pages_or_as_many_as_fit(text, pages):
     config = load(WorkerConfig, [f"kv_cache_num_tokens={text}"], {})
@@ -148,6 +155,7 @@ def test_the_cache_has_whole_pages_or_as_many_as_fit(text, pages):
         ("kv_cache_num_tokens=-5", "flag kv_cache_num_tokens='-5'.*expected 1 or more tokens, or auto"),
         ("kv_cache_num_tokens=(2 ** 41)", "expected 1 or more tokens, or auto"),
         ("load_format=pt", "flag load_format='pt': input should be 'safetensors' or 'dummy'"),
+        ("kv_cache_dtype=bfloat16", "flag kv_cache_dtype='bfloat16': input should be 'auto' or 'fp8'"),
         ("quantization=int4", "flag quantization='int4': input should be 'none' or 'fp8'"),
         ("cudagraph_max_size=4", "flag cudagraph_max_size='4'.*greater than or equal to 8"),
         ("compile_cache_dir=", "flag compile_cache_dir=''.*at least 1"),

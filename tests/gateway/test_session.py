@@ -10,6 +10,7 @@ from services.gateway.job import Job, Settings
 from services.gateway.metrics import RequestMetrics
 from services.gateway.session import codec
 from services.gateway.session.client import Session, Timings
+from tokasaurus.scheduler.v1 import session_pb2
 
 
 def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
@@ -55,3 +56,20 @@ async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
     session._on_outputs(codec.StepNews(one, None, one, None, [(0, ending())]))
     assert not session._samples
     assert not session._seats.taken.any()
+
+
+async def test_a_sample_that_ended_by_itself_is_not_cancelled_any_more():
+    """Its handle may be another's by the time the cancel is sent."""
+    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    first, second = (
+        Generation([Job("r", "m", np.array([1], np.uint32), 5, None, Settings(n=2))], streaming=False) for _ in "ab"
+    )
+    session.submit(first.calls[0])
+    first.close()
+    nothing = np.array([], np.uint32)
+    session._on_outputs(codec.StepNews(nothing, None, nothing, None, [(0, ending())]))
+    assert list(session._cancels) == [1]
+    session.submit(second.calls[0])
+    second.close()
+    session._on_rejection(session_pb2.Rejection(handle=2))
+    assert list(session._cancels) == [1]

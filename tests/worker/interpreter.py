@@ -5,10 +5,12 @@ module that tests kernels has ``pytestmark = [needs_triton, pytest.mark.usefixtu
 tensors on ``DEVICE``, and imports the kernels within its tests, so that it can be collected without triton.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +48,25 @@ def triton_ready(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
     # numpy warns of what is no accident in a kernel: infinities, numbers that are none, integers that wrap.
-    with np.errstate(all="ignore"), warnings.catch_warnings():
+    with patched_once(monkeypatch, interpreter), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
+
+
+@contextlib.contextmanager
+def patched_once(monkeypatch, interpreter):
+    """Replace the functions of ``triton.language`` once for a test: the interpreter does so in each call of each
+    function, which takes longer than what the function does."""
+    patch, scopes = interpreter._patch_lang, {}
+
+    def patch_lang(fn):
+        languages = interpreter.tl, interpreter.tl.core
+        seen = tuple(any(value is language for value in fn.__globals__.values()) for language in languages)
+        if seen not in scopes:
+            scopes[seen] = patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
+    yield
+    for scope in reversed(scopes.values()):
+        scope.restore()

@@ -8,6 +8,7 @@ from services.worker.attention.base import AttentionBatch
 from services.worker.attention.plain import PlainAttention
 from services.worker.attention.spans import Spans, packed, page_lists, tiles
 from services.worker.kv_cache import KvCache
+from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.rotary import RopeSettings, Rotary
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
@@ -26,7 +27,7 @@ class Case:
 
     def __init__(
         self, contexts, chunks=(), groups=(), *, heads=4, kv_heads=2, head_dim=16, page=16, padding=0,
-        holes=(), dtype=torch.float32, norm=False,
+        holes=(), dtype=torch.float32, cached=None, norm=False,
     ):  # fmt: skip
         self.heads, self.kv_heads, self.head_dim, self.page = heads, kv_heads, head_dim, page
         counts = np.array([1] * len(contexts) + [tokens for _, tokens in chunks])
@@ -60,8 +61,9 @@ class Case:
             columns = (self.places[starts[rows]], counts[rows], slots[rows], ends[rows])
             self.chunks = Spans(*(np.array(column, np.int32) for column in columns))
         generator = torch.Generator().manual_seed(1)
-        self.dtype = dtype
-        self.noise = torch.randn(LAYERS, 2, table.size, kv_heads, page, head_dim, generator=generator).to(dtype)
+        self.dtype, self.cached = dtype, cached or dtype
+        noise = torch.randn(LAYERS, 2, table.size, kv_heads, page, head_dim, generator=generator)
+        self.noise = noise.to(self.cached).to(dtype)
         self.qkv = torch.randn(self.tokens, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
         rope = RopeSettings("default", 10000.0)
         self.rotary = Rotary(rope, head_dim, int(ends.max()), torch.float32, torch.device("cpu"))
@@ -79,8 +81,9 @@ class Case:
         made.all_values.copy_(self.noise[:, 1])
         return made
 
-    def expected(self, layer: int) -> tuple[torch.Tensor, KvCache]:
-        """``[tokens without padding, heads * head_dim]`` float32, and the cache after it."""
+    def expected(self, layer: int, stored: KvCache | None = None) -> tuple[torch.Tensor, KvCache]:
+        """``[tokens without padding, heads * head_dim]`` float32, and the cache after it. ``stored``: the tokens' keys
+        and values are not theirs, but what is in that cache."""
         cache, kernels = self.cache(torch.float32, torch.device("cpu")), TorchKernels()
         heads = self.qkv.float()[self.places].view(len(self.places), -1, self.head_dim)
         queries, keys, values = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -88,7 +91,14 @@ class Case:
             queries, keys = (kernels.norm(x, w.float(), 1e-5) for x, w in zip((queries, keys), self.norms, strict=True))
         angles = self.rotary.at(torch.from_numpy(self.plain.positions))
         queries, keys = kernels.rotate(queries, *angles), kernels.rotate(keys, *angles)
+        if stored is not None:
+            keys, values = (self.of_tokens(pages[layer]) for pages in (stored.keys, stored.values))
         return PlainAttention(cache).step(self.plain, lambda: None).run(layer, queries, keys, values), cache
+
+    def of_tokens(self, pages: torch.Tensor) -> torch.Tensor:
+        """The step's tokens of a layer: ``[tokens without padding, kv_heads, head_dim]`` float32."""
+        table = self.plain.page_table[self.plain.token_slots, self.plain.positions // self.page]
+        return pages.cpu().float()[table.astype(np.int64), :, self.plain.positions % self.page]
 
     def batch(self):
         from services.worker.attention.cuda import CudaBatch
@@ -106,10 +116,12 @@ class Case:
         """All tokens' output on the CPU, and the cache."""
         from services.worker.attention.cuda import CudaAttention
 
-        cache = self.cache(self.dtype, DEVICE)
+        cache = self.cache(self.cached, DEVICE)
         rotary = Rotary.__new__(Rotary)
         rotary.cos, rotary.sin = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
-        attention = CudaAttention(cache, self.heads, rotary, prefixes=backend, chunks=backend, compiled=compiled)
+        attention = CudaAttention(
+            cache, self.heads, rotary, dtype=self.dtype, prefixes=backend, chunks=backend, compiled=compiled
+        )
         step = attention.prepare(self.batch(), self.plain.page_table, put)
         if splits is not None:
             step._splits = splits
@@ -124,6 +136,26 @@ class Case:
         torch.testing.assert_close(cache.all_values.cpu().float(), stored.all_values, **tolerance)
         padding = np.setdiff1d(np.arange(self.tokens), self.places)
         assert not output[padding].any()
+
+    def check_fp8(self, layer: int = 1, **how) -> None:
+        """What is stored is what torch rounds, but for what the interpreter does not round as torch and the hardware
+        do, and the output is attention over what was stored."""
+        output, cache = self.found(layer, **how)
+        assert cache.keys[0].dtype == FP8
+        expected, _ = self.expected(layer, stored=cache)
+        torch.testing.assert_close(output[self.places].float(), expected, **TOLERANCE[self.dtype])
+        for found, exact in zip((cache.all_keys, cache.all_values), stores(self.expected(layer)[1]), strict=True):
+            found, rounded = found.cpu().float(), exact.clamp(-448, 448).to(FP8).float()
+            same = (self.of_tokens(found[layer]) == self.of_tokens(rounded[layer])).float().mean()
+            assert same > (0.9 if INTERPRETED else 0.99)
+            rest = torch.ones_like(found, dtype=torch.bool)
+            table = self.plain.page_table[self.plain.token_slots, self.plain.positions // self.page]
+            rest[layer, table.astype(np.int64), :, self.plain.positions % self.page] = False
+            assert torch.equal(found[rest], rounded[rest])
+
+
+def stores(cache: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache.all_keys, cache.all_values
 
 
 @pytest.fixture
@@ -206,6 +238,51 @@ def test_a_step_with_everything(dtype):
     ).check()  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"contexts": [1, 16, 17, 70, 33], "padding": 2},
+        {"contexts": [65, 66, 80, 70, 64], "groups": ((0, 3, 2), (3, 2, 1))},
+        {"contexts": [], "chunks": [(16, 16), (17, 2), (70, 37)]},
+        {"contexts": [50, 40, 1], "chunks": [(64, 10)], "groups": ((0, 2, 1),), "norm": True, "holes": [2]},
+    ],
+    ids=["rows", "prefixes", "chunks", "everything"],
+)
+def test_a_cache_of_fp8_is_attended_to_as_it_was_rounded(shape):
+    Case(**shape, cached=FP8, head_dim=32).check_fp8()
+
+
+def test_programs_may_share_a_row_of_a_cache_of_fp8():
+    Case([260, 65, 3, 100], groups=((0, 2, 2),), cached=FP8).check_fp8(splits=3)
+
+
+@pytest.mark.usefixtures("bf16_dots")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_model_of_bf16_has_a_cache_of_fp8(monkeypatch, stages):
+    from services.worker.attention import triton_decode
+
+    monkeypatch.setattr(triton_decode, "decode_options", lambda *_: triton_decode.DecodeOptions(64, 1, stages))
+    Case(
+        [50, 40, 1, 70, 65], [(64, 10), (31, 31)], ((0, 2, 1), (3, 2, 3)), heads=8, kv_heads=2, head_dim=64,
+        dtype=torch.bfloat16, cached=FP8, padding=2, norm=True,
+    ).check_fp8()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_fp8_cannot_hold_becomes_its_largest_and_what_is_no_number_stays_none(dtype):
+    case = Case([1, 1, 1, 1], cached=FP8, dtype=dtype)  # position 0: nothing turns
+    rows = case.qkv.view(4, -1, case.head_dim)
+    rows[0, case.heads :], rows[1, case.heads :], rows[2, case.heads :] = 1000.0, -1e9, torch.nan
+    _, cache = case.found(0)
+    for pages in (cache.keys[0], cache.values[0]):
+        found = case.of_tokens(pages)
+        assert (found[0] == 448).all()
+        assert (found[1] == -448).all()
+        assert found[3].isfinite().all()
+        if not INTERPRETED:  # which knows no NaN of eight bits
+            assert found[2].isnan().all()
+
+
 def test_scores_far_apart_do_not_overflow():
     case = Case([40, 40], [(20, 5)], ((0, 2, 1),))
     case.noise[:, 0] *= 1000
@@ -242,14 +319,25 @@ def test_compiled_code_takes_any_number_of_tokens():
             torch.testing.assert_close(compiled(qkv), 2 * qkv[:, :4])
 
 
-def test_warming_up_stores_nothing():
+@pytest.mark.parametrize("cached", [torch.float32, FP8], ids=str)
+def test_warming_up_stores_nothing(cached):
     from services.worker.attention.cuda import CudaAttention
 
-    case = Case([20])
-    cache, rotary = case.cache(torch.float32, DEVICE), case.rotary
+    case = Case([20], cached=cached)
+    cache, rotary = case.cache(cached, DEVICE), case.rotary
     rotary.cos, rotary.sin = rotary.cos.to(DEVICE), rotary.sin.to(DEVICE)
-    CudaAttention(cache, case.heads, rotary, prefixes="triton", chunks="triton").warm_up()
-    torch.testing.assert_close(cache.all_keys.cpu(), case.noise[:, 0], atol=0, rtol=0)
+    CudaAttention(cache, case.heads, rotary, dtype=torch.float32, prefixes="triton", chunks="triton").warm_up()
+    torch.testing.assert_close(cache.all_keys.cpu().float(), case.noise[:, 0], atol=0, rtol=0)
+
+
+def test_flashinfer_is_not_asked_for_a_cache_of_fp8(monkeypatch):
+    from services.worker.attention import cuda
+
+    monkeypatch.setattr(cuda.flashinfer_spans, "available", lambda *_: True)
+    case = Case([20], head_dim=128, dtype=torch.bfloat16, cached=FP8)
+    attention = cuda.CudaAttention(case.cache(FP8, DEVICE), case.heads, case.rotary, dtype=torch.bfloat16)
+    assert attention.backends == {"prefixes": "triton", "chunks": "triton"}
+    assert attention.captures_groups
 
 
 def test_an_unknown_backend_is_refused():

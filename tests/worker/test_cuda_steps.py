@@ -11,6 +11,7 @@ import torch
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker.boot import make_cache, make_limits
+from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
@@ -106,19 +107,19 @@ def plain():
 
 @pytest.fixture
 def cuda():
-    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows."""
+    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows; ``flags``: instead of ``FLAGS``."""
 
-    def make(graphs: int = 0) -> Driver:
+    def make(graphs: int = 0, flags: WorkerConfig = FLAGS) -> Driver:
         from services.worker.attention.factory import make_cuda_attention
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
         from services.worker.sampling.fused import FusedSampler
 
         model = make_model(DEVICE)
-        cache = make_cache(FLAGS, model, FLAGS.page_count)
-        limits = make_limits(FLAGS, model, FLAGS.page_count, 256, hydragen=True)
+        cache = make_cache(flags, model, flags.page_count)
+        limits = make_limits(flags, model, flags.page_count, 256, hydragen=True)
         state = DeviceState.empty(limits, DEVICE)
-        attention = make_cuda_attention(cache, 4, model.rotary)
+        attention = make_cuda_attention(cache, 4, model.rotary, dtype=model.embedding.dtype)
         sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:
@@ -142,6 +143,32 @@ def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, chunk):
         assert driver.generate(PROMPTS, 6, chunk=chunk, **sampling) == expected
         for slot, values in plain.logprobs.items():
             assert driver.logprobs[slot] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize(("graphs", "chunk"), [(0, 3), (8, None), (8, 3)])
+def test_a_cache_of_fp8_gives_the_same_tokens_however_steps_are_cut_and_launched(cuda, graphs, chunk):
+    flags = FLAGS.model_copy(update={"kv_cache_dtype": "fp8"})
+    one, other = cuda(0, flags), cuda(graphs, flags)
+    assert one.runner._cache.all_keys.dtype == FP8
+    for sampling in ({"logprobs": True}, {"temperature": 0.8, "seed": 3}):
+        one.reset()
+        other.reset()
+        assert one.generate(PROMPTS, 6, **sampling) == other.generate(PROMPTS, 6, chunk=chunk, **sampling)
+        for slot, values in one.logprobs.items():
+            assert other.logprobs[slot] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_cache_of_fp8_is_refused_on_a_device_that_does_not_convert_it(monkeypatch):
+    from services.worker.boot_cuda import _refuse_sizes
+
+    flags, model = FLAGS.model_copy(update={"kv_cache_dtype": "fp8"}), make_model(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(InvalidRequest, match="kv_cache_dtype=fp8: A100 does not convert fp8") as refused:
+        _refuse_sizes(flags, model)
+    assert refused.value.field == "kv_cache_dtype"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    _refuse_sizes(flags, model)
 
 
 def test_every_setting_at_once_in_one_batch(plain, cuda):
@@ -170,13 +197,17 @@ def test_every_setting_at_once_in_one_batch(plain, cuda):
         np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("graphs", [0, 80])
-def test_groups_change_nothing(plain, cuda, graphs):
-    """63 rows over two prefixes, three of no group, one that still reads its prompt."""
+@pytest.mark.parametrize("largest", [0, 32])
+def test_groups_change_nothing(plain, cuda, largest, monkeypatch):
+    """22 rows over two prefixes, one of them more than a tile, two of no group, one that still reads its prompt."""
+    from services.worker.runner.cuda import graphs
+
+    monkeypatch.setattr(graphs, "_FEWEST_GROUPED", 8)
+    monkeypatch.setattr(graphs, "sizes_up_to", lambda largest, smallest: [largest])  # in which all of these fit
     prefixes = [list(range(20, 20 + 2 * PAGE)), list(range(40, 40 + 3 * PAGE))]
-    groups = Groups(np.array([0, 33]), np.array([33, 30]), np.array([2, 3]))
+    groups = Groups(np.array([0, 17]), np.array([17, 5]), np.array([2, 3]))
     outcomes = []
-    for driver, together in ((plain, None), (cuda(graphs), groups)):
+    for driver, together in ((plain, None), (cuda(largest), groups)):
         driver.reset()
         leaders = tuple(
             admission(slot, [*prefix, 1], [8 * slot, 8 * slot + 1, 8 * slot + 2, 8 * slot + 3])
@@ -185,14 +216,14 @@ def test_groups_change_nothing(plain, cuda, graphs):
         driver.run(admissions=leaders, batch=batch([0, 1], [2 * PAGE + 1, 3 * PAGE + 1]))
         driver.run(releases=[0, 1], batch=batch([]))
         admissions = []
-        for row in range(66):
-            which = 0 if row < 33 else 1
+        for row in range(24):
+            which = 0 if row < 17 else 1
             tokens, shared = prefixes[which], list(range(8 * which, 8 * which + 2 + which))
             admissions.append(admission(row, [*tokens, 50 + row % 40], [*shared, 20 + row], cached_tokens=len(tokens)))
         admissions.append(admission(70, range(60, 66), [100, 101]))
-        rows = [*range(66), 70]
-        steps = [driver.run(admissions=tuple(admissions), batch=batch(rows, [1] * 66 + [6]), groups=together)]
-        steps += [driver.run(batch=batch(rows)), driver.run(), driver.run(batch=batch(range(66)))]
+        rows = [*range(24), 70]
+        steps = [driver.run(admissions=tuple(admissions), batch=batch(rows, [1] * 24 + [6]), groups=together)]
+        steps += [driver.run(batch=batch(rows)), driver.run(), driver.run(batch=batch(range(24)))]
         outcomes.append([step.sampled.token_ids.tolist() for step in steps])
     assert outcomes[0] == outcomes[1]
 

@@ -201,6 +201,17 @@ async def test_a_stopped_engine_answers_what_runs_and_closes_the_runner(engine, 
     assert runner.closed
 
 
+async def test_a_runner_that_fails_to_close_does_not_hide_the_end(engine, ended, runner):
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    runner.close = fail
+    engine.stop()
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await ended
+
+
 async def test_a_client_that_is_gone_is_told_nothing(engine, runner):
     first, second = Listener(), Listener()
     engine.open(first)

@@ -55,7 +55,7 @@ class Session:
         self._on_load = on_load
         self._timings = timings
         self._outbox: deque[session_pb2.SessionRequest] = deque()
-        self._cancels: list[int] = []
+        self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
         self._has_mail = asyncio.Event()
         self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: nobody wants it any more
         self._unaccepted: dict[int, Call] = {}  # by first handle
@@ -110,7 +110,7 @@ class Session:
         for handle in running:
             self._samples[handle] = None
         if running:
-            self._cancels += running
+            self._cancels |= dict.fromkeys(running)
             self._has_mail.set()
 
     # The three tasks of ``run``.
@@ -142,7 +142,7 @@ class Session:
             while self._outbox:
                 await self._stream.write(self._outbox.popleft())
             if self._cancels:  # after the submits they are about
-                cancels, self._cancels = self._cancels, []
+                cancels, self._cancels = list(self._cancels), {}
                 await self._stream.write(codec.encode_cancel(cancels))
 
     async def _beat(self) -> None:
@@ -163,8 +163,7 @@ class Session:
         call = self._unaccepted.pop(rejection.handle, None)
         if call is not None:
             for handle in range(rejection.handle, rejection.handle + len(call.choices)):
-                self._samples.pop(handle, None)
-                self._seats.give(handle)
+                self._end(handle)
             call.generation.fail(from_status(rejection.status))
 
     def _on_outputs(self, news: codec.StepNews) -> None:
@@ -179,12 +178,17 @@ class Session:
             if not stored.all():
                 self._feed(news, stored)
         for handle, ending in news.endings:
-            choice, ids = self._samples.pop(handle, None), seats.give(handle)
+            choice, ids = self._end(handle)
             if choice is not None:
                 if len(ids):
                     choice.new_ids = ids
                 self._metrics.sample_finished(ending)
                 choice.generation.finish(choice, ending)
+
+    def _end(self, handle: int) -> tuple[Choice | None, np.ndarray]:
+        """Free a handle: who had it, and the tokens that were kept for it."""
+        self._cancels.pop(handle, None)  # it would end the handle's next sample
+        return self._samples.pop(handle, None), self._seats.give(handle)
 
     def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
         """Latencies. Several tokens in one message came at even distances, say."""

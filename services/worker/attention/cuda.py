@@ -60,16 +60,18 @@ class CudaAttention:
         heads: int,
         rotary: Rotary,
         *,
+        dtype: torch.dtype | None = None,
         prefixes: str | None = None,
         chunks: str | None = None,
         compiled: bool = False,
     ) -> None:
-        """``prefixes`` and ``chunks``: of ``SPAN_BACKENDS``; None = the fastest, and triton where FlashInfer is not to
-        be had. ``compiled``: for a model under torch.compile."""
+        """``dtype``: the model's; None = the cache's. ``prefixes`` and ``chunks``: of ``SPAN_BACKENDS``; None = the
+        fastest, and triton where FlashInfer is not to be had. ``compiled``: for a model under torch.compile."""
         self.cache, self.heads, self.tables = cache, heads, (rotary.cos, rotary.sin)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
-        dtype = cache.keys[0].dtype
-        if not flashinfer_spans.available(self.head_dim, dtype):
+        cached = cache.keys[0].dtype
+        self.dtype = dtype or cached
+        if self.dtype != cached or not flashinfer_spans.available(self.head_dim, cached):
             prefixes = chunks = "triton"
         prefixes, chunks = prefixes or fastest_spans(self.head_dim), chunks or fastest_spans(self.head_dim)
         self.backends = {"prefixes": prefixes, "chunks": chunks}
@@ -118,7 +120,7 @@ class CudaAttention:
 
     def warm_up(self) -> None:
         """Compile every kernel that a step may need, on tokens that are padding: nothing is stored."""
-        device, dtype = self.tables[0].device, self.cache.keys[0].dtype
+        device, dtype = self.tables[0].device, self.dtype
         weight = torch.ones(self.head_dim, dtype=dtype, device=device)
         table = torch.zeros((1, 1), dtype=torch.int32, device=device)
         zero = np.zeros(1, np.int32)
@@ -154,13 +156,12 @@ class CudaAttention:
         return groups, chunks
 
     def _spans(self, name: str, *, causal: bool) -> TritonSpans | FlashInferSpans:
-        keys = self.cache.keys[0]
         if name == "triton":
-            return TritonSpans(self.heads // self.kv_heads, self.head_dim, keys.dtype, causal=causal)
+            return TritonSpans(self.heads // self.kv_heads, self.head_dim, self.dtype, causal=causal)
         if name not in SPAN_BACKENDS:
             raise ValueError(f"attention backend {name!r} does not exist; these do: {', '.join(SPAN_BACKENDS)}")
         if self._workspace is None:
-            self._workspace = flashinfer_spans.make_workspace(keys.device)
+            self._workspace = flashinfer_spans.make_workspace(self.cache.all_keys.device)
         backend = name.removeprefix("flashinfer-")
         return FlashInferSpans(self.cache, self.heads, backend, self._workspace, causal=causal)
 

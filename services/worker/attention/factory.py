@@ -27,8 +27,11 @@ def make_attention(cache: KvCache, heads: int, *, compiled: bool = False) -> Att
     return PlainAttention(cache)
 
 
-def make_cuda_attention(cache: KvCache, heads: int, rotary: Rotary, *, compiled: bool = False) -> "CudaAttention":
-    """For a cache on CUDA; ``rotary``: the model's, because this attention rotates by itself."""
+def make_cuda_attention(
+    cache: KvCache, heads: int, rotary: Rotary, *, dtype: torch.dtype | None = None, compiled: bool = False
+) -> "CudaAttention":
+    """For a cache on CUDA; ``rotary``: the model's, because this attention rotates by itself; ``dtype``: the model's,
+    None = the cache's."""
     from services.worker.attention.cuda import CudaAttention
 
-    return CudaAttention(cache, heads, rotary, compiled=compiled)
+    return CudaAttention(cache, heads, rotary, dtype=dtype, compiled=compiled)

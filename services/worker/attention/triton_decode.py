@@ -38,7 +38,8 @@ class PrefixState(NamedTuple):
 
 
 def decode_options(programs: int, head_dim: int, dtype: torch.dtype) -> DecodeOptions:
-    """For so many programs, which is rows times kv heads: throughput from some hundreds on, latency below."""
+    """For so many programs, which is rows times kv heads: throughput from some hundreds on, latency below. ``dtype``:
+    of the queries."""
     if dtype == torch.float32:
         return DecodeOptions(32, 4, 1)
     if programs < _PROGRAMS:
@@ -69,6 +70,15 @@ def _read(
     key = tl.load(keys + rows[None, :] + dims[:, None], seen[None, :], other=0.0)
     value = tl.load(values + rows[:, None] + dims[None, :], seen[:, None], other=0.0)
     return key, value
+
+
+@triton.jit
+def as_dtype(found, dtype: tl.constexpr):
+    """``found`` of a cache of fp8 as numbers to multiply with; of ``dtype`` already: as it is."""
+    if found.dtype != dtype:
+        # Straight to bf16 goes one by one through the unit that also takes exponentials.
+        found = found.to(tl.float32).to(dtype)
+    return found
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride"])
@@ -142,12 +152,13 @@ def _decode(
     for start in range(begin, end, TILE):
         if not AHEAD:
             key, value = _read(keys, values, table, head_place, start, end, PAGE_STRIDE, HEAD_DIM, PAGE, TILE)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.dot(query, as_dtype(key, query.dtype), input_precision="ieee") * scale
         scores = tl.where((start + tl.arange(0, TILE) < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, axis=1)
+        value = as_dtype(value, query.dtype)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
         peak = higher
         if AHEAD:
@@ -204,14 +215,15 @@ def decode_attention(
     """Attend each of the first ``rows`` (None = all) queries to its slot's tokens 0 to ``positions``, into ``output``.
 
     ``queries`` and ``output [.., heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
-    head_dim]``, all contiguous and of one dtype; ``token_slots`` (-1 = padding: its output stays as it is) and
-    ``positions [..]``, ``page_table [max_slots, max_pages]`` int32. Tokens of a row's ``prefix`` are not read again.
+    head_dim]``, all contiguous and of one dtype, or keys and values of fp8; ``token_slots`` (-1 = padding: its output
+    stays as it is) and ``positions [..]``, ``page_table [max_slots, max_pages]`` int32.
+    Tokens of a row's ``prefix`` are not read again.
     ``splits``: 1 to ``MAX_SPLITS`` programs share a row, and from 2 on another kernel merges what they found.
     """
     rows = queries.shape[0] if rows is None else rows
     _, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = keys.shape
-    options = options or decode_options(rows * kv_heads, head_dim, keys.dtype)
+    options = options or decode_options(rows * kv_heads, head_dim, queries.dtype)
     target, lse = output, output
     if splits > 1:
         target = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=queries.device)

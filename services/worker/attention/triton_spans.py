@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from services.worker.attention.spans import TILE_FIELDS, Spans, tiles
+from services.worker.attention.triton_decode import as_dtype
 
 _LOG2_E = 1.4426950408889634
 
@@ -53,13 +54,14 @@ def _go_through(
         else:
             key = tl.load(keys + tile)
             value = tl.load(values + tile)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(as_dtype(key, query.dtype)), input_precision="ieee") * scale
         if MASKED:
             scores = tl.where((tokens[None, :] < bounds[:, None]) & inside[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, axis=1)
+        value = as_dtype(value, query.dtype)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
         peak = higher
     return sums, peak, total
@@ -142,7 +144,7 @@ class PlannedTiles(NamedTuple):
         """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32.
 
         ``queries`` and ``output [tokens, heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
-        head_dim]``, contiguous and of one dtype.
+        head_dim]``, contiguous and of one dtype, or keys and values of fp8.
         """
         _, heads, head_dim = queries.shape
         _, kv_heads, page_size, _ = keys.shape

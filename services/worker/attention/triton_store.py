@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.layers.fp8 import LARGEST
+
 _WARPS = 2
 
 
@@ -23,6 +25,16 @@ def _turned(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.const
     cos_first, cos_second = tl.load(cos + angles + dims)[None, :], tl.load(cos + angles + HALF + dims)[None, :]
     sin_first, sin_second = tl.load(sin + angles + dims)[None, :], tl.load(sin + angles + HALF + dims)[None, :]
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
+
+
+@triton.jit
+def _rounded(found, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """``found`` as the cache's ``dtype``. Fp8 has no infinity: what is beyond its largest becomes that, NaN stays."""
+    if dtype == found.dtype:
+        return found
+    if dtype == tl.float8e4nv:
+        found = tl.clamp(found.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return found.to(dtype)
 
 
 # A stride that were specialised would be compiled again for another table.
@@ -49,6 +61,7 @@ def _rotate_and_store(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """One program for each token."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -58,6 +71,7 @@ def _rotate_and_store(
     query_inside = heads < HEADS
     dims = tl.arange(0, HALF)
     dtype = queries.dtype.element_ty
+    cached = keys.dtype.element_ty
     query_places = token * HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + dims[None, :]
     if slot < 0:
         nothing = tl.zeros((HEADS_PADDED, HALF), dtype)
@@ -80,14 +94,14 @@ def _rotate_and_store(
     first, second = _turned(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM)
     stored = page * (KV_HEADS * PAGE * HEAD_DIM) + (position % PAGE) * HEAD_DIM
     places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + dims[None, :]
-    tl.store(keys + places, first.to(dtype), inside[:, None])
-    tl.store(keys + places + HALF, second.to(dtype), inside[:, None])
+    tl.store(keys + places, _rounded(first, cached, LARGEST), inside[:, None])
+    tl.store(keys + places + HALF, _rounded(second, cached, LARGEST), inside[:, None])
 
     source += KV_HEADS * HEAD_DIM
     all_dims = tl.arange(0, HEAD_DIM)
     found = tl.load(source + kv_heads[:, None] * HEAD_DIM + all_dims[None, :], inside[:, None])
     places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + all_dims[None, :]
-    tl.store(values + places, found, inside[:, None])
+    tl.store(values + places, _rounded(found, cached, LARGEST), inside[:, None])
 
 
 def rotate_and_store(
@@ -110,7 +124,8 @@ def rotate_and_store(
     ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` contiguous; ``token_slots`` (-1 = padding: zeros go to
     ``queries`` and to ``output [tokens, heads * head_dim]``, nothing is stored) and ``positions [tokens]``,
     ``page_table [max_slots, max_pages]`` int32; ``tables``: cosines and sines as of ``Rotary``; ``norms``: weights
-    ``[head_dim]`` for queries and keys; ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]``.
+    ``[head_dim]`` for queries and keys; ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]``, of
+    ``qkv``'s dtype or fp8 (without a scale).
     """
     tokens, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = keys.shape
@@ -119,5 +134,5 @@ def rotate_and_store(
         qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, queries, keys, values, output,
         page_table.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, HEADS_PADDED=triton.next_power_of_2(heads),
         KV_HEADS_PADDED=triton.next_power_of_2(kv_heads), HEAD_DIM=head_dim, PAGE=page_size, NORM=norms is not None,
-        num_warps=warps,
+        LARGEST=LARGEST, num_warps=warps,
     )  # fmt: skip

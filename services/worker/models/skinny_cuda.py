@@ -9,26 +9,19 @@ import torch.nn.functional as F
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.layers.linear import Linear
-from services.worker.layers.triton_skinny import Ahead, Handed, skinny_product, skinny_sum
+from services.worker.layers.triton_skinny import MOST_ROWS, Handed, skinny_product, skinny_sum
 from services.worker.models.decoder import DecoderLayer, DecoderModel
-
-# Attention of few rows waits for memory but hardly uses it: meanwhile the next weights come to the L2 cache, half of
-# which (50 MB on H100 and H200) they may fill.
-_AHEAD_BYTES = 24 << 20
 
 
 class SkinnyDecoder:
     """Reads the model's weights where they are. Read-only after it is made; its steps can be captured in a graph."""
 
-    most_rows = 8  # with more, the libraries' products are faster
+    most_rows = MOST_ROWS  # with more, the libraries' products are faster
 
-    def __init__(self, model: DecoderModel, *, pdl: bool = False, ahead_bytes: int = _AHEAD_BYTES) -> None:
-        """``pdl``: kernels start while those before end (compute capability 9.0 and later). ``ahead_bytes``: weights
-        that are brought to the L2 cache during attention; 0 = none."""
+    def __init__(self, model: DecoderModel) -> None:
         if not suits(model):
             raise ValueError("this model's products are not all of transposed Linear in bfloat16 or float16")
-        self._model, self._pdl = model, pdl
-        self._ahead = [_ahead(layer, ahead_bytes) for layer in model.layers]
+        self._model = model
 
     def __call__(
         self,
@@ -62,18 +55,17 @@ class SkinnyDecoder:
 
         ``handed``: ``x`` as this layer's first product takes it.
         """
-        own, mlp, eps, pdl = layer.attention, layer.mlp, layer.eps, self._pdl
-        norm, ahead = (layer.attention_norm, eps), self._ahead[index]
-        qkv = skinny_product(handed, own.qkv.weight, own.qkv.bias, norm=norm, ahead=ahead, pdl=pdl)
+        own, mlp, eps = layer.attention, layer.mlp, layer.eps
+        qkv = skinny_product(handed, own.qkv.weight, own.qkv.bias, norm=(layer.attention_norm, eps))
         attended = attention.run_qkv(own.index, qkv, own.q_norm, own.k_norm, eps)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-        handed = skinny_sum(attended, own.output.weight, own.output.bias, x, layer.mlp_norm, pdl=pdl)
+        handed = skinny_sum(attended, own.output.weight, own.output.bias, x, layer.mlp_norm)
         norm = (layer.mlp_norm, eps)
-        gated = skinny_product(handed, mlp.gate_up.weight, mlp.gate_up.bias, norm=norm, gated=True, pdl=pdl)
+        gated = skinny_product(handed, mlp.gate_up.weight, mlp.gate_up.bias, norm=norm, gated=True)
         if following is None:
-            return skinny_product(gated, mlp.down.weight, mlp.down.bias, onto=x, pdl=pdl), x
-        return x, skinny_sum(gated, mlp.down.weight, mlp.down.bias, x, following.attention_norm, pdl=pdl)
+            return skinny_product(gated, mlp.down.weight, mlp.down.bias, onto=x), x
+        return x, skinny_sum(gated, mlp.down.weight, mlp.down.bias, x, following.attention_norm)
 
 
 def suits(model: DecoderModel) -> bool:
@@ -87,14 +79,3 @@ def suits(model: DecoderModel) -> bool:
         isinstance(linear, Linear) and linear.transposed and linear.weight.dtype in (torch.bfloat16, torch.float16)
         for linear in linears
     )
-
-
-def _ahead(layer: DecoderLayer, room: int) -> tuple[Ahead, ...]:
-    """What the layer reads after its attention, as much as there is ``room`` for."""
-    found = []
-    for weight in (layer.attention.output.weight, layer.mlp.gate_up.weight):
-        size = min(room, weight.numel() * weight.element_size())
-        if size:
-            found.append(Ahead(weight, size))
-        room -= size
-    return tuple(found)

@@ -104,7 +104,8 @@ def _group_spans(
 ) -> tuple[Spans | None, np.ndarray | None]:
     """The groups by rows of one token; one that also has a row of several is no group. ``single`` in batch order,
     None = all are."""
-    starts, counts, prefixes = groups.starts, groups.counts, groups.prefix_pages * page_size
+    order = np.argsort(groups.starts)  # a plan may have them in any order, spans ascend
+    starts, counts, prefixes = groups.starts[order], groups.counts[order], groups.prefix_pages[order] * page_size
     if single is not None and len(starts):
         before = np.concatenate(([0], np.cumsum(single)))
         whole = before[starts + counts] - before[starts] == counts

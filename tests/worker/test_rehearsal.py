@@ -1,0 +1,70 @@
+"""What is run before serving: plans that the worker takes, whatever its limits, and of every kind."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker import rehearsal
+from services.worker.runner.checks import check_plan
+from services.worker.runner.cuda.inputs import StepArrays, build
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Limits
+from services.worker.runner.slots import SlotTable
+from services.worker.sampling.rows import RowPreparer, Slice
+
+USUAL = Limits(16, 1000, 64, 256, 4096, 500, 20, hydragen=True)
+LIMITS = {
+    "usual": USUAL,
+    "one slot": Limits(16, 1000, 1, 256, 4096, 500, 20, hydragen=True),
+    "few tokens in a step": Limits(16, 1000, 64, 4, 4096, 500, 20, hydragen=True),
+    "one token in a step": Limits(16, 1000, 64, 1, 4096, 500, 20, hydragen=True),
+    "a cache of one page": Limits(16, 1, 64, 256, 16, 500, 20, hydragen=True),
+    "contexts of one token": Limits(16, 1, 64, 256, 1, 500, 20, hydragen=True),
+    "pages of one token": Limits(1, 1000, 64, 256, 1000, 500, 20, hydragen=True),
+    "a small vocabulary": Limits(16, 1000, 64, 256, 4096, 7, 20, hydragen=True),
+}
+
+
+def run(limits: Limits, series) -> list[tuple[StepArrays, tuple[Slice, ...]]]:
+    """Every step of ``series`` as the host of a GPU prepares it."""
+    found, preparer = [], RowPreparer(16, 16)
+    for plans in series:
+        slots, batch, groups = SlotTable(limits, torch.device("cpu")), NO_ROWS, NO_GROUPS
+        for number, plan in enumerate(plans):
+            check_plan(plan, number, batch, groups, slots, limits)
+            for admission in plan.admissions:
+                slots.admit(admission)
+            batch, groups = plan.batch or batch, plan.groups or groups
+            arrays = build(batch, groups, slots, limits.page_size)
+            count = len(arrays.sample_slots)
+            rows = preparer.prepare(slots, arrays.sample_slots, arrays.sample_positions, torch.from_numpy, count)
+            slots.advance(batch.slots, batch.token_counts, arrays.sample_slots)
+            found.append((arrays, rows.slices))
+    return found
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_every_plan_keeps_the_contract(limits):
+    assert run(limits, rehearsal.every_kind(limits))
+    assert run(limits, rehearsal.largest(limits))
+
+
+def test_rows_are_cut_and_reported_with_and_without_changes_to_their_logits():
+    """The kernels are others: they read logits as they are, or copies in float32."""
+    slices = [part for _, parts in run(USUAL, rehearsal.every_kind(USUAL)) for part in parts]
+    assert any(part.truncated is not None for part in slices)
+    assert any(part.asked is not None and part.asked.with_top for part in slices)
+    adjusted = [each for part in slices for each in part.adjusted]
+    assert any(each.truncated is not None and each.asked is not None for each in adjusted)
+    assert any(each.biased is not None and each.penalised is not None for each in adjusted)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_rows_of_long_contexts_run_alone_and_beside_a_chunk(grouped):
+    """Several programs share such a row: kernels of their own."""
+    long = [
+        arrays
+        for arrays, _ in run(USUAL, rehearsal.every_kind(USUAL))
+        if arrays.longest == USUAL.max_context_tokens and (arrays.groups is not None) == grouped
+    ]
+    assert {arrays.chunks is not None for arrays in long} == {False, True}
+    assert all(np.all(arrays.positions >= 0) for arrays in long)
