@@ -54,7 +54,9 @@ class WorkerConfig(ServiceConfig):
     compile_cache_dir: str = Field(
         "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
     )
-    fail_on_recompile: Bool = Field(False, description="a compilation after the start is an error, not only counted")
+    fail_on_recompile: Bool = Field(
+        False, description="a model graph that must be compiled after the start is an error; else the log tells"
+    )
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
 

@@ -9,11 +9,13 @@ import torch
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import rehearsal
+from services.worker.attention.compiled import deactivate
 from services.worker.attention.factory import make_cuda_attention
 from services.worker.boot import cache_dtype, make_cache, make_limits
 from services.worker.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
+from services.worker.runner.cuda.graphs import sizes_up_to
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.plan import Plan
@@ -22,8 +24,8 @@ from services.worker.sampling.fused import FusedSampler
 # Kept free for what cannot be measured beforehand: libraries' workspaces, fragments, uploads of unusual size.
 _MARGIN_BYTES = 1 << 30
 _MARGIN_SHARE = 0.02
-# What one size of CUDA graph takes beside its activations.
-_BYTES_PER_GRAPH = 24 << 20
+# What the graphs of one size take beside the activations of the largest.
+_BYTES_PER_GRAPH = 64 << 20
 # Triton has no conversions from and to float8_e4m3fn for devices before.
 _FP8_CAPABILITY = (8, 9)
 
@@ -39,7 +41,8 @@ def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> 
         model.config.layers, config.page_size, model.config.kv_heads, model.config.head_dim, cache_dtype(config, model)
     )
     free, total = torch.cuda.mem_get_info(device)
-    graphs = config.cudagraph_max_size // 16 * _BYTES_PER_GRAPH if config.use_cudagraphs else 0
+    largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
+    graphs = len(sizes_up_to(largest)) * _BYTES_PER_GRAPH if config.use_cudagraphs else 0
     tables = config.max_seqs_per_forward * -(-max_context // config.page_size) * torch.int32.itemsize
     room = free - peak - tables - graphs - max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
     fitting = room // bytes_per_page
@@ -100,6 +103,7 @@ def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int
             field="max_tokens_per_forward",
         ) from error
     runner.close()
+    deactivate()
     del runner, cache
     gc.collect()  # its places know each other
     torch.cuda.empty_cache()

@@ -319,17 +319,6 @@ def test_compiled_code_takes_any_number_of_tokens():
             torch.testing.assert_close(compiled(qkv), 2 * qkv[:, :4])
 
 
-@pytest.mark.parametrize("cached", [torch.float32, FP8], ids=str)
-def test_warming_up_stores_nothing(cached):
-    from services.worker.attention.cuda import CudaAttention
-
-    case = Case([20], cached=cached)
-    cache, rotary = case.cache(cached, DEVICE), case.rotary
-    rotary.cos, rotary.sin = rotary.cos.to(DEVICE), rotary.sin.to(DEVICE)
-    CudaAttention(cache, case.heads, rotary, dtype=torch.float32, prefixes="triton", chunks="triton").warm_up()
-    torch.testing.assert_close(cache.all_keys.cpu().float(), case.noise[:, 0], atol=0, rtol=0)
-
-
 def test_flashinfer_is_not_asked_for_a_cache_of_fp8(monkeypatch):
     from services.worker.attention import cuda
 

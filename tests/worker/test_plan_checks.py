@@ -73,6 +73,7 @@ WRONG_WHATEVER_THE_STATE = {
     "copy target": ({"copy_sources": [0], "copy_targets": [8]}, "copy_target_pages: page 8 is out of range"),
     "copy twice": ({"copy_sources": [0, 1], "copy_targets": [4, 4]}, "copy_target_pages names a page twice"),
     "batch slot": ({"batch": batch([4])}, "batch.slots: slot 4 is out of range"),
+    "copy from and onto": ({"copy_sources": [0, 1], "copy_targets": [1, 2]}, "page 1 is copied from and onto"),
     "batch twice": ({"batch": batch([0, 0])}, "batch.slots names a slot twice"),
     "batch lengths": ({"batch": batch([0, 1], [1])}, "2 slots and 1 token_counts"),
     "nothing to compute": ({"batch": batch([0], [0])}, "token_counts holds a 0"),

@@ -21,7 +21,7 @@ class HydragenPolicy:
 
     * A KV token is 2 KiB at what the kernel for own tokens reads: 0.45 ms / (8,192 rows x 110 tokens) = 0.5 ns. What a
       row costs whatever its length is there with a group and without, and cancels.
-    * ``row_cost``: a row's query read twice, and what the prefix gave written and read, 4 KiB each: 12 KiB = 6 KV tokens;
+    * ``row_cost``: a row's query read twice, what the prefix gave written and read, 12 KiB in all = 6 KV tokens; and
       twice that, since rows of a group also stand in a certain order.
     * ``group_cost``: the kernel works on tiles of 128 query rows, so 32 sequences at 4 query heads a KV head. A group
       fills its last tile up, and that is one tile too many at most: 0.16 ms / (32 groups x 8 tiles) = 0.6 us = 1,300 KV

@@ -63,6 +63,11 @@ def activate(step: RotatingAttentionStep) -> None:
     _active.step = step
 
 
+def deactivate() -> None:
+    """Hold on to no step, nor to the cache it writes."""
+    _active.step = None
+
+
 class TraceableRotation(RotatingAttentionStep, torch.nn.Module):
     """Without a step's state, too. A module, so that compilers take its number for a constant."""
 

@@ -27,7 +27,6 @@ Put = Callable[[np.ndarray], torch.Tensor]
 SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
 # Contexts that graphs are captured for, beside the longest: only how many programs share a row depends on it.
 _STAGES = (512, 4096)
-_MANY_ROWS = 512  # the decode kernel is built in another way for them than for one
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,10 @@ class CudaAttention:
         """Whether steps with shared prefixes can be captured: their back end plans nothing on the host."""
         return isinstance(self._groups, TritonSpans)
 
+    def count_tiles(self, groups: Spans) -> int:
+        """How many ``group_tiles`` there are."""
+        return self._groups.count(groups)
+
     def group_tiles(self, groups: Spans) -> np.ndarray:
         """``[tiles, TILE_FIELDS]`` int32, for ``prepare_captured``; a tile of zeros does nothing."""
         return self._groups.tiles(groups)
@@ -117,33 +120,6 @@ class CudaAttention:
             return step
         activate(step)
         return self._traceable
-
-    def warm_up(self) -> None:
-        """Compile every kernel that a step may need, on tokens that are padding: nothing is stored."""
-        device, dtype = self.tables[0].device, self.dtype
-        weight = torch.ones(self.head_dim, dtype=dtype, device=device)
-        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
-        zero = np.zeros(1, np.int32)
-
-        def put(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
-        def step(rows: int, longest: int, grouped: bool) -> CudaAttentionStep:
-            slots, positions = (torch.full((rows + 1,), n, dtype=torch.int32, device=device) for n in (-1, 0))
-            chunks, groups = Spans(zero + rows, zero + 1, zero, zero + 1), None
-            if grouped:
-                groups = Spans(zero, zero + 1, zero, zero + self.cache.page_size)
-            batch = CudaBatch(
-                slots, positions, table, rows, longest, chunks, groups, positions[:rows] if grouped else None
-            )
-            return CudaAttentionStep(self, batch, *self._plan(batch, zero[None], put))
-
-        for rows in (1, _MANY_ROWS):
-            qkv = torch.zeros(rows + 1, (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=dtype, device=device)
-            for longest in (1, self.context_stages()[-1]):
-                for grouped in (False, True):
-                    for norm in (None, weight):
-                        step(rows, longest, grouped).run_qkv(0, qkv, norm, norm, 1.0)
 
     def _plan(
         self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None

@@ -175,6 +175,10 @@ class TritonSpans:
         """``put`` takes an array to the device; the host's page table is not looked at."""
         return self.planned(put(self.tiles(spans)), page_table)
 
+    def count(self, spans: Spans) -> int:
+        """How many ``tiles`` there are."""
+        return int((-(-spans.counts // (self.options.rows // self._group))).sum())
+
     def tiles(self, spans: Spans) -> np.ndarray:
         """``[tiles, TILE_FIELDS]`` int32: one program for each and kv head. A tile of zeros does nothing."""
         return tiles(spans, self.options.rows // self._group, causal=self._causal)

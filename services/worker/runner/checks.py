@@ -174,6 +174,9 @@ def _check_copies(plan: Plan, limits: Limits) -> None:
     _check_pages(plan.copy_targets, "plan.copy_target_pages", limits)
     if len(np.unique(plan.copy_targets)) != len(plan.copy_targets):
         raise InvalidRequest("copy_target_pages names a page twice", field="plan.copy_target_pages")
+    both = np.intersect1d(plan.copy_sources, plan.copy_targets)
+    if len(both):
+        raise InvalidRequest(f"page {both[0]} is copied from and onto in one plan", field="plan.copy_target_pages")
 
 
 def _check_batch(

@@ -136,7 +136,7 @@ class DecodeGraphs:
         groups = arrays.groups
         if groups is None or size < _FEWEST_GROUPED or not self._attention.captures_groups:
             return Kind(size, self._stage(size, arrays.longest), grouped=False)
-        if len(self._attention.group_tiles(groups)) > _most_tiles(size):
+        if self._attention.count_tiles(groups) > _most_tiles(size):
             return None
         return Kind(size, self._stages[0], grouped=True)
 

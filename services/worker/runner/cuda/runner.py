@@ -89,7 +89,8 @@ class CudaRunner:
         try:
             step = self._run(plan, place)
         except BaseException:
-            place.taken.set()  # nobody will read it
+            place.finished(long=False)  # what was launched may still read its buffers
+            place.taken.set()  # nobody will take results
             raise
         step.timing.prepare = time.perf_counter_ns() - began
         return step
@@ -135,10 +136,7 @@ class CudaRunner:
     def _copies_in_turn(
         sources: np.ndarray, targets: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        at_once = _COPIES_AT_ONCE
-        if len(sources) > at_once and np.isin(sources, targets).any():
-            at_once = len(sources)
-        parts = (slice(start, start + at_once) for start in range(0, len(sources), at_once))
+        parts = (slice(start, start + _COPIES_AT_ONCE) for start in range(0, len(sources), _COPIES_AT_ONCE))
         return [(put(sources[part]), put(targets[part])) for part in parts]
 
     def _launch(self, plan: Plan, place: Place, updates: Updates, arrays: StepArrays) -> CudaStep:
