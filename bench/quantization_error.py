@@ -1,7 +1,8 @@
 """What fp8 costs in precision: ``python -m bench.quantization_error [model=builtin] [problems=60] [device=auto]``.
 
 The word problems with their worked solutions go through the model once in float32, in bfloat16, and in bfloat16 with
-fp8 products. Each of the latter is compared with float32 and fp8 with bfloat16 too, over the tokens of the texts: mean
+fp8 products, with keys and values rounded to fp8, and with both. Each of the latter is compared with float32 and those
+with fp8 with bfloat16 too, over the tokens of the texts: mean
 absolute difference of the token's log-probability (nats), mean divergence of the distributions (nats), how often the
 likeliest token is the same, and the perplexity of each. On CPUs the fp8 products are a reference in float32. The last
 line is one JSON object.
@@ -20,21 +21,25 @@ from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.text.tokenizer import Tokenizer
 from services.worker import weights
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, AttentionStep
 from services.worker.attention.plain import PlainAttention
 from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_linear
+from services.worker.layers.fp8 import FP8, LARGEST
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 
 PAGE_SIZE = 16
+# dtype, quantization, whether keys and values are rounded
 KINDS = {
-    "float32": (torch.float32, "none"),
-    "bfloat16": (torch.bfloat16, "none"),
-    "fp8": (torch.bfloat16, "fp8"),
+    "float32": (torch.float32, "none", False),
+    "bfloat16": (torch.bfloat16, "none", False),
+    "fp8": (torch.bfloat16, "fp8", False),
+    "fp8_cache": (torch.bfloat16, "none", True),
+    "fp8_and_cache": (torch.bfloat16, "fp8", True),
 }
-PAIRS = (("bfloat16", "float32"), ("fp8", "float32"), ("fp8", "bfloat16"))
+PAIRS = tuple((name, "float32") for name in list(KINDS)[1:]) + tuple((name, "bfloat16") for name in list(KINDS)[2:])
 
 
 class BenchConfig(Config):
@@ -56,13 +61,13 @@ def main() -> None:
     tokenizer = Tokenizer.load(config.model)
     problems = read_problems()[: config.problems]
     texts = [tokenizer.encode(f"{each.prompt} {each.solution}")[: config.max_tokens] for each in problems]
-    models = {name: load(card, *kind, device) for name, kind in KINDS.items()}
+    models = {name: load(card, dtype, quantization, device) for name, (dtype, quantization, _) in KINDS.items()}
 
     losses = {name: [] for name in KINDS}
     compared = {pair: [] for pair in PAIRS}
     for text in texts:
         token_ids = torch.tensor(text, device=device)
-        found = {name: logprobs_of(model, token_ids) for name, model in models.items()}
+        found = {name: logprobs_of(model, token_ids, rounded=KINDS[name][2]) for name, model in models.items()}
         following = token_ids[1:, None]
         chosen = {name: each[:-1].gather(1, following) for name, each in found.items()}
         for name, each in chosen.items():
@@ -91,8 +96,19 @@ def load(card: model_files.ModelCard, dtype: torch.dtype, quantization: str, dev
     return model
 
 
-def logprobs_of(model: DecoderModel, token_ids: torch.Tensor) -> torch.Tensor:
-    """After every token of one sequence, ``[tokens, vocab_size]`` float32."""
+class RoundedStep(AttentionStep):
+    """``step`` over keys and values as a cache in fp8 keeps them."""
+
+    def __init__(self, step: AttentionStep) -> None:
+        self._step = step
+
+    def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        rounded = (each.float().clamp(-LARGEST, LARGEST).to(FP8).to(each.dtype) for each in (keys, values))
+        return self._step.run(layer, queries, *rounded)
+
+
+def logprobs_of(model: DecoderModel, token_ids: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
+    """After every token of one sequence, ``[tokens, vocab_size]`` float32; ``rounded``: keys and values in fp8."""
     config, (tokens,) = model.config, token_ids.shape
     pages = -(-tokens // PAGE_SIZE)
     shape = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
@@ -107,6 +123,7 @@ def logprobs_of(model: DecoderModel, token_ids: torch.Tensor) -> torch.Tensor:
         page_table=np.arange(pages, dtype=np.int32)[None],
     )
     step = PlainAttention(cache).step(batch, lambda: None)
+    step = RoundedStep(step) if rounded else step
     return model.logits(model(token_ids, torch.arange(tokens, device=device), step)).log_softmax(-1)
 
 

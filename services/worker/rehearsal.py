@@ -30,6 +30,12 @@ def every_feature(limits: Limits) -> SamplingSettings:
     )
 
 
+def adjusted_only() -> SamplingSettings:
+    """A bias and penalties, and no truncation of what they leave."""
+    bias = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    return SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, *bias, 1.1, 0.1, 0.1)
+
+
 def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:
     """A plan without anything else."""
     return Plan(number, _NONE, admissions, _NONE, _NONE, _NONE, _NONE, batch, groups)
@@ -90,7 +96,7 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
     grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
     size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
     beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
-    for settings in (PLAIN, WARM, unadjusted(limits), every_feature(limits)):
+    for settings in (PLAIN, WARM, unadjusted(limits), adjusted_only(), every_feature(limits)):
         for rows in sorted({1, min(9, most), most}):
             for groups in grouped if rows > 1 else {False}:
                 yield decodes(limits, rows, settings, groups)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import sys
 import uuid
 from functools import partial
 
@@ -63,11 +62,9 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, *, listening: asyncio
 
 
 def _leave_what_is_there_to_itself() -> None:
-    """What the boot made stays: no collection need look at it again, which would hold up a step for milliseconds. And
-    threads hand Python's lock on before a step is through."""
+    """What the boot made stays: no collection need look at it again, which would hold up a step for milliseconds."""
     gc.collect()
     gc.freeze()
-    sys.setswitchinterval(0.001)
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:

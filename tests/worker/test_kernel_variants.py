@@ -1,0 +1,106 @@
+"""Kernels are compiled for kinds of arguments. Those of random plans must all be among those of the rehearsal."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from bench.random_plans import RandomPlans
+from services.common.config import WorkerConfig
+from services.worker import rehearsal
+from services.worker.boot import make_cache, make_limits
+from services.worker.layers.kernels import TorchKernels
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.registry import read_model_config
+from services.worker.weights import load_dummy
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+from tests.worker.test_cuda_steps import CONFIG, device_without_streams
+
+__all__ = ["device_without_streams"]
+
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(not INTERPRETED, reason="on a GPU bench.fuzz_worker counts compilations"),
+    pytest.mark.usefixtures("device_without_streams"),
+]
+
+CONTEXT = 2048  # long enough that few rows are split
+FLAGS = WorkerConfig(page_size=16, kv_cache_num_tokens=16 * 4096, max_tokens_per_forward=2048, max_seqs_per_forward=256)
+# Captured graphs launch what they launched under capture.
+LARGEST_GRAPH = 16
+BATCHES = 1500
+
+
+def variant(kernel, arguments: dict) -> tuple:
+    """What Triton compiles ``kernel`` for: values of constants, types and what it may know of the others."""
+    spared = set(kernel.kwargs.get("do_not_specialize") or ())
+    unaligned = set(kernel.kwargs.get("do_not_specialize_on_alignment") or ())
+    constants = {
+        name for name, parameter in inspect.signature(kernel.fn).parameters.items() if "constexpr" in str(parameter)
+    }
+    kinds = []
+    for name, value in arguments.items():
+        if torch.is_tensor(value):
+            aligned = value.data_ptr() % 16 == 0 or name in unaligned or name in spared
+            kinds.append((name, str(value.dtype), aligned))
+        elif isinstance(value, (int, np.integer)) and not isinstance(value, bool) and name not in constants:
+            known = name in spared
+            kinds.append((name, known or value == 1, known or value % 16 == 0))
+        else:
+            kinds.append((name, "float" if isinstance(value, float) and name not in constants else value))
+    return (kernel.fn.__name__, *kinds)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The variants that were launched; nothing is computed."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found = set()
+
+    def run(self, *args, grid, warmup, **kwargs):
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        found.add(variant(self, arguments))
+        if "token_ids" in arguments:  # looked up in the embedding
+            arguments["token_ids"].zero_()
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("graphs", [0, LARGEST_GRAPH])
+def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, dtype):
+    from services.worker.attention.factory import make_cuda_attention
+    from services.worker.runner.cuda.runner import CudaRunner
+    from services.worker.runner.cuda.state import DeviceState
+    from services.worker.sampling.fused import FusedSampler
+
+    config = read_model_config(CONFIG | {"max_position_embeddings": CONTEXT})
+    model = DecoderModel(config, dtype, DEVICE, TorchKernels())
+    load_dummy(model, seed=1)
+    cache = make_cache(FLAGS, model, FLAGS.page_count)
+    limits = make_limits(FLAGS, model, FLAGS.page_count, CONTEXT, hydragen=True)
+    state = DeviceState.empty(limits, DEVICE)
+    attention = make_cuda_attention(cache, 4, model.rotary)
+    sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
+    runner = CudaRunner(model, cache, attention, sampler, state, limits)
+    # As boot_cuda does.
+    for plans in rehearsal.every_kind(limits):
+        runner.reset()
+        for plan in plans:
+            runner.run(plan)
+    if graphs:
+        runner.capture(graphs)
+    for plans in rehearsal.largest(limits):
+        runner.reset()
+        for plan in plans:
+            runner.run(plan)
+    runner.reset()
+    rehearsed = set(launched)
+    random = RandomPlans(limits, seed=1)
+    for _ in range(BATCHES):
+        plan, _ = random.next()
+        runner.run(plan)
+    assert launched == rehearsed
