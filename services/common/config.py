@@ -41,8 +41,8 @@ class WorkerConfig(ServiceConfig):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        description="auto: the model's; fp8 (cuda): keys and values take half the memory and time, at a loss of"
-        " accuracy that docs/performance.md gives",
+        description="auto: the model's; fp8 (cuda): keys and values take half the memory, at a loss of accuracy that"
+        " docs/performance.md gives",
     )
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
     max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
