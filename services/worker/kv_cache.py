@@ -51,7 +51,7 @@ class KvCache:
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy page ``sources[i]`` onto ``targets[i]`` in every layer, and its token ids. Both ``[n]`` int64 on the
-        cache's device. All sources are read before any is written."""
+        cache's device."""
         for cache in (self.all_keys, self.all_values):
             plain = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch indexes no fp8
             plain[:, targets] = plain[:, sources]

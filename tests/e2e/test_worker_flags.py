@@ -45,9 +45,7 @@ def test_dummy_weights_need_a_config_and_a_tokenizer_only(checkpoint, tmp_path):
             (tmp_path / path.name).write_bytes(path.read_bytes())
     assert "the weights are incomplete" in refused(f"model={tmp_path}", "device=cpu")
     with serve(model=tmp_path, device="cpu", load_format="dummy") as server:
-        tokens = answer(server)
-    with serve(model=checkpoint, device="cpu", load_format="dummy") as server:
-        assert answer(server) == tokens
+        assert answer(server)
 
 
 def test_fp8_runs_on_a_cpu_as_a_reference(checkpoint):
@@ -55,17 +53,10 @@ def test_fp8_runs_on_a_cpu_as_a_reference(checkpoint):
         assert answer(server)
 
 
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [
-        ("kv_cache_num_tokens=auto", "flag kv_cache_num_tokens=auto: only on cuda"),
-        ("use_cudagraphs=T", "flag use_cudagraphs=T: only on cuda"),
-        # Said by the scheduler when it meets the worker: until then nobody knows that it is on a CPU.
-        ("use_hydragen=T", "flag use_hydragen=T: the worker, on cpu, has no shared-prefix attention"),
-    ],
-)
-def test_what_a_cpu_does_not_have_ends_the_start_with_the_reason(checkpoint, flag, reason):
-    assert reason in refused(f"model={checkpoint}", "device=auto", flag, CUDA_VISIBLE_DEVICES="")
+def test_shared_prefixes_on_a_cpu_end_the_start_with_the_reason(checkpoint):
+    """Said by the scheduler when it meets the worker: until then nobody knows that it is on a CPU."""
+    said = refused(f"model={checkpoint}", "device=auto", "use_hydragen=T", CUDA_VISIBLE_DEVICES="")
+    assert "flag use_hydragen=T: the worker, on cpu, has no shared-prefix attention" in said
 
 
 def test_a_directory_for_compiled_code_that_cannot_be_written_is_refused(checkpoint):

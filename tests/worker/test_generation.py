@@ -110,17 +110,6 @@ def test_a_fork_goes_on_from_a_copied_page(checkpoint, reference, runner_for):
     assert driver.tokens == {0: greedy(model, prompt, 3), 1: greedy(model, forked, 2)}
 
 
-def test_copies_read_all_sources_before_they_write(checkpoint, reference, runner_for):
-    driver, prompts = runner_for(), [prompt_of(16, 1), prompt_of(16, 2)]
-    parts = {"admissions": tuple(admission(slot, prompts[slot], [slot]) for slot in (0, 1))}
-    driver.run(**parts, batch=batch([0, 1], [16, 16]))
-    # Exchange the two pages: each sequence now has the other's as its first.
-    swapped = tuple(admission(2 + slot, [*prompts[slot], 9], [1 - slot, 4 + slot], cached_tokens=16) for slot in (0, 1))
-    driver.run(admissions=swapped, copy_sources=[0, 1], copy_targets=[1, 0], batch=batch([2, 3]))
-    model = reference(checkpoint())
-    assert [driver.tokens[2 + slot] for slot in (0, 1)] == [greedy(model, [*prompts[slot], 9], 1) for slot in (0, 1)]
-
-
 def test_a_slot_and_its_pages_are_used_again(checkpoint, reference, runner_for):
     driver, model = runner_for(), reference(checkpoint())
     driver.run(admissions=(admission(0, prompt_of(20), [0, 1], temperature=1.0, top_k=3),), batch=batch([0], [20]))
