@@ -10,7 +10,7 @@ import uvicorn
 
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
-from services.common.process import run_service
+from services.common.process import collect_seldom, run_service
 from services.gateway.app import make_app
 from services.gateway.gateway import Gateway
 from services.gateway.session.client import Timings
@@ -70,6 +70,7 @@ async def serve(
         lambda: _announce(listener, on_listening),
     )
     gateway.fleet.start()
+    collect_seldom()
     drain = asyncio.create_task(_drain(stop, gateway, server))
     try:
         await server.serve(sockets=[listener])

@@ -9,6 +9,7 @@ import structlog
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
 from services.common.model_files import read_card
+from services.common.process import collect_seldom
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
@@ -98,6 +99,7 @@ class SchedulerServer:
         self.engine.start()
         self._link.start()
         self._pulse = asyncio.create_task(self._watch_pulse())
+        collect_seldom()
         log.info("scheduler listening", address=self.address, model=card.name, worker=config.worker_address)
         return self.address
 

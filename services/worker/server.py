@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import uuid
 from functools import partial
 
@@ -10,6 +9,7 @@ import structlog
 
 from services.common.config import WorkerConfig
 from services.common.errors import Internal
+from services.common.process import collect_seldom
 from services.common.rpc.server import RpcServer
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot import Booted, boot
@@ -43,7 +43,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, *, listening: asyncio
         if stopping.done():
             return
         servicer.info = describe(await booted, config)
-        _leave_what_is_there_to_itself()
+        collect_seldom()
         watch = asyncio.create_task(_watch(engine, server))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)
         watch.cancel()
@@ -59,12 +59,6 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, *, listening: asyncio
         for future in (booted, ended):
             if not future.cancel():
                 future.exception()  # seen: it was raised above, or stopping came first
-
-
-def _leave_what_is_there_to_itself() -> None:
-    """What the boot made stays: no collection need look at it again, which would hold up a step for milliseconds."""
-    gc.collect()
-    gc.freeze()
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
