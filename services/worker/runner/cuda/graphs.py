@@ -83,10 +83,14 @@ class DecodeGraph:
 
     def run_whole(self, inputs: StepInputs, rows: SampleRows) -> SampledOnDevice:
         """Tokens of ``rows``, which are plain; overwritten by the next step."""
-        targets, sources = [*self._inputs.all(), self._rows.scales], [*inputs.all(), rows.scales]
-        torch._foreach_copy_([*targets, self._rows.keys], [*sources, rows.keys])
+        torch._foreach_copy_(self._inputs.all() + _as_integers(self._rows), inputs.all() + _as_integers(rows))
         self._whole()
         return self._sampled
+
+
+def _as_integers(rows: SampleRows) -> list[torch.Tensor]:
+    """Scales and keys of one dtype with the other inputs: only then are all of them copied by one kernel."""
+    return [rows.scales.view(torch.int32), rows.keys]
 
 
 def capture(launches: Callable[[], Outcome], pool) -> tuple[Callable[[], None], Outcome]:
