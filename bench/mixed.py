@@ -4,14 +4,14 @@ The lengths of ``bench.traces.mix``: lognormal prompts of 198 tokens and answers
 every answer exactly as long as its limit. The last line is one JSON object.
 """
 
-import statistics
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
 from bench.client import Reply, failures, makespan, send_all
 from bench.server import report
-from bench.target import Target, TargetConfig, first_target, ratios, rival
+from bench.target import Target, TargetConfig, measure_throughput, median_run
 from bench.traces import LONGEST_ANSWER, LONGEST_PROMPT, VOCAB_SIZE, mix
 from bench.watch import Watch, during, summary
 from services.common.config import from_command_line
@@ -32,23 +32,13 @@ class MixedConfig(TargetConfig):
 
 def main() -> None:
     config = from_command_line(MixedConfig)
-    others = config.baselines("mixed")
-    against = rival(config)
-    figures: dict[str, Any] = {}
-    if against is not None:
-        figures["rival"] = measure(config, against)
-        others = {"rival": figures["rival"]["tokens_per_second"], **others}
-    with first_target(config) as target:
-        figures |= measure(config, target)
-    report(figures | {"ratio": ratios(figures["tokens_per_second"], others)})
+    report(measure_throughput(config, "mixed", partial(measure, config)))
 
 
 def measure(config: MixedConfig, target: Target) -> dict[str, Any]:
     """All repeats on one server; the figures are those of the median one."""
     runs = [measure_once(config, target, number) for number in range(config.repeats)]
-    rates = [run["tokens_per_second"] for run in runs]
-    middle = min(runs, key=lambda run: abs(run["tokens_per_second"] - statistics.median(rates)))
-    return middle | {"runs": rates}
+    return median_run(runs)
 
 
 def measure_once(config: MixedConfig, target: Target, number: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ line is one JSON object.
 """
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from bench.client import failures, makespan, send_all
 from bench.problems import PROBLEMS, few_shot_prompts, read_problems
 from bench.server import report
-from bench.target import Target, TargetConfig, first_target, ratios, rival
+from bench.target import Target, TargetConfig, measure_throughput, median_run
 from bench.watch import Watch, during, plot, steady, summary
 from services.common.config import from_command_line
 from services.common.flags import Float, Int
@@ -44,22 +45,13 @@ class MonkeysConfig(TargetConfig):
 
 def main() -> None:
     config = from_command_line(MonkeysConfig)
-    others: dict[str, float] = config.baselines("monkeys")
-    against = rival(config)
-    figures: dict[str, Any] = {}
-    if against is not None:
-        figures["rival"] = measure(config, against)
-        others = {"rival": figures["rival"]["tokens_per_second"], **others}
-    with first_target(config) as target:
-        figures |= measure(config, target)
-    report(figures | {"ratio": ratios(figures["tokens_per_second"], others)})
+    report(measure_throughput(config, "monkeys", partial(measure, config)))
 
 
 def measure(config: MonkeysConfig, target: Target) -> dict[str, Any]:
     """All repeats on one server; the figures are those of the median one."""
     runs = [measure_once(config, target, drawn=index == config.repeats - 1) for index in range(config.repeats)]
-    rates = [run["tokens_per_second"] for run in runs]
-    middle = min(runs, key=lambda run: abs(run["tokens_per_second"] - statistics.median(rates)))
+    middle = median_run(runs)
 
     table = Table(title=f"{target.name}: {config.prompts} prompts x {config.samples} samples")
     for column in ("", "end to end", "steady"):
@@ -68,9 +60,9 @@ def measure(config: MonkeysConfig, target: Target) -> dict[str, Any]:
         table.add_row(name, *(_written(middle[part].get(name)) for part in ("whole", "steady")))
     console = Console()
     console.print(table)
-    spread = ", ".join(f"{rate:.0f}" for rate in rates)
+    spread = ", ".join(f"{rate:.0f}" for rate in middle["runs"])
     print(f"{target.name}: {middle['tokens']} tokens in {middle['seconds']:.2f} s, end to end {spread} tok/s")
-    return middle | {"runs": rates}
+    return middle
 
 
 def measure_once(config: MonkeysConfig, target: Target, *, drawn: bool) -> dict[str, Any]:

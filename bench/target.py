@@ -1,9 +1,11 @@
 """Which server a measurement asks, and which figures its own are held against."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from pydantic import Field, field_validator
@@ -78,6 +80,29 @@ def first_target(config: TargetConfig) -> Iterator[Target]:
 def rival(config: TargetConfig) -> Target | None:
     """The server at ``rival_url``, if one is named."""
     return None if config.rival_url is None else _running("rival", config.rival_url)
+
+
+def measure_throughput(
+    config: TargetConfig, workload: str, measure: Callable[[Target], dict[str, Any]]
+) -> dict[str, Any]:
+    """What ``measure`` gives for the server, under ``rival`` for the other one, which comes first, and the ratios of
+    ``tokens_per_second`` to it and to the figures for ``workload``, a key of ``H200``."""
+    figures: dict[str, Any] = {}
+    others = config.baselines(workload)
+    against = rival(config)
+    if against is not None:
+        figures["rival"] = measure(against)
+        others = {"rival": figures["rival"]["tokens_per_second"], **others}
+    with first_target(config) as target:
+        figures |= measure(target)
+    return figures | {"ratio": ratios(figures["tokens_per_second"], others)}
+
+
+def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one whose ``tokens_per_second`` is nearest to the median, and those of all as ``runs``."""
+    rates = [run["tokens_per_second"] for run in runs]
+    middle = statistics.median(rates)
+    return min(runs, key=lambda run: abs(run["tokens_per_second"] - middle)) | {"runs": rates}
 
 
 def ratios(figure: float, others: Mapping[str, float], *, lower_is_better: bool = False) -> dict[str, float]:

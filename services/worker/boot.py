@@ -14,7 +14,12 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import matmul_cpu, weights
 from services.worker.attention.factory import make_attention
-from services.worker.compilation import compile_model, mark_ready, refusing_what_cannot_be_compiled
+from services.worker.compilation import (
+    compile_model,
+    forbid_recompilation,
+    mark_ready,
+    refusing_what_cannot_be_compiled,
+)
 from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
@@ -73,7 +78,7 @@ def boot(config: WorkerConfig) -> Booted:
             runner = _make_cpu_runner(config, model, kernels, threads, max_context)
     mark_ready()
     if config.fail_on_recompile:
-        torch.compiler.set_stance("fail_on_recompile")
+        forbid_recompilation()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
     return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."))
 

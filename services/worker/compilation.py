@@ -87,11 +87,10 @@ def _count_kernel(**_: object) -> None:
     _kernels += 1
 
 
-@contextlib.contextmanager
-def forbid_recompilation() -> Iterator[None]:
-    """Raises ``RuntimeError``, naming what differs, instead of compiling, in every thread."""
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield
+def forbid_recompilation() -> contextlib.AbstractContextManager:
+    """From here on, in every thread, raises ``RuntimeError``, naming what differs, instead of compiling; as a context
+    until its end."""
+    return torch.compiler.set_stance("fail_on_recompile")
 
 
 @contextlib.contextmanager

@@ -20,20 +20,24 @@ def unadjusted(limits: Limits) -> SamplingSettings:
 
 def every_feature(limits: Limits) -> SamplingSettings:
     """All that a row can ask of the sampler at once: it is drawn from a copy of its logits."""
+    return _adjusted(unadjusted(limits))
+
+
+def adjusted_only() -> SamplingSettings:
+    """A bias and penalties, and no truncation of what they leave."""
+    return _adjusted(WARM)
+
+
+def _adjusted(settings: SamplingSettings) -> SamplingSettings:
+    """With all that changes a row's logits."""
     return replace(
-        unadjusted(limits),
+        settings,
         bias_token_ids=np.zeros(1, np.int64),
         bias_values=np.zeros(1, np.float32),
         repetition_penalty=1.1,
         frequency_penalty=0.1,
         presence_penalty=0.1,
     )
-
-
-def adjusted_only() -> SamplingSettings:
-    """A bias and penalties, and no truncation of what they leave."""
-    bias = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, *bias, 1.1, 0.1, 0.1)
 
 
 def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:
