@@ -1,6 +1,5 @@
 """The step loop: one OS thread that owns the core and turns whenever something happened."""
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -9,24 +8,28 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import Internal, TokaError, Unavailable
+from services.common.errors import TokaError
 from services.scheduler.core.load import Load
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.news import Accepted, HeartbeatAnswer, News, PlanNews, Rejected
+from services.scheduler.inbox import Call, Inbox
+from services.scheduler.news import HeartbeatAnswer, News, PlanNews, Rejected
 from services.scheduler.pace import Pace
+from services.scheduler.reception import take_in
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.stats import StatsLog
+from services.scheduler.stats import Stats
 from services.scheduler.workers.codec import decode_shape, encode_plan
 from services.scheduler.workers.link import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
-_LOAD_PERIOD_S = 0.2
 _SILENCE_S = 120.0  # a worker that owes an answer for so long does not answer
-_EVENTS_AT_ONCE = 512  # between two looks at whether a plan can go out
+# Samples taken in between two looks at whether a plan can go out, when the worker waits for one and when it does not.
+# One takes about 10 us.
+_MOST_TAKEN_IN, _MOST_TAKEN_IN_AT_LEISURE = 64, 512
+_REST_S = 0.004  # while the worker has its plans, requests are taken in together, so often
 
 
 class EngineLoop:
@@ -49,15 +52,14 @@ class EngineLoop:
         self._max_context_tokens = max_context_tokens
         self._deliver = deliver
         self._failed = failed
-        self._stats_period = stats_report_seconds
         self._recorder = recorder
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._stream: WorkerStream | None = None
         self._news: News = []
         self._stopping = False
-        self._load_due = False
-        self._last_load = self._last_stats = self._last_answer = time.monotonic()
-        self._stats = StatsLog()
+        self._last_answer = time.monotonic()
+        self._rests_until = 0.0  # requests gather until then
+        self._stats = Stats(stats_report_seconds, time.monotonic())
         self._pace = Pace()
         self._ahead = (1, 1)  # plans in flight: at least, at most
         self.watchers = 0  # set by the API: plans are reported while it is not 0
@@ -73,8 +75,8 @@ class EngineLoop:
         self.post(self._stop)
         self._thread.join()
 
-    def post(self, event: Callable[[], None]) -> None:
-        """Run ``event`` on the loop's thread."""
+    def post(self, event: Call) -> None:
+        """Run ``event`` on the loop's thread, before any request of a client that waits."""
         self._inbox.put(event)
 
     def ask(self, question: Callable[[Scheduler], Any]) -> Future:
@@ -93,17 +95,23 @@ class EngineLoop:
 
     def submit(self, request: Request) -> None:
         """Queue ``request``; its sink is told Accepted or Rejected before anything else about it."""
-        self.post(lambda: self._submit(request))
+        self._inbox.put_request(lambda: self._submit(request), request.n)
 
     def reject(self, sink: int, handle: int, error: TokaError) -> None:
         """Tell a sink that its request never got here, in order with everything else it is told."""
-        self.post(lambda: self._reject(sink, handle, error))
+        self._inbox.put_request(lambda: self._reject(sink, handle, error))
 
     def cancel(self, sink: int, handles: list[int]) -> None:
-        self.post(lambda: self._core.cancel(sink, handles))
+        """Behind all that the sink submitted before."""
+        self._inbox.put_request(lambda: self._core.cancel(sink, handles))
 
     def heartbeat(self, sink: int, nonce: int) -> None:
-        self.post(lambda: self._news.append((sink, HeartbeatAnswer(nonce))))
+        self._inbox.put_request(lambda: self._news.append((sink, HeartbeatAnswer(nonce))))
+
+    @property
+    def backlog(self) -> int:
+        """Requests that the loop has not looked at."""
+        return self._inbox.requests
 
     def worker_connected(self, stream: WorkerStream) -> None:
         self.post(lambda: self._attach(stream))
@@ -133,14 +141,34 @@ class EngineLoop:
             self._failed(error)
 
     def _take_events(self) -> None:
-        """Wait for the first event, or until something is due; take those that are there."""
-        try:
-            self._inbox.get(timeout=self._until_due())()
-            for _ in range(min(self._inbox.qsize(), _EVENTS_AT_ONCE)):
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            return
-        self._load_due = True
+        """Wait until something happened or is due. The worker's answers come first; clients' requests are taken in as
+        long as the worker has its plans, and only a few of them when it waits for one."""
+        calls, taken = self._wait(), 0
+        for call in calls:
+            call()
+        while self._inbox.requests:
+            if taken >= (_MOST_TAKEN_IN if self._worker_waits else _MOST_TAKEN_IN_AT_LEISURE):
+                break
+            request, samples = self._inbox.next_request()
+            for call in self._inbox.urgent():  # now: what was posted before the request, such as its sink, is among it
+                call()
+            request()
+            taken += samples
+        self._stats.changed |= bool(calls) or taken > 0
+        if taken and not self._inbox.requests:
+            self._rests_until = time.monotonic() + _REST_S
+
+    def _wait(self) -> list[Call]:
+        """Until something is urgent or due, or a request is there; while the worker has its plans, requests gather."""
+        due, rest = self._until_due(), self._rests_until - time.monotonic()
+        if rest > 0 and not self._worker_waits:
+            return self._inbox.wait(rest if due is None else min(rest, due))
+        return self._inbox.wait(due, for_requests=True)
+
+    @property
+    def _worker_waits(self) -> bool:
+        """Another plan may go out, if there is something to compute."""
+        return self._stream is not None and self._core.plans_in_flight < self._core.state.steps_ahead
 
     def _until_due(self) -> float | None:
         """Seconds until a deadline, a load report, a log line or the end of patience; None when only an event can bring
@@ -150,10 +178,8 @@ class EngineLoop:
             due.append(deadline_ms / 1000 - time.time())
         if self._stream is not None and self._core.plans_in_flight:
             due.append(self._last_answer + _SILENCE_S - time.monotonic())
-        if self._load_due:
-            due.append(self._last_load + _LOAD_PERIOD_S - time.monotonic())
-        if self._stats_period and self._busy():
-            due.append(self._last_stats + self._stats_period - time.monotonic())
+        if (telling := self._stats.due(busy=self._busy())) is not None:
+            due.append(telling - time.monotonic())
         return min(max(0.0, min(due)), 3600.0) if due else None
 
     def _send_plans(self) -> None:
@@ -243,25 +269,7 @@ class EngineLoop:
             self._abandon(stream, f"no answer for {silent_s:.0f} s")
 
     def _submit(self, request: Request) -> None:
-        try:
-            if not self._core.state.attached:
-                raise Unavailable("the worker is not there yet; try again")
-            self._core.submit(request, time.monotonic_ns())
-        except TokaError as error:
-            self._news.append((request.sink, Rejected(request.handle, error)))
-        except Exception as error:  # one request's trouble is not the others'
-            log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
-            internal = Internal("internal error; the server's log has the details")
-            self._news.append((request.sink, Rejected(request.handle, internal)))
-        else:
-            self._news.append((request.sink, Accepted(request)))
-            log.debug(
-                "request accepted",
-                request_id=request.request_id,
-                samples=request.n,
-                prompt_tokens=request.prompt_tokens,
-                traceparent=request.traceparent,
-            )
+        self._news.append((request.sink, take_in(self._core, request)))
 
     def _reject(self, sink: int, handle: int, error: TokaError) -> None:
         self._core.state.counters.requests_rejected += 1
@@ -283,12 +291,10 @@ class EngineLoop:
 
     def _report(self) -> None:
         now = time.monotonic()
-        if self._load_due and now - self._last_load >= _LOAD_PERIOD_S:
-            self._load_due, self._last_load = False, now
+        if self._stats.load_is_due(now):
             self._news.append((None, self.load()))
-        if self._stats_period and now - self._last_stats >= self._stats_period and self._busy():
-            self._stats.log(self.load(), now - self._last_stats, self._core.step_s, self._core.state.steps_ahead)
-            self._last_stats = now
+        if self._stats.line_is_due(now) and self._busy():
+            self._stats.log(self.load(), now, self._core.step_s, self._core.state.steps_ahead)
 
     def _stop(self) -> None:
         self._stopping = True

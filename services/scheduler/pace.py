@@ -10,13 +10,15 @@ _COVER_S = 0.004
 
 
 class Pace:
-    """Times are seconds of a monotonic clock. Owned by the step loop."""
+    """Times are seconds of a monotonic clock. Owned by the step loop.
+
+    A plan is full when onboarding was part of it, though perhaps of nobody, and else light.
+    """
 
     def __init__(self) -> None:
         self.step_s = 0.0  # recent time of a step on the worker; 0 = none yet
-        self._full_s = 0.0  # recent time of building and sending a plan with onboarding
-        self._light_s = 0.0  # and of one without
-        self._sent: deque[float] = deque()  # plans that the worker has not answered
+        self._full, self._light = _Kind(), _Kind()
+        self._sent: deque[tuple[float, _Kind]] = deque()  # plans that the worker has not answered
         self._last_answer = 0.0
 
     def forget(self) -> None:
@@ -24,18 +26,17 @@ class Pace:
         self._sent.clear()
 
     def sent(self, now: float, took_s: float, *, full: bool) -> None:
-        """A plan went out that took ``took_s`` to build. ``full``: with onboarding, though perhaps of nobody."""
-        self._sent.append(now)
-        if full:
-            self._full_s = _smooth(self._full_s, took_s)
-        else:
-            self._light_s = _smooth(self._light_s, took_s)
+        """A plan went out that took ``took_s`` to build."""
+        kind = self._full if full else self._light
+        kind.plan_s = _smooth(kind.plan_s, took_s)
+        self._sent.append((now, kind))
 
     def answered(self, at: float) -> None:
         """The answer to the oldest plan in flight came ``at`` this time, however long it lay here since. The worker
         began the plan when it got it, or when the one before was through."""
-        began = max(self._sent.popleft(), self._last_answer)
-        self.step_s = _smooth(self.step_s, max(at - began, 0.0))
+        sent, kind = self._sent.popleft()
+        step_s = max(at - max(sent, self._last_answer), 0.0)
+        self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
         self._last_answer = at
 
     def plans_ahead(self, now: int, least: int, most: int) -> int:
@@ -48,12 +49,28 @@ class Pace:
         return now if least < wanted == now - 1 else wanted
 
     def runs_dry(self, now: float, most_in_flight: int) -> bool:
-        """Whether the worker would be through with what it holds before a full plan could reach it, and a light one is
-        so much faster that it helps. Where one plan at most is in flight the worker waits for every plan anyway."""
-        if most_in_flight == 1 or not self.step_s or self._light_s * 2 > self._full_s:
+        """Whether the worker would be through with what it holds before a full plan could reach it, and light ones
+        help.
+
+        They do not where they are hardly faster to build, nor where one plan at most is in flight, since then the
+        worker waits for every plan anyway. Nor where a full plan keeps the worker for longer than the next one takes to
+        build: one full plan and nobody is late any more, but light ones, which keep it for less, would all be.
+        """
+        full, light = self._full, self._light
+        if most_in_flight == 1 or not self.step_s or light.plan_s * 2 > full.plan_s or full.step_s > full.plan_s:
             return False
-        began = max(self._sent[0], self._last_answer) if self._sent else now
-        return len(self._sent) * self.step_s - (now - began) < self._full_s
+        began = max(self._sent[0][0], self._last_answer) if self._sent else now
+        return sum(kind.step_s or self.step_s for _, kind in self._sent) - (now - began) < full.plan_s
+
+
+class _Kind:
+    """Recent times of one kind of plan; 0 = none yet."""
+
+    __slots__ = ("plan_s", "step_s")
+
+    def __init__(self) -> None:
+        self.plan_s = 0.0  # of building and sending it
+        self.step_s = 0.0  # of its step on the worker
 
 
 def _smooth(old: float, new: float) -> float:

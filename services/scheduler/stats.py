@@ -1,4 +1,4 @@
-"""The line that a busy scheduler logs now and then."""
+"""When the load is told: to the streams a few times a second while anything changes, and to the log now and then."""
 
 import structlog
 
@@ -6,19 +6,42 @@ from services.scheduler.core.load import Load
 
 log = structlog.get_logger(__name__)
 
+_LOAD_PERIOD_S = 0.2
 
-class StatsLog:
-    """Remembers the counters of the line before: a line tells what happened since. Owned by the step loop."""
 
-    def __init__(self) -> None:
-        self._last = (0, 0, 0, 0)
+class Stats:
+    """Times are seconds of a monotonic clock. Remembers the counters of the last line in the log: a line tells what
+    happened since. Owned by the step loop."""
 
-    def log(self, load: Load, passed_s: float, step_s: float, plans_ahead: int) -> None:
-        """``passed_s``: since the line before; ``step_s``: recent time of a step; ``plans_ahead``: allowed now."""
-        counters = load.counters
+    def __init__(self, line_period_s: float, now: float) -> None:
+        """``line_period_s``: 0 = no lines."""
+        self.changed = False  # something happened since the load was told last
+        self._line_period_s = line_period_s
+        self._last_load = self._last_line = now
+        self._last_counts = (0, 0, 0, 0)
+
+    def due(self, *, busy: bool) -> float | None:
+        """When something is to be told next."""
+        load = self._last_load + _LOAD_PERIOD_S if self.changed else None
+        line = self._last_line + self._line_period_s if self._line_period_s and busy else None
+        return min((at for at in (load, line) if at is not None), default=None)
+
+    def load_is_due(self, now: float) -> bool:
+        """Whether to tell the streams; asked once, it counts as told."""
+        if not self.changed or now - self._last_load < _LOAD_PERIOD_S:
+            return False
+        self.changed, self._last_load = False, now
+        return True
+
+    def line_is_due(self, now: float) -> bool:
+        return bool(self._line_period_s) and now - self._last_line >= self._line_period_s
+
+    def log(self, load: Load, now: float, step_s: float, plans_ahead: int) -> None:
+        """``step_s``: recent time of a step; ``plans_ahead``: allowed now."""
+        counters, passed_s = load.counters, now - self._last_line
         counts = (counters.generated_tokens, counters.steps, counters.device_busy_ns, counters.device_idle_ns)
-        tokens, steps, busy, idle = (new - old for new, old in zip(counts, self._last, strict=True))
-        self._last = counts
+        tokens, steps, busy, idle = (new - old for new, old in zip(counts, self._last_counts, strict=True))
+        self._last_counts, self._last_line = counts, now
         log.info(
             "load",
             running=load.running_sequences,

@@ -8,10 +8,12 @@ import pytest
 from services.common.model_files import read_card
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.encoding import encode_load, encode_plan_news
+from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.load import Load
+from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
 from services.scheduler.news import PlanNews
@@ -45,6 +47,26 @@ def test_a_request_that_says_nothing_leaves_admission_to_the_scheduler(model):
     request = read(model)
     assert request.mode is None
     assert request.length_class == request.fairness_key == ""
+
+
+def test_requests_without_a_seed_or_a_name_get_one_of_their_own(model):
+    requests = [read(model) for _ in range(100)]
+    assert len({request.sampling.seed for request in requests}) == 100
+    assert len({request.request_id for request in requests}) == 100
+    assert read(model, sampling=generate_pb2.Sampling(seed=0)).sampling.seed == 0
+
+
+def test_deltas_that_pile_up_are_merged_by_handle():
+    def delta(step, handles, tokens):
+        return Delta(step, np.array(handles, np.uint32), np.array(tokens, np.uint32))
+
+    merged = MergedDelta([delta(1, [9, 2], [90, 20]), delta(2, [9, 2**32 - 1, 5], [91, 70, 50])])
+    assert merged.step == 2
+    assert merged.handles.tolist() == [2, 5, 9, 2**32 - 1]
+    assert merged.counts.tolist() == [1, 1, 2, 1]
+    assert merged.tokens.tolist() == [20, 50, 90, 91, 70]
+    nothing = MergedDelta([Delta(1), Delta(2)])
+    assert len(nothing.handles) == len(nothing.counts) == len(nothing.tokens) == 0
 
 
 @pytest.mark.parametrize(("of_core", "message"), [(Counters, observe_pb2.Counters), (Load, observe_pb2.Load)])

@@ -6,11 +6,15 @@ from services.scheduler.pace import Pace
 
 
 class Loop:
-    """A scheduler and a worker of given speeds; ``steps_ahead`` plans in flight."""
+    """A scheduler and a worker of given speeds; ``steps_ahead`` plans in flight. A full plan's step takes
+    ``full_step_s`` where it is not ``step_s``."""
 
-    def __init__(self, step_s: float, full_s: float, light_s: float, steps_ahead: int = 2) -> None:
+    def __init__(
+        self, step_s: float, full_s: float, light_s: float, steps_ahead: int = 2, full_step_s: float = 0.0
+    ) -> None:
         self.pace, self.now = Pace(), 100.0
         self.step_s, self.full_s, self.light_s, self.steps_ahead = step_s, full_s, light_s, steps_ahead
+        self.full_step_s = full_step_s
         self.worker_free = self.now  # when it is through with what it holds
         self.due: list[float] = []
         self.hurried = self.in_a_row = 0
@@ -26,7 +30,8 @@ class Loop:
             self.now += took
             self.pace.sent(self.now, took, full=not hurry)
             self.idle_s += max(0.0, self.now - self.worker_free)
-            self.worker_free = max(self.worker_free, self.now) + self.step_s
+            step_s = self.step_s if hurry else self.full_step_s or self.step_s
+            self.worker_free = max(self.worker_free, self.now) + step_s
             self.due.append(self.worker_free)
         answered = self.due.pop(0)
         self.now = max(self.now, answered)
@@ -61,6 +66,16 @@ def test_a_worker_that_would_run_dry_gets_light_plans_first():
     patient = Loop(0.01, 0.025, 0.002)
     patient.pace.runs_dry = lambda now, most: False
     assert hurried.idle_s < 0.5 * patient.run(200).idle_s
+
+
+def test_prompts_that_keep_the_worker_are_not_put_off_for_steps_that_do_not():
+    loop = Loop(0.006, 0.02, 0.002, full_step_s=0.065)
+    loop.pace.sent(loop.now - 0.1, 0.3, full=True)  # the first plan took far too long
+    loop.pace.answered(loop.now - 0.035)
+    loop.run(50)
+    before, idle_s = loop.hurried, loop.idle_s
+    loop.run(100)
+    assert (loop.hurried, loop.idle_s) == (before, idle_s)
 
 
 def test_one_slow_first_plan_does_not_make_the_loop_hurry_for_ever():

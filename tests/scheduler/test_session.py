@@ -193,6 +193,16 @@ async def test_a_mailbox_that_overflowed_says_so():
         await mailbox.get()
 
 
+async def test_a_session_that_pauses_for_the_step_loop_loses_nothing(service, monkeypatch):
+    monkeypatch.setattr("services.scheduler.api.session._MOST_BACKLOG", -1)
+    async with session(service) as client:
+        for handle in range(50):
+            await client.submit(handle, **request(most=3))
+        await client.send(cancel=session_pb2.Cancel(handles=[49]))
+        await client.finished(*range(50))
+        assert client.accepted.keys() == set(range(50))
+
+
 async def test_a_slow_reader_gets_everything_in_fewer_messages(service):
     async with session(service) as client:
         await client.submit(0, **request(most=400, n=20, prompt=[50]))

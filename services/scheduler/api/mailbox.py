@@ -31,7 +31,9 @@ class MergedDelta:
             return
         of_token = np.concatenate([delta.handles for delta in deltas])
         order = np.argsort(of_token, kind="stable")
-        self.handles, self.counts = np.unique(of_token, return_counts=True)
+        starts = np.flatnonzero(np.diff(of_token[order], prepend=-1))
+        self.handles = of_token[order[starts]]
+        self.counts = np.diff(starts, append=len(order))
         self.tokens = np.concatenate([delta.tokens for delta in deltas])[order]
         self.logprobs = _join(deltas, "logprobs", NO_FLOATS, np.float32(np.nan))
         self.top_counts = _join(deltas, "top_counts", NO_SLOTS, 0)

@@ -50,9 +50,8 @@ def encode_chat(tokenizer: Tokenizer, chat: generate_pb2.ChatPrompt, field: str)
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, field: str) -> None:
     """``InvalidRequest`` for the first id that is not in the vocabulary."""
-    outside = np.flatnonzero(tokens >= vocab_size)
-    if len(outside):
-        index = int(outside[0])
+    if tokens.max(initial=0) >= vocab_size:
+        index = int((tokens >= vocab_size).argmax())
         raise InvalidRequest(
             f"token id {int(tokens[index])} is not in the vocabulary of {vocab_size} tokens", field=f"{field}[{index}]"
         )

@@ -17,6 +17,10 @@ from tokasaurus.scheduler.v1 import session_pb2
 
 log = structlog.get_logger(__name__)
 
+# With so many requests before it, the step loop needs the interpreter more than the readers do: they pause.
+_MOST_BACKLOG = 256
+_PAUSE_S = 0.002
+
 
 class Session:
     """Owned by its RPC, on the asyncio loop."""
@@ -72,6 +76,8 @@ class Session:
         try:
             async for message in requests:
                 await self._take(message)
+                if self._hub.engine.backlog > _MOST_BACKLOG:
+                    await asyncio.sleep(_PAUSE_S)
         except TokaError as error:  # the stream itself is wrong
             self._error = error
             self._mailbox.close()

@@ -1,7 +1,6 @@
 """A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
 
-import secrets
-import uuid
+import random
 
 import numpy as np
 
@@ -9,6 +8,7 @@ from services.common.errors import InvalidRequest
 from services.common.packed import read_fixed32, read_float
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
+from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
 from services.scheduler.core.request import AdmissionMode, Priority, Request, SamplingSettings
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -24,6 +24,7 @@ _PRIORITIES = {
     generate_pb2.PRIORITY_CLASS_NORMAL: Priority.NORMAL,
     generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
 }
+_random = random.Random()  # begun by the system's: asking that each time costs more than all other fields together
 _MODES = {
     generate_pb2.ADMISSION_MODE_UNSPECIFIED: None,
     generate_pb2.ADMISSION_MODE_PREDICTED: AdmissionMode.PREDICTED,
@@ -51,7 +52,7 @@ def read_request(
     stopping = message.stopping
     strings = _stop_strings(stopping)
     request = Request(
-        request_id=message.request_id or f"req-{uuid.uuid4().hex}",
+        request_id=message.request_id or f"req-{_random.getrandbits(128):032x}",
         tokens=tokens,
         sampling=_sampling(message, model),
         max_tokens=_max_tokens(stopping),
@@ -98,7 +99,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         top_p=top_p,
         top_k=_number(sampling, "top_k", card.default_top_k),
         min_p=min_p,
-        seed=_number(sampling, "seed", secrets.randbits(64)),
+        seed=sampling.seed if sampling.HasField("seed") else _random.getrandbits(64),
         logprobs=logprobs,
         top_logprobs=top,
         logit_bias_token_ids=bias_tokens,
@@ -107,6 +108,8 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
 
 
 def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel) -> tuple[np.ndarray, np.ndarray]:
+    if not sampling.logit_bias_token_ids and not sampling.logit_bias_values:
+        return NO_TOKENS, NO_FLOATS
     tokens, values = read_fixed32(sampling.logit_bias_token_ids), read_float(sampling.logit_bias_values)
     if len(tokens) != len(values):
         raise InvalidRequest(
@@ -160,9 +163,12 @@ def _stop_strings(stopping: generate_pb2.Stopping) -> tuple[str, ...]:
 
 
 def _stop_tokens(stopping: generate_pb2.Stopping, model: ServedModel) -> frozenset[int]:
+    own = frozenset() if stopping.ignore_eos else frozenset(model.card.eos_token_ids)
+    if not stopping.token_ids:
+        return own
     tokens = read_fixed32(stopping.token_ids)
     check_tokens(tokens, model.card.vocab_size, "stopping.token_ids")
-    return frozenset(tokens.tolist()) | (frozenset() if stopping.ignore_eos else frozenset(model.card.eos_token_ids))
+    return own | frozenset(tokens.tolist())
 
 
 def _resume(request: Request, message: generate_pb2.GenerateRequest, model: ServedModel) -> None:

@@ -91,10 +91,10 @@ class Admission:
     def _at_most(self, candidates: Sequences) -> int:
         """A bound on the peak: everything that runs and every candidate at its largest, all at once."""
         pool, tree, page_size = self._state.pool, self._state.tree, self._state.shape.page_size
-        nodes = np.unique(candidates.node)
-        unheld = int(tree.depth[nodes[tree.users[nodes] == 0]].sum())
+        unheld = set(candidates.node[tree.users[candidates.node] == 0].tolist())
+        cached = sum(int(tree.depth[node]) for node in unheld)
         grown = sum(int(growth(sequences, page_size)[1].sum()) for sequences in (self._running, candidates))
-        return pool.in_use + unheld + grown + int((candidates.pages - tree.depth[candidates.node]).sum())
+        return pool.in_use + cached + grown + int((candidates.pages - tree.depth[candidates.node]).sum())
 
     def _at_hand(self, candidates: Sequences) -> Forecast:
         """The forecast of what runs, made once, far enough for ``candidates``."""

@@ -62,6 +62,7 @@ class LengthPredictor:
         self._keys = np.repeat(2.0 * np.arange(MOST_CLASSES)[:, None], len(self._edges), axis=1)
         self._spread = np.zeros(MOST_CLASSES)
         self._evidence = np.zeros(MOST_CLASSES)  # answers that ended by themselves, as far as they are remembered
+        self._expected: dict[tuple[int, int], int] = {}  # of (class, limit), as long as estimates stay
 
     def class_of(self, label: str, max_tokens: int) -> int:
         """The class of requests with this label; without one, of those whose ``max_tokens`` has as many binary digits.
@@ -103,6 +104,7 @@ class LengthPredictor:
         rows = np.flatnonzero(self._stale)
         self._stale[rows] = False
         self._estimate(rows)
+        self._expected.clear()
         # Only now: what ended and what runs have been looked at up to the same moment.
         full = np.flatnonzero(self._ended > _MEMORY)
         kept = _MEMORY / self._ended[full]
@@ -138,6 +140,15 @@ class LengthPredictor:
         rest = self._area_at(classes, limits) - self._area_at(classes, ages)
         return np.minimum(limits, np.where(known, ages + rest / np.where(known, survival, 1), limits))
 
+    def expected(self, row: int, limit: int) -> int:
+        """``mean`` of one new answer of the class ``row``: quicker, as requests of a class are often alike."""
+        if not self._known[row]:
+            return limit
+        if (row, limit) not in self._expected:
+            mean = self.mean(np.array([row]), np.zeros(1, np.int64), np.array([limit]))
+            self._expected[row, limit] = int(mean[0])
+        return self._expected[row, limit]
+
     def spread(self, classes: np.ndarray) -> np.ndarray:
         """Standard deviation of a length, float64; 0 for a class of which little is known.
 
@@ -160,6 +171,7 @@ class LengthPredictor:
         for estimates in (self._area, self._spread, self._evidence):
             estimates[row] = 0.0
         self._stale[row] = self._known[row] = False
+        self._expected.clear()
         self._survival[row] = 1.0
         self._keys[row] = 2.0 * row
 

@@ -59,23 +59,16 @@ class Lifecycle:
         ``lengths``: beside the samples of all entries. Returns for each entry its slots, int64 ``[samples]``, and their
         page tables, int32 ``[samples, pages]``.
         """
-        state, slots, size = self._state, self._state.slots, self._state.shape.page_size
-        counts = [len(entry.samples) for entry in entries]
+        state, slots, tree = self._state, self._state.slots, self._state.tree
+        counts = np.array([len(entry.samples) for entry in entries])
         samples = [sample for entry in entries for sample in entry.samples]
         state.waiting.serve(samples)
         # All that is cached is held before a page is taken: taking evicts.
-        for entry, count in zip(entries, counts, strict=True):
-            state.tree.attach(entry.node, count)
-        new = [-(-len(entry.tokens) // size) - int(state.tree.depth[entry.node]) for entry in entries]
-        fresh = state.pool.take(sum(count * pages for count, pages in zip(counts, new, strict=True)))
+        for entry in entries:
+            tree.attach(entry.node, len(entry.samples))
         taken = slots.take(len(samples))
-        placed, at, page_at = [], 0, 0
-        for entry, count, pages in zip(entries, counts, new, strict=True):
-            own = fresh[page_at : page_at + count * pages].reshape(count, pages)
-            chosen = taken[at : at + count]
-            placed.append((chosen, self._fill_tables(entry, chosen, own)))
-            at, page_at = at + count, page_at + count * pages
-        self._fill_slots(entries, np.array(counts), samples, taken, step)
+        placed = self._fill_tables(entries, counts, taken)
+        self._fill_slots(entries, counts, samples, taken, step)
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot
@@ -85,18 +78,34 @@ class Lifecycle:
         state.membership += len(samples)
         return placed
 
-    def _fill_tables(self, entry: Entry, chosen: np.ndarray, own: np.ndarray) -> np.ndarray:
+    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> list:
+        """Page tables of the slots ``taken``, ``counts`` of them for each entry; returns what ``enter`` does."""
         state, slots, size = self._state, self._state.slots, self._state.shape.page_size
-        path = state.tree.path(entry.node)
-        table = np.empty((len(chosen), len(path) + own.shape[1]), np.int32)
-        table[:, : len(path)], table[:, len(path) :] = path, own
-        slots.table[chosen, : table.shape[1]] = table
-        slots.page_count[chosen] = table.shape[1]
-        held = np.zeros(own.shape[1] * size, np.uint32)
-        rest = entry.tokens[len(path) * size :]
-        held[: len(rest)] = rest
-        state.pool.tokens[own] = held.reshape(-1, size)
-        return table
+        depths = [int(state.tree.depth[entry.node]) for entry in entries]
+        news = [-(-len(entry.tokens) // size) - depth for entry, depth in zip(entries, depths, strict=True)]
+        depth, new = np.repeat(np.array([depths, news]), counts, axis=1)
+        fresh = state.pool.take(int(new.sum()))
+        slots.page_count[taken] = depth + new
+        first = np.cumsum(new) - new
+        columns = np.arange(len(fresh)) - np.repeat(first - depth, new)
+        slots.table[np.repeat(taken, new), columns] = fresh
+
+        held = np.zeros((len(fresh), size), np.uint32)
+        placed, at, page_at = [], 0, 0
+        for entry, whole, pages in zip(entries, depths, news, strict=True):
+            count = len(entry.samples)
+            chosen, own = taken[at : at + count], slice(page_at, page_at + count * pages)
+            rest = entry.tokens[whole * size :]
+            held[own].reshape(count, -1)[:, : len(rest)] = rest
+            table = fresh[own].reshape(count, pages)
+            if whole:
+                path = np.broadcast_to(state.tree.path(entry.node), (count, whole))
+                slots.table[chosen, :whole] = path
+                table = np.concatenate((path, table), axis=1)
+            placed.append((chosen, table))
+            at, page_at = at + count, page_at + count * pages
+        state.pool.tokens[fresh] = held
+        return placed
 
     def _fill_slots(
         self, entries: list[Entry], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
@@ -104,8 +113,7 @@ class Lifecycle:
         state, slots = self._state, self._state.slots
         slots.samples[taken] = samples
         slots.activate(taken)
-        slots.admitted_step[taken] = step
-        slots.delay[taken] = 0
+        slots.admitted_step[taken], slots.delay[taken] = step, 0
         rows = []
         for entry in entries:
             request = entry.samples[0].request
@@ -254,17 +262,17 @@ class Lifecycle:
     def _leave(self, leaving: np.ndarray, keep_pages: list[bool]) -> None:
         """Give slots and pages back. What was computed stays in the tree, unless ``keep_pages`` says it is wrong."""
         state, slots, tree = self._state, self._state.slots, self._state.tree
-        own_from = []
-        for slot, keep in zip(leaving.tolist(), keep_pages, strict=True):
-            sample = slots.samples[slot]
+        samples = slots.samples[leaving].tolist()
+        lent = np.array([self.shares.leave(*each) for each in zip(samples, keep_pages, strict=True)])
+        whole = leaving[np.array(keep_pages) & (lent == 0)]
+        computed = np.minimum(slots.known[whole], slots.scheduled[whole])
+        self.register_pages(whole, computed, ready_step=state.step + 1)
+        nodes = slots.node[leaving]
+        own_from = tree.depth[nodes] + lent
+        columns = (samples, leaving.tolist(), nodes.tolist(), keep_pages)
+        for sample, slot, node, keep in zip(*columns, strict=True):
             if slot in state.prefilling:
                 state.prefilling.remove(slot)
-            lent = self.shares.leave(sample, keep)
-            if keep and not lent:
-                computed = min(int(slots.known[slot]), int(slots.scheduled[slot]))
-                self.register_pages(slot, computed, ready_step=state.step + 1)
-            node = int(slots.node[slot])
-            own_from.append(int(tree.depth[node]) + lent)
             tree.detach(node)
             if not keep:
                 tree.forget(node)
@@ -274,18 +282,19 @@ class Lifecycle:
             state.to_release.append((slot, sample.request.request_id))
         counts = slots.page_count[leaving]
         columns = np.arange(counts.max(initial=0))
-        own = (columns >= np.array(own_from)[:, None]) & (columns < counts[:, None])
+        own = (columns >= own_from[:, None]) & (columns < counts[:, None])
         state.pool.give(slots.table[leaving, : len(columns)][own])
         slots.give(leaving)
         state.membership += len(leaving)
 
-    def register_pages(self, slot: int, length: int, ready_step: int) -> None:
-        """Make the pages that lie within the first ``length`` tokens findable for plans from ``ready_step`` on."""
-        state, slots = self._state, self._state.slots
-        node = int(slots.node[slot])
-        first, end = int(state.tree.depth[node]), length // state.shape.page_size
-        if first < end:
-            pages = slots.table[slot, first:end].copy()
+    def register_pages(self, chosen: np.ndarray, lengths: np.ndarray, ready_step: int) -> None:
+        """Make the pages within the first ``lengths`` tokens of slots findable for plans from ``ready_step`` on."""
+        state, slots, tree = self._state, self._state.slots, self._state.tree
+        nodes, ends = slots.node[chosen], lengths // state.shape.page_size
+        more = np.flatnonzero(tree.depth[nodes] < ends)
+        columns = (chosen[more], nodes[more], tree.depth[nodes[more]], ends[more])
+        for slot, node, start, end in zip(*(column.tolist() for column in columns), strict=True):
+            pages = slots.table[slot, start:end].copy()
             tokens = state.pool.tokens[pages[0]]
             salt = slots.samples[slot].request.salt
-            slots.node[slot] = state.tree.extend(node, tokens, salt, pages, ready_step)
+            slots.node[slot] = tree.extend(node, tokens, salt, pages, ready_step)

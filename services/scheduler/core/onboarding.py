@@ -34,13 +34,13 @@ class Onboarding:
 
     def continue_prefill(self, plan: Plan, budget: int) -> Rows:
         """The next chunks of prompts that were begun."""
-        rows: Rows = []
-        for slot in list(self._state.prefilling):
+        slots, rows = self._state.slots, []
+        for slot in self._state.prefilling:
             if budget == 0:
                 break
-            count = self._prefill(plan, slot, budget)
-            rows.append((slot, count))
-            budget -= count
+            rows.append((slot, min(int(slots.given[slot] - slots.scheduled[slot]), budget)))
+            budget -= rows[-1][1]
+        self._compute(plan, rows)
         return rows
 
     def admit(self, plan: Plan, budget: int, now_ns: int) -> Rows:
@@ -138,8 +138,9 @@ class Onboarding:
         budget = state.shape.max_tokens_per_step - plan.tokens
         placed = self._lifecycle.enter(entries, lengths, plan.step, now_ns)
         for entry, (slots, tables) in zip(entries, placed, strict=True):
-            request, whole = entry.samples[0].request, int(state.tree.depth[entry.node])
+            request = entry.samples[0].request
             if entry.copied_page >= 0:
+                whole = int(state.tree.depth[entry.node])
                 plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
             plan.admissions.append(
@@ -150,47 +151,34 @@ class Onboarding:
             plan.admitted_ids += [request.request_id] * len(indices)
             if entry.leads:
                 self._lifecycle.shares.begin(entry.samples[0])
-            if entry.shared:  # one token each, and no page of theirs is complete
-                rows += [(slot, 1) for slot in slots.tolist()]
-                self._complete(slots, plan.step)
-                plan.tokens, plan.prefill_tokens = plan.tokens + len(slots), plan.prefill_tokens + len(slots)
-                plan.sampling.append(slots)
-                budget -= len(slots)
-            else:
-                slot = int(slots[0])
-                state.prefilling.append(slot)
-                count = self._prefill(plan, slot, budget)
-                rows.append((slot, count))
-                budget -= count
+            missing = len(entry.tokens) - entry.cached
+            for sample in entry.samples:
+                rows.append((sample.slot, min(missing, budget)))
+                budget -= rows[-1][1]
+        self._compute(plan, rows)
         return rows
 
-    def _prefill(self, plan: Plan, slot: int, budget: int) -> int:
-        """Schedule the next chunk of a slot's known tokens; returns its length."""
+    def _compute(self, plan: Plan, rows: Rows) -> None:
+        """Schedule so many more of each slot's known tokens."""
+        if not rows:
+            return
         state, slots = self._state, self._state.slots
-        given, before = int(slots.given[slot]), int(slots.scheduled[slot])
-        count = min(given - before, budget)
-        plan.tokens += count
-        plan.prefill_tokens += count
-        slots.scheduled[slot] = before + count
+        chosen, counts = np.array(rows, np.int64).T
+        total = int(counts.sum())
+        plan.tokens, plan.prefill_tokens = plan.tokens + total, plan.prefill_tokens + total
+        slots.scheduled[chosen] += counts
         # Of a prompt that siblings share, the page of the last token stays its own: they copy it.
-        findable = before + count - (slots.lent_pages[slot] > 0)
-        self._lifecycle.register_pages(slot, int(findable), ready_step=plan.step + 1)
-        if before + count < given:
-            slots.delay[slot] = -(-(given - before - count) // state.shape.max_tokens_per_step)
-            return count
-        state.prefilling.remove(slot)
-        completed = np.array([slot])
-        plan.sampling.append(completed)
-        self._complete(completed, plan.step)
-        self._lifecycle.shares.ready(slots.samples[slot], plan.step)
-        return count
-
-    def _complete(self, chosen: np.ndarray, step: int) -> None:
-        """The plan ``step`` computes the last of these slots' known tokens: now their ends are exact."""
-        slots = self._state.slots
-        slots.scheduled[chosen] = slots.given[chosen]
-        slots.delay[chosen] = 0
-        slots.end_step[chosen] = step + self._prediction.steps_to_end(chosen)
+        findable = slots.scheduled[chosen] - (slots.lent_pages[chosen] > 0)
+        self._lifecycle.register_pages(chosen, findable, ready_step=plan.step + 1)
+        missing = slots.given[chosen] - slots.scheduled[chosen]
+        slots.delay[chosen] = -(-missing // state.shape.max_tokens_per_step)
+        state.prefilling = chosen[missing > 0].tolist()
+        complete = chosen[missing == 0]
+        if len(complete):  # now their ends are exact
+            slots.end_step[complete] = plan.step + self._prediction.steps_to_end(complete)
+            plan.sampling.append(complete)
+        for slot in complete[slots.lent_pages[complete] > 0].tolist():
+            self._lifecycle.shares.ready(slots.samples[slot], plan.step)
 
     def _note_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> np.ndarray:
         """``chosen``: indices into ``samples``; the first that is missing was passed by all behind it, unless it was

@@ -9,6 +9,8 @@ import numpy as np
 
 from services.scheduler.core.stop_automaton import Automaton
 
+_NO_TOKENS = np.zeros(0, np.uint32)
+
 
 class Priority(enum.IntEnum):
     """Classes of the waiting queue; the order of the enum is the order of service, lowest value first."""
@@ -122,7 +124,7 @@ class Sample:
         self.accepted_ns = accepted_ns
         self.slot = -1  # -1 while waiting
         self.finished = False
-        self.generated = np.zeros(0, np.uint32)  # of an interrupted sample: tokens behind request.tokens
+        self.generated = _NO_TOKENS  # of an interrupted sample: tokens behind request.tokens
         self.stop_state = request.stop_state  # of the automaton, local numbering
         self.computed_before = 0  # tokens that were computed before the interruption
         self.known = len(request.tokens)  # tokens, when it left its slot last

@@ -22,7 +22,7 @@ class Results:
         """Advance every sequence that still runs, and end those that are through."""
         state, slots = self._state, self._state.slots
         live = slots.active[result.slots] & (slots.admitted_step[result.slots] <= result.step)
-        if not live.all():
+        if np.count_nonzero(live) < len(live):
             state.counters.wasted_tokens += int(len(live) - np.count_nonzero(live))
             result = select_rows(result, np.flatnonzero(live))
         self._fail(result)
@@ -32,16 +32,16 @@ class Results:
         state.counters.generated_tokens += len(rows)
         self._write(rows, tokens, now_ns)
         before = slots.stop_state[rows]
-        matched = self._match_strings(rows, tokens, before)
+        matched = self._match_strings(rows, tokens, before) if state.matcher.in_use else np.zeros(len(rows), bool)
         in_set = state.stop_tokens.contain(slots.stop_set[rows], tokens)
         known = slots.known[rows]
         late_enough = known >= slots.min_known[rows]
         state.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
-        for row in np.flatnonzero(matched & ~late_enough).tolist():
+        for row in (matched & ~late_enough).nonzero()[0].tolist():
             self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
         by_token, by_string = in_set & late_enough, matched & late_enough
         endings = []
-        for row in np.flatnonzero(by_token | by_string | (known >= slots.limit[rows])).tolist():
+        for row in (by_token | by_string | (known >= slots.limit[rows])).nonzero()[0].tolist():
             sample, token = slots.samples[rows[row]], int(tokens[row])
             if by_token[row]:
                 endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
@@ -50,7 +50,8 @@ class Results:
                 endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
             else:
                 endings.append(Ending(sample, FinishReason.LENGTH))
-        self._lifecycle.finish(endings)
+        if endings:
+            self._lifecycle.finish(endings)
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
         state, slots = self._state, self._state.slots
@@ -59,13 +60,14 @@ class Results:
         slots.last_token[rows] = tokens
         index, offset = np.divmod(position, state.shape.page_size)
         paged = index < slots.page_count[rows]  # else it is written when its page is taken
-        if paged.all():
+        if np.count_nonzero(paged) == len(paged):
             state.pool.tokens[slots.table[rows, index], offset] = tokens
         else:
             pages = slots.table[rows[paged], index[paged]]
             state.pool.tokens[pages, offset[paged]] = tokens[paged]
-        first = slots.first_token_ns[rows]
-        slots.first_token_ns[rows] = np.where(first == 0, now_ns, first)
+        first = rows[slots.first_token_ns[rows] == 0]
+        if len(first):
+            slots.first_token_ns[first] = now_ns
         slots.last_token_ns[rows] = now_ns
 
     def _match_strings(self, rows: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:

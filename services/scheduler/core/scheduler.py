@@ -133,8 +133,7 @@ class Scheduler:
         request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
         answer = request.limit - request.prompt_tokens
         request.length_class_id = state.lengths.class_of(request.length_class, answer)
-        expected = state.lengths.mean(np.array([request.length_class_id]), np.zeros(1, np.int64), np.array([answer]))
-        request.cost = -(-request.prompt_tokens // request.n) + int(expected[0])
+        request.cost = -(-request.prompt_tokens // request.n) + state.lengths.expected(request.length_class_id, answer)
 
     def _check(self, request: Request, handles: dict[int, Sample]) -> None:
         shape = self.state.shape
@@ -235,15 +234,13 @@ class Scheduler:
         self._results.take(result, now_ns)
 
     def _check_result(self, result: Result) -> None:
-        """Arrays that do not fit each other or the worker's own sizes would be taken for something else."""
-        shape, rows = self.state.shape, len(result.slots)
+        """Arrays that do not fit each other or the vocabulary would be taken for something else."""
+        rows = len(result.slots)
         whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows) and len(result.top_counts) in (0, rows)
         listed = int(result.top_counts.sum()) if len(result.top_counts) else 0
         whole = whole and len(result.top_token_ids) == listed and len(result.top_logprobs) == listed
-        slots_known = result.slots.max(initial=0) < shape.max_slots
-        slots_known = slots_known and all(slot < shape.max_slots for slot, _ in result.failures)
-        if not whole or not slots_known or result.tokens.max(initial=0) >= shape.vocab_size:
-            raise ValueError(f"step {result.step}: slots or tokens that do not exist, or arrays of unequal length")
+        if not whole or result.tokens.max(initial=0) >= self.state.shape.vocab_size:
+            raise ValueError(f"step {result.step}: tokens that do not exist, or arrays of unequal length")
 
     def take_output(self) -> list[tuple[int, Delta]]:
         """News since the last call, as (sink, delta). A finished sample's handle is free from here on."""

@@ -82,6 +82,11 @@ class StopMatcher:
             self._unused_cells += automaton.transitions.size
             self._drop_unused(_UNUSED_CELLS)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any automaton has users."""
+        return len(self._bases) > len(self._unused)
+
     def base(self, automaton: Automaton) -> int:
         """Global number of the local state 0."""
         return self._bases[automaton]

@@ -257,6 +257,21 @@ def test_estimates_stand_still_between_refreshes():
 # -- classes, time, bounds
 
 
+def test_what_is_expected_of_a_new_answer_is_the_mean_of_what_is_known_now():
+    predictor = LengthPredictor(LONGEST)
+    assert predictor.expected(CLASS, 300) == 300
+    for length in (20, 400):
+        learn(predictor, [(length, True)] * 100)
+        for limit in (10, 300, 300, 1000):
+            assert predictor.expected(CLASS, limit) == int(mean(predictor, limit))
+    label = predictor.class_of("taken", 10)
+    learn(predictor, [(20, True)] * 100, number=label)
+    assert predictor.expected(label, 300) == 20
+    for number in range(MOST_LABELS):
+        predictor.class_of(f"label {number}", 10)
+    assert predictor.expected(label, 300) == 300
+
+
 def test_rows_of_many_classes_are_drawn_as_one_by_one():
     rng = np.random.default_rng(4)
     predictor = LengthPredictor(LONGEST)

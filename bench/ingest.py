@@ -1,0 +1,250 @@
+"""How long the worker waits while thousands of requests arrive: ``python -m bench.ingest [rate=2500]``.
+
+A scheduler, one session that submits the prompts of ``bench.traces.mix`` as fast as it can or at ``rate``, and a fake
+worker whose steps take as long as a device's. Three processes; the client's and the worker's own work count where cores
+are few. The last line is one JSON object.
+"""
+
+import asyncio
+import multiprocessing
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import numpy as np
+from pydantic import Field
+
+from bench.server import START_TIMEOUT_S, free_port, report
+from bench.traces import mix
+from services.common.config import from_command_line
+from services.common.flags import Config, Float, Int
+from services.common.model_files import ModelCard, read_card
+from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.launcher.readiness import grpc_ready
+from services.scheduler.__main__ import main as run_scheduler
+from tests.fakes.model import FakeShape
+from tests.fakes.worker import FakeWorker
+from tokasaurus.scheduler.v1 import generate_pb2, session_pb2
+
+SESSION = "/tokasaurus.scheduler.v1.SchedulerService/Session"
+LONGEST = 1000  # tokens of a prompt, and of an answer: the built-in model's context holds both
+
+
+class IngestConfig(Config):
+    """The flags."""
+
+    requests: Int = Field(8192, ge=1)
+    rate: Float = Field(0.0, ge=0, description="requests per second; 0 = all at once")
+    seconds: Float = Field(6.0, ge=1, description="from the first plan on: how long the worker is watched")
+    token_us: Float = Field(4.0, ge=0, description="of a step, for each token")
+    step_ms: Float = Field(1.0, ge=0, description="of a step, whatever it computes")
+    max_tokens_per_step: Int = Field(16384, ge=1)
+
+
+@dataclass
+class Step:
+    """Times of ``time.monotonic``, which all processes of a host share."""
+
+    arrived: float  # the plan
+    began: float
+    ended: float
+    tokens: int
+
+
+class TimedWorker(FakeWorker):
+    """Answers a plan when a device that computes nothing else would be through with it."""
+
+    def __init__(self, shape: FakeShape, token_s: float, step_s: float) -> None:
+        super().__init__(shape)
+        self.takes_together = False  # each answer goes out at its own time
+        self.steps: list[Step] = []
+        self._token_s, self._fixed_s = token_s, step_s
+        self._arrived: deque[float] = deque()
+
+    async def _read(self, request_iterator, plans: asyncio.Queue, most: int) -> None:
+        async def noted():
+            async for request in request_iterator:
+                self._arrived.append(time.monotonic())
+                yield request
+
+        await super()._read(noted(), plans, most)
+
+    async def _next_result(self, plans: asyncio.Queue, end: asyncio.Future):
+        result = await super()._next_result(plans, end)
+        if result is None:
+            return None
+        arrived = self._arrived.popleft()
+        free = self.steps[-1].ended if self.steps else arrived
+        began = max(arrived, free)
+        tokens = int(self.model.checker.batch[1].sum())
+        self.steps.append(Step(arrived, began, began + self._fixed_s + tokens * self._token_s, tokens))
+        result.timing.device_ns = int((self.steps[-1].ended - began) * 1e9)
+        result.timing.idle_ns = int((began - free) * 1e9)
+        await asyncio.sleep(max(0.0, self.steps[-1].ended - time.monotonic()))
+        return result
+
+
+def worker_process(address: str, shape: FakeShape, token_s: float, step_s: float, pipe: Connection) -> None:
+    """Tells its steps whenever asked."""
+
+    async def run() -> None:
+        worker = TimedWorker(shape, token_s, step_s)
+        await worker.start(address)
+        while True:
+            await asyncio.to_thread(pipe.recv)
+            pipe.send((worker.steps, worker.violations))
+
+    asyncio.run(run())
+
+
+def scheduler_process(flags: list[str], pipe: Connection) -> None:
+    """Tells the CPU seconds of its threads, by name, whenever asked."""
+
+    def answer() -> None:
+        while True:
+            pipe.recv()
+            pipe.send({thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+                       for thread in threading.enumerate()} | {"all": time.process_time()})  # fmt: skip
+
+    threading.Thread(target=answer, daemon=True).start()
+    sys.argv = ["scheduler", *flags]
+    run_scheduler()
+
+
+class Client:
+    """One session: sends everything and counts what is accepted."""
+
+    def __init__(self, messages: list[bytes], rate: float) -> None:
+        self._messages, self._rate = messages, rate
+        self._accepted = 0
+        self._all_accepted = asyncio.Event()
+
+    async def run(self, address: str, seconds: float) -> dict[str, float]:
+        """Seconds from the first request on; the session stays open for ``seconds`` at least."""
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream(SESSION, request_serializer=None, response_deserializer=None)()
+            await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen()).SerializeToString())
+            await call.read()
+            reader = asyncio.create_task(self._read(call))
+            begun = time.monotonic()
+            await self._send(call, begun)
+            sent = time.monotonic()
+            await self._all_accepted.wait()
+            accepted = time.monotonic()
+            await asyncio.sleep(max(0.0, begun + seconds - accepted))
+            reader.cancel()
+            call.cancel()
+        return {"begun": begun, "all_sent_s": sent - begun, "all_accepted_s": accepted - begun}
+
+    async def _send(self, call: grpc.aio.StreamStreamCall, begun: float) -> None:
+        for number, message in enumerate(self._messages):
+            if self._rate and (early := begun + number / self._rate - time.monotonic()) > 0.001:
+                await asyncio.sleep(early)
+            await call.write(message)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        while (data := await call.read()) is not grpc.aio.EOF:
+            kind = session_pb2.SessionResponse.FromString(data).WhichOneof("payload")
+            if kind == "rejection":
+                raise SystemExit("a request was rejected")
+            self._accepted += kind == "acceptance"
+            if self._accepted == len(self._messages):
+                self._all_accepted.set()
+
+
+def submits(config: IngestConfig, card: ModelCard) -> list[bytes]:
+    """What the gateway sends for ``bench.mixed``."""
+    messages = []
+    for handle, request in enumerate(mix(config.requests).requests):
+        tokens = request.tokens[:LONGEST] % (card.vocab_size - 1) + 1
+        asked = generate_pb2.GenerateRequest(
+            request_id=f"cmpl-{handle:032x}",
+            model=card.name,
+            tokens=generate_pb2.TokenPrompt(token_ids=tokens),
+            sampling=generate_pb2.Sampling(temperature=0.6),
+            stopping=generate_pb2.Stopping(max_tokens=min(request.max_tokens, LONGEST), ignore_eos=True),
+            n=1,
+            priority=generate_pb2.PRIORITY_CLASS_NORMAL,
+        )
+        submit = session_pb2.Submit(handle=handle, request=asked)
+        messages.append(session_pb2.SessionRequest(submit=submit).SerializeToString())
+    return messages
+
+
+@contextmanager
+def child(target: Callable[..., None], *arguments: Any):
+    """A process with a pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.join()
+
+
+def ask(pipe: Connection) -> Any:
+    pipe.send(None)
+    return pipe.recv()
+
+
+def idle_shares(steps: list[Step], seconds: int) -> list[float]:
+    """Share of each second from the first plan on in which the worker had nothing to do."""
+    starts = steps[0].began + np.arange(seconds)[:, None]
+    began, ended = np.array([(step.began, step.ended) for step in steps]).T
+    busy = np.clip(np.minimum(ended, starts + 1) - np.maximum(began, starts), 0, None).sum(axis=1)
+    return (1 - busy).round(3).tolist()
+
+
+async def exchange(address: str, messages: list[bytes], config: IngestConfig) -> dict[str, float]:
+    return await Client(messages, config.rate).run(address, config.seconds + 0.5)
+
+
+def main() -> None:
+    config = from_command_line(IngestConfig)
+    card = read_card("builtin")
+    shape = FakeShape(
+        vocab_size=card.vocab_size, page_count=32 * config.requests + 256, max_slots=max(config.requests, 64),
+        max_tokens_per_step=config.max_tokens_per_step, max_context_tokens=card.max_context_tokens,
+    )  # fmt: skip
+    messages = submits(config, card)
+    at_worker, at_scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    flags = [f"scheduler_listen={at_scheduler}", f"worker_address={at_worker}", "model=builtin", "log_level=WARNING"]
+    times = (config.token_us * 1e-6, config.step_ms * 1e-3)
+    with child(worker_process, at_worker, shape, *times) as worker, child(scheduler_process, flags) as scheduler:
+        asyncio.run(asyncio.wait_for(grpc_ready(at_scheduler), START_TIMEOUT_S))
+        before = ask(scheduler)
+        client = asyncio.run(exchange(at_scheduler, messages, config))
+        after = ask(scheduler)
+        steps, violations = ask(worker)
+    if violations:
+        raise SystemExit(f"violations: {violations}")
+    steps = [step for step in steps if step.began < steps[0].began + config.seconds]
+    gaps = [later.began - earlier.ended for earlier, later in pairwise(steps)]
+    idle = idle_shares(steps, int(config.seconds))
+    cpu_us = {name: (seconds - before.get(name, 0.0)) / config.requests * 1e6 for name, seconds in after.items()}
+    report(
+        {
+            "idle_s": round(sum(idle), 3),
+            "idle_by_second": idle,
+            "largest_gap_ms": round(max(gaps, default=0.0) * 1e3, 1),
+            "steps": len(steps),
+            "first_plan_s": round(steps[0].arrived - client.pop("begun"), 3),
+            **{name: round(seconds, 3) for name, seconds in client.items()},
+            "cpu_us_per_request": {name: round(value) for name, value in cpu_us.items() if value >= 1},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

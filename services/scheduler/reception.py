@@ -1,0 +1,36 @@
+"""A client's request meets the core; what comes of it is news."""
+
+import logging
+import time
+
+import structlog
+
+from services.common.errors import Internal, TokaError, Unavailable
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.news import Accepted, Rejected
+
+_logger = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
+
+
+def take_in(core: Scheduler, request: Request) -> Accepted | Rejected:
+    """Queue ``request``, if the core takes it. On the step loop's thread."""
+    try:
+        if not core.state.attached:
+            raise Unavailable("the worker is not there yet; try again")
+        core.submit(request, time.monotonic_ns())
+    except TokaError as error:
+        return Rejected(request.handle, error)
+    except Exception as error:  # one request's trouble is not the others'
+        log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
+        return Rejected(request.handle, Internal("internal error; the server's log has the details"))
+    if _logger.isEnabledFor(logging.DEBUG):  # to ask first is much quicker
+        log.debug(
+            "request accepted",
+            request_id=request.request_id,
+            samples=request.n,
+            prompt_tokens=request.prompt_tokens,
+            traceparent=request.traceparent,
+        )
+    return Accepted(request)

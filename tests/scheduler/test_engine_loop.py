@@ -1,0 +1,222 @@
+"""The step loop with a worker and clients that live inside its own turns: no clock, no other thread but its own."""
+
+import threading
+import time
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.request import FinishReason, Request, SamplingSettings
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine_loop import _MOST_TAKEN_IN, EngineLoop
+from services.scheduler.inbox import Inbox
+from services.scheduler.news import Accepted, HeartbeatAnswer, Rejected
+from services.scheduler.workers.codec import decode_result
+from services.scheduler.workers.link import Answer
+from tests.fakes.model import FakeModel, FakeShape
+
+SINK = 1
+SHAPE = FakeShape(vocab_size=62, max_slots=4096, page_count=16384, max_tokens_per_step=8192, first_token=2)
+
+
+class Worker:
+    """In place of a WorkerStream: notes how many requests had been accepted when each plan came."""
+
+    plans_in_flight = 2
+    info = SHAPE.worker_info()
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        self._model = FakeModel(SHAPE)
+        self._answers: deque = deque()
+        self.accepted_before: list[int] = []
+        self.loop: EngineLoop
+
+    def send(self, plan) -> None:
+        self.accepted_before.append(self._core.state.counters.requests_accepted)
+        self._answers.append(self._model.apply(plan))
+
+    def answer(self) -> None:
+        """The oldest plan in flight, if there is one."""
+        if self._answers:
+            message = self._answers.popleft()
+            self.loop.worker_answered(self, Answer(decode_result(message), message, time.monotonic()))
+
+
+class Bench:
+    """A loop that is not started yet, so that what it finds is known."""
+
+    def __init__(self) -> None:
+        self.core = Scheduler([b"a"] * SHAPE.vocab_size, SHAPE.vocab_size, Policy())
+        self.worker = Worker(self.core)
+        self.news: list = []
+        self.failures: list = []
+        self._wanted = lambda: False
+        self._seen = threading.Event()
+        self.loop = self.worker.loop = EngineLoop(self.core, 2048, self._deliver, self.failures.append)
+        self.loop.ask(lambda core: core.open_sink(SINK))
+
+    def submit(self, handle: int, max_tokens: int = 40, n: int = 1) -> None:
+        request = Request(f"r{handle}", np.array([2 + handle % 50, 3, 4], np.uint32), SamplingSettings(), max_tokens)
+        request.sink, request.handle, request.n = SINK, handle, n
+        self.loop.submit(request)
+
+    def run_until(self, wanted) -> None:
+        """Start, and stop when ``wanted()``, which is asked on the loop's thread behind every turn with news."""
+        self._wanted = wanted
+        self.loop.start()
+        assert self._seen.wait(30)
+        self.loop.stop()
+        assert self.failures == []
+
+    def told(self, kind: type) -> list:
+        return [item for sink, item in self.news if sink == SINK and isinstance(item, kind)]
+
+    def finished(self) -> dict[int, FinishReason]:
+        deltas = [item for sink, item in self.news if sink == SINK and hasattr(item, "finished")]
+        return {finish.handle: finish.reason for delta in deltas for finish in delta.finished}
+
+    def _deliver(self, news: list) -> None:
+        self.news += news
+        if self._wanted():
+            self._seen.set()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_plans_go_out_between_submissions_and_not_behind_all_of_them(bench, monkeypatch):
+    send = bench.worker.send
+    monkeypatch.setattr(bench.worker, "send", lambda plan: (send(plan), bench.worker.answer()))  # a step takes no time
+    bench.loop.worker_connected(bench.worker)
+    for handle in range(3000):
+        bench.submit(handle)
+    bench.run_until(lambda: len(bench.told(Accepted)) == 3000)
+    steps = np.diff(bench.worker.accepted_before, prepend=0)
+    assert steps.max() <= _MOST_TAKEN_IN
+    assert len(steps) >= 3000 / _MOST_TAKEN_IN
+
+
+def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, monkeypatch):
+    submit, answered_at = bench.core.submit, []
+
+    def answering(request, now_ns):
+        submit(request, now_ns)
+        accepted = bench.core.state.counters.requests_accepted
+        if accepted >= 150 and accepted % 50 == 0:
+            answered_at.append(accepted)
+            bench.worker.answer()
+
+    monkeypatch.setattr(bench.core, "submit", answering)
+    bench.loop.worker_connected(bench.worker)
+    for handle in range(2000):
+        bench.submit(handle)
+    bench.run_until(lambda: len(bench.told(Accepted)) == 2000)
+    plans = bench.worker.accepted_before[2:]  # two were in flight before the first answer
+    assert len(answered_at) == 38
+    waited = np.array(plans[:37]) - answered_at[:37]
+    assert (waited >= 0).all()
+    assert (waited < _MOST_TAKEN_IN).all()
+
+
+def test_a_submission_of_many_samples_counts_as_many(bench, monkeypatch):
+    send = bench.worker.send
+    monkeypatch.setattr(bench.worker, "send", lambda plan: (send(plan), bench.worker.answer()))
+    bench.loop.worker_connected(bench.worker)
+    for index in range(20):
+        bench.submit(index * 100, n=100)
+    bench.run_until(lambda: len(bench.told(Accepted)) == 20)
+    assert np.diff(bench.worker.accepted_before, prepend=0).max() == 1
+
+
+def test_a_cancel_waits_for_what_was_submitted_before_it(bench):
+    bench.loop.worker_connected(bench.worker)
+    for handle in range(500):
+        bench.submit(handle)
+    bench.loop.cancel(SINK, [499, 3])
+    bench.loop.heartbeat(SINK, 7)
+    bench.run_until(lambda: bench.told(HeartbeatAnswer))
+    assert bench.finished() == {499: FinishReason.CANCELLED, 3: FinishReason.CANCELLED}
+    kinds = Counter(type(item) for item in bench.told(object))
+    assert kinds[Accepted] == 500
+
+
+def test_a_request_is_accepted_before_anything_else_is_said_of_it(bench, monkeypatch):
+    send = bench.worker.send
+    monkeypatch.setattr(bench.worker, "send", lambda plan: (send(plan), bench.worker.answer()))
+    bench.loop.worker_connected(bench.worker)
+    for handle in range(1000):
+        bench.submit(handle, max_tokens=2)
+    bench.run_until(lambda: len(bench.finished()) == 1000)
+    accepted: set[int] = set()
+    for item in bench.told(object):
+        if isinstance(item, Accepted):
+            accepted.add(item.request.handle)
+        else:
+            assert accepted.issuperset(item.handles.tolist())
+
+
+def test_what_was_posted_before_a_request_is_done_before_it(bench, monkeypatch):
+    inbox, order = bench.loop._inbox, []
+    next_request = inbox.next_request
+
+    def posted_at_the_last_moment():
+        bench.loop.post(lambda: order.append("post"))
+        return next_request()
+
+    monkeypatch.setattr(inbox, "next_request", posted_at_the_last_moment)
+    inbox.put_request(lambda: order.append("request"))
+    bench.loop.heartbeat(SINK, 1)
+    bench.run_until(lambda: bench.told(HeartbeatAnswer))
+    assert order[:2] == ["post", "request"]
+
+
+def test_what_a_closed_session_still_had_in_line_is_refused(bench):
+    bench.loop.worker_connected(bench.worker)
+    for handle in range(5):
+        bench.submit(handle)
+    bench.loop.ask(lambda core: core.close_sink(SINK))
+    bench.run_until(lambda: len(bench.told(Rejected)) == 5)
+    assert len(bench.core.state.waiting) == bench.core.state.slots.running == 0
+
+
+def test_requests_are_taken_in_while_there_is_no_worker_and_refused(bench):
+    bench.submit(0)
+    bench.run_until(lambda: bench.told(Rejected))
+    assert bench.loop.backlog == 0
+
+
+class TestInbox:
+    def test_a_request_ends_the_wait_where_it_may(self):
+        inbox, calls = Inbox(), []
+        inbox.put_request(lambda: calls.append("first"), 3)
+        assert inbox.wait(None, for_requests=True) == []
+        call, samples = inbox.next_request()
+        call()
+        assert (calls, samples, inbox.requests) == (["first"], 3, 0)
+
+    def test_a_request_that_comes_during_the_wait_ends_it(self):
+        inbox = Inbox()
+        late = threading.Timer(0.05, lambda: inbox.put_request(lambda: None))
+        late.start()
+        inbox.wait(None, for_requests=True)
+        assert inbox.requests == 1
+
+    def test_requests_that_can_wait_do_not_end_the_wait(self):
+        inbox = Inbox()
+        inbox.put_request(lambda: None)
+        assert inbox.wait(0.001) == []
+        assert inbox.urgent() == []
+        assert inbox.requests == 1
+
+    def test_urgent_calls_come_together_and_in_order(self):
+        inbox, calls = Inbox(), []
+        for number in range(3):
+            inbox.put(lambda number=number: calls.append(number))
+        for call in inbox.wait(None):
+            call()
+        assert calls == [0, 1, 2]
