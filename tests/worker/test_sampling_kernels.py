@@ -54,7 +54,8 @@ class Case:
         garbage = torch.full((padding, self.vocab), torch.nan)
         found = sampler.run(torch.cat((self.logits.to(dtype), garbage.to(dtype))).to(DEVICE), rows)
         found = SampledOnDevice(*(None if tensor is None else tensor.cpu() for tensor in found))
-        return collect(found, rows, self.table.failed[self.slots])
+        token_ids, finite = found.token_ids[:count].numpy(), found.finite[:count].numpy() != 0
+        return collect(self.slots, token_ids, finite & ~self.table.failed[self.slots], rows, *found[2:])
 
 
 def assert_same(found: Sampled, expected: Sampled) -> None:
@@ -141,6 +142,23 @@ TRUNCATIONS = {
 }
 
 
+def test_many_rows_share_programs_and_few_do_not():
+    """So few programs as that would go through all blocks of one row one after the other."""
+    from services.worker.sampling.triton_blocks import blocks_per_program
+
+    assert [blocks_per_program(rows, 126) for rows in (1, 16, 64, 512, 8192)] == [1, 1, 3, 16, 16]
+
+
+@pytest.mark.parametrize("per_program", [1, 2, 5])
+def test_blocks_are_summarised_alike_however_programs_share_them(monkeypatch, per_program):
+    from services.worker.sampling import fused
+
+    case = Case([{}, *hot(5), *hot(3, top_k=7)])
+    expected = case.on_cpu()
+    monkeypatch.setattr(fused, "blocks_per_program", lambda rows, blocks: per_program)
+    assert_same(case.fused(), expected)
+
+
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 @pytest.mark.parametrize("sampling", TRUNCATIONS.values(), ids=TRUNCATIONS)
 def test_truncation_leaves_the_same_tokens(sampling, spread):
@@ -173,8 +191,8 @@ def test_thresholds_are_those_of_a_sort(sampling, dtype):
     values, scales_ = logits.to(DEVICE), scales.to(DEVICE)
     peaks, sums = (torch.empty(count, 3, device=DEVICE) for _ in range(2))
     summarise[(count, 2)](
-        values, None, scales_, None, peaks, sums, VOCAB, VOCAB, 3,
-        MAPPED=False, TRUNCATED=False, UNSCALED=False, PER_PROGRAM=2,
+        values, None, scales_, None, peaks, sums, VOCAB, VOCAB, 3, 2,
+        MAPPED=False, TRUNCATED=False, UNSCALED=False,
     )  # fmt: skip
     found, by_row = (torch.empty(count, device=DEVICE) for _ in range(2))
     find_lowest[(count,)](

@@ -34,14 +34,16 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("inputs", [INPUTS, 700, 1024])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 13])
 def test_products_of_any_size(rows, inputs):
     x, weight = random(rows, inputs), random(OUTPUTS, inputs, seed=1)
     check(product(x, weight), x.float() @ weight.float().t())
 
 
-def test_norm_bias_and_sum_are_part_of_the_product():
-    x, weight, bias, total = random(5, INPUTS), random(OUTPUTS, INPUTS, seed=1), random(OUTPUTS), random(5, OUTPUTS)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_norm_bias_and_sum_are_part_of_the_product(rows):
+    x, weight, bias = random(rows, INPUTS), random(OUTPUTS, INPUTS, seed=1), random(OUTPUTS)
+    total = random(rows, OUTPUTS)
     norm = 1 + random(INPUTS, seed=2) / 4
     before = total.float()
     found = product(3 * x, weight, bias, norm=(norm, EPS), onto=total)
@@ -51,17 +53,24 @@ def test_norm_bias_and_sum_are_part_of_the_product():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gates_are_those_of_two_products(bias):
-    x, weight = random(4, INPUTS), random(2 * OUTPUTS, INPUTS, seed=1) / 4
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_gates_are_those_of_two_products(rows, bias):
+    x, weight = random(rows, INPUTS), random(2 * OUTPUTS, INPUTS, seed=1) / 4
     bias = random(2 * OUTPUTS, seed=2) if bias else None
     gate, up = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).chunk(2, dim=1)
     check(product(x, weight, bias, gated=True), F.silu(gate) * up)
 
 
-def test_a_sum_is_handed_to_the_next_norm():
+@pytest.mark.parametrize("rows", [3, 5, 16])
+def test_a_sum_is_handed_to_the_next_norm(rows):
     from services.worker.layers.triton_skinny import skinny_sum
 
-    x, weight, bias, total = random(5, INPUTS), random(OUTPUTS, INPUTS, seed=1), random(OUTPUTS), random(5, OUTPUTS)
+    x, weight, bias, total = (
+        random(rows, INPUTS),
+        random(OUTPUTS, INPUTS, seed=1),
+        random(OUTPUTS),
+        random(rows, OUTPUTS),
+    )
     norm, following = 1 + random(OUTPUTS, seed=2) / 4, random(48, OUTPUTS, seed=3)
     stream = total.float() + x.float() @ weight.float().t() + bias.float()
     handed = skinny_sum(x, weight, bias, total, norm)
@@ -71,6 +80,66 @@ def test_a_sum_is_handed_to_the_next_norm():
     check(product(handed, following, norm=(norm, EPS)), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_row_or_two_are_summed_as_they_are(rows):
+    from services.worker.layers.triton_skinny import skinny_sum
+
+    x, weight, bias, total = (
+        random(rows, INPUTS),
+        random(OUTPUTS, INPUTS, seed=1),
+        random(OUTPUTS),
+        random(rows, OUTPUTS),
+    )
+    stream = total.float() + x.float() @ weight.float().t() + bias.float()
+    assert skinny_sum(x, weight, bias, total, random(OUTPUTS)) is total
+    check(total, stream)
+
+
+def test_inputs_that_no_program_holds_at_once_go_through_tiles():
+    x, weight = random(2, 20_000), random(16, 20_000, seed=1)
+    check(product(x, weight), x.float() @ weight.float().t())
+
+
+def test_rows_are_normed():
+    from services.worker.layers.triton_skinny import skinny_norm
+
+    x, weight = 3 * random(5, INPUTS), 1 + random(INPUTS, seed=1) / 4
+    check(skinny_norm(x, weight, EPS), F.rms_norm(x.float(), (INPUTS,), weight.float(), EPS))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU may do so")
+def test_the_interpreter_overlaps_nothing():
+    from services.worker.layers.triton_overlap import overlapping, overlaps
+
+    assert not overlaps(DEVICE)
+    assert overlapping(False) == {}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels overlap on a GPU")
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+def test_kernels_that_overlap_give_what_others_give(monkeypatch, rows):
+    from services.worker.layers import triton_skinny
+
+    size, wide, eps = 1024, 4096, EPS
+    up, down = random(2 * wide, size) / 32, random(size, wide, seed=1) / 64
+    norm, x = 1 + random(size, seed=2) / 4, random(rows, size, seed=3)
+
+    def stream() -> torch.Tensor:
+        total = x.clone()
+        handed = total
+        for _ in range(20):
+            gated = product(handed, up, norm=(norm, eps), gated=True)
+            handed = triton_skinny.skinny_sum(gated, down, None, total, norm)
+        return total
+
+    found = [stream() for _ in range(5)]
+    monkeypatch.setattr(triton_skinny, "overlaps", lambda device: False)
+    expected = stream()
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0.02, atol=0.02)
+        assert torch.equal(each, found[0])
+
+
 def test_rows_of_padding_do_not_change_the_others():
     x, weight = random(8, INPUTS), random(OUTPUTS, INPUTS, seed=1)
     alone = product(x[:3], weight)
@@ -78,8 +147,8 @@ def test_rows_of_padding_do_not_change_the_others():
 
 
 def test_too_many_rows_are_refused():
-    with pytest.raises(ValueError, match="9 rows: 1 to 8"):
-        product(random(9, INPUTS), random(OUTPUTS, INPUTS))
+    with pytest.raises(ValueError, match="17 rows: 1 to 16"):
+        product(random(17, INPUTS), random(OUTPUTS, INPUTS))
 
 
 CONFIGS = {
@@ -92,12 +161,12 @@ CONFIGS = {
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="attention here is the reference, on the CPU")
-@pytest.mark.parametrize("keep", [None, [6, 2]])
+@pytest.mark.parametrize(("tokens", "keep"), [(7, None), (7, [6, 2]), (2, None), (12, [3])])
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
-def test_the_decoder_gives_what_the_model_gives(changes, keep):
+def test_the_decoder_gives_what_the_model_gives(changes, tokens, keep):
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-    config, tokens = small_config(**changes), 7
+    config = small_config(**changes)
     model = small_model(config, DTYPE, linear=partial(Linear, transposed=True))
     token_ids, positions = torch.arange(tokens) * 7 % config.vocab_size, torch.arange(tokens)
     keep = keep if keep is None else torch.tensor(keep)
@@ -113,5 +182,5 @@ def test_the_decoder_gives_what_the_model_gives(changes, keep):
 def test_a_model_with_other_products_is_refused():
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-    with pytest.raises(ValueError, match="not all of transposed Linear"):
+    with pytest.raises(ValueError, match="must all be of transposed Linear"):
         SkinnyDecoder(small_model(small_config(), DTYPE))

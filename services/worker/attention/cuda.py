@@ -11,12 +11,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.worker.attention import flashinfer_spans
+from services.worker.attention import flashinfer_spans, triton_few
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.spans import Spans
-from services.worker.attention.triton_decode import PrefixState, choose_splits, decode_attention
+from services.worker.attention.triton_decode import LONG, PrefixState, choose_splits, decode_attention
+from services.worker.attention.triton_few import FewRowsStep
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.kv_cache import KvCache
@@ -25,8 +26,6 @@ from services.worker.layers.rotary import Rotary
 Put = Callable[[np.ndarray], torch.Tensor]
 
 SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
-# Contexts that graphs are captured for, beside the longest: only how many programs share a row depends on it.
-_STAGES = (512, 4096)
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,14 @@ class CudaAttention:
         self._workspace: torch.Tensor | None = None
         self._groups, self._chunks = self._spans(prefixes, causal=False), self._spans(chunks, causal=True)
         self._traceable = TraceableRotation(heads * self.head_dim) if compiled else None
+        self._few_rows = triton_few.MOST_ROWS if self.dtype in (torch.bfloat16, torch.float16) else 0
+        self._arrivals = triton_few.no_arrivals(self.kv_heads, cache.all_keys.device)
 
     def context_stages(self) -> list[int]:
-        """The values of ``longest`` to capture graphs for, ascending; the last is the longest context there is."""
+        """The values of ``longest`` to capture graphs for, ascending; the last is the longest context there is. Only
+        how many programs share a row depends on them, which for short contexts is not worth a graph."""
         most = self.tables[0].shape[0]
-        return [stage for stage in _STAGES if stage < most] + [most]
+        return [LONG, most] if most > LONG else [most]
 
     @property
     def captures_groups(self) -> bool:
@@ -98,11 +100,17 @@ class CudaAttention:
 
     def splits(self, rows: int, longest: int) -> int:
         """Programs that share a row of one token in a step of ``rows`` such rows."""
-        return choose_splits(max(1, rows), self.kv_heads, longest)
+        if rows <= self._few_rows:
+            return triton_few.choose_splits(max(1, rows), self.kv_heads, longest, self.head_dim)
+        return choose_splits(rows, self.kv_heads, longest)
 
     def prepare_captured(self, batch: CudaBatch, tiles: torch.Tensor | None) -> RotatingAttentionStep:
         """A step of rows of one token under capture: all that changes between replays is in tensors. ``tiles``: of the
         groups, beside ``batch.prefix_tokens``."""
+        if tiles is None and batch.decodes <= self._few_rows:
+            tokens = batch.token_slots, batch.positions, batch.page_table
+            splits = self.splits(batch.decodes, batch.longest)
+            return self._active(FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, splits))
         groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)
         return self._active(CudaAttentionStep(self, batch, groups, None))
 

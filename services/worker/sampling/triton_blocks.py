@@ -11,11 +11,18 @@ from services.worker.sampling.noise import NOISE_BLOCK
 
 _BLOCK = tl.constexpr(NOISE_BLOCK)
 _LOG2E = tl.constexpr(1.4426950408889634)
-# Blocks that one program goes through, one after the other: 32 KiB of bf16 logits.
-BLOCKS_PER_PROGRAM = 16
+# At most so many blocks go through one program, one after the other: 32 KiB of bf16 logits.
+_MOST_BLOCKS = 16
+# Fewer where rows are few, for so many programs: enough to keep every multiprocessor of the chips we know busy.
+_PROGRAMS = 16 * 132
 
 
-@triton.jit
+def blocks_per_program(rows: int, blocks: int) -> int:
+    """For ``summarise`` of ``rows`` rows of ``blocks`` blocks."""
+    return max(1, min(_MOST_BLOCKS, rows * blocks // _PROGRAMS))
+
+
+@triton.jit(do_not_specialize=["per_program"])
 def summarise(
     logits,  # [n, vocab] bf16 or fp32, rows `stride` apart
     rows,  # [programs] int32, rows of `logits` and `scales`; unused unless MAPPED
@@ -26,21 +33,21 @@ def summarise(
     stride,
     vocab,
     blocks,
+    per_program,
     MAPPED: tl.constexpr,
     TRUNCATED: tl.constexpr,
     UNSCALED: tl.constexpr,  # as if every scale were 1
-    PER_PROGRAM: tl.constexpr,
 ):
-    """Grid ``(rows, programs that go through PER_PROGRAM blocks each)``. With ``MAPPED`` and ``TRUNCATED``, ``peaks``
+    """Grid ``(rows, programs that go through per_program blocks each)``. With ``MAPPED`` and ``TRUNCATED``, ``peaks``
     and ``sums`` are those of the mapped row; with ``MAPPED`` alone, of the program's own."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + program).to(tl.int64) if MAPPED else program
     target = row if TRUNCATED else program
     scale = 1.0 if UNSCALED else tl.load(scales + row)
     bound = tl.load(lowest + program) if TRUNCATED else 0.0
-    first = tl.program_id(1) * PER_PROGRAM
+    first = tl.program_id(1) * per_program
     offsets = tl.arange(0, _BLOCK)
-    for block in range(first, tl.minimum(first + PER_PROGRAM, blocks)):
+    for block in range(first, tl.minimum(first + per_program, blocks)):
         place = target * blocks + block
         if TRUNCATED:
             peak = tl.load(peaks + place)

@@ -1,0 +1,96 @@
+"""The kernels of ``triton_skinny`` for one row or two: without tensor cores, and hardly anything in shared memory."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def stream(
+    x,
+    weight,
+    bias,
+    norm,
+    out,
+    eps,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    RESULTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program for ``RESULTS`` results of all ``ROWS`` rows: all its weights are on their way to registers before
+    ``x`` is known. ``WIDTH``: ``INPUTS``, rounded up to a power of two. The others as in ``product``."""
+    SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    EVEN: tl.constexpr = INPUTS == WIDTH
+    NOTHING: tl.constexpr = None if EVEN else 0.0
+
+    program = tl.program_id(0)
+    if OVERLAP:
+        gdc_launch_dependents()
+    columns = program * RESULTS + tl.arange(0, RESULTS)
+    inputs = tl.arange(0, WIDTH)
+    inside = None if EVEN else inputs < INPUTS
+    inside_tile = None if EVEN else (inputs < INPUTS)[None, :]
+    source = tl.minimum(columns, SIZE - 1)
+    places = weight + source.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
+    tile = tl.load(places, inside_tile, other=NOTHING, eviction_policy="evict_first")
+    if GATED:
+        # As many again: each thread has the same inputs of both.
+        second = tl.load(places + SIZE * INPUTS, inside_tile, other=NOTHING, eviction_policy="evict_first")
+    if NORM:
+        scale = tl.load(norm + inputs, inside, other=NOTHING).to(tl.float32)
+    if BIAS:
+        offset = tl.load(bias + source).to(tl.float32)
+        if GATED:
+            second_offset = tl.load(bias + SIZE + source).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+
+    for member in tl.static_range(ROWS):
+        values = tl.load(x + member * INPUTS + inputs, inside, other=NOTHING).to(tl.float32)
+        places_out = out + member * SIZE + columns
+        if ADD:
+            before = tl.load(places_out, columns < SIZE, other=0.0).to(tl.float32)
+        if NORM:
+            length = tl.rsqrt(tl.sum(values * values, axis=0) / INPUTS + eps)
+            values *= scale
+        total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
+        if GATED:
+            up = tl.sum(second.to(tl.float32) * values[None, :], axis=1)
+        if NORM:
+            # The length of a row is the same factor for all its inputs.
+            total *= length
+            if GATED:
+                up *= length
+        if BIAS:
+            total += offset
+            if GATED:
+                up += second_offset
+        if GATED:
+            # As much rounding as where a kernel of its own gates.
+            total = total.to(out.dtype.element_ty).to(tl.float32)
+            total = total / (1.0 + tl.exp(-total)) * up.to(out.dtype.element_ty).to(tl.float32)
+        if ADD:
+            total += before
+        tl.store(places_out, total.to(out.dtype.element_ty), columns < SIZE)
+
+
+@triton.jit
+def norm_rows(x, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
+    """Grid ``(rows,)``: an RMS norm."""
+    places = tl.arange(0, WIDTH)
+    inside = places < SIZE
+    scale = tl.load(weight + places, inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * SIZE
+    values = tl.load(x + row + places, inside, other=0.0).to(tl.float32)
+    length = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+    tl.store(out + row + places, (values * length * scale).to(out.dtype.element_ty), inside)

@@ -1,0 +1,104 @@
+"""Attention of few rows in one kernel gives what plain torch gives."""
+
+import pytest
+import torch
+
+from services.worker.layers.fp8 import FP8
+from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.test_attention_kernels import Case, bf16_dots
+
+__all__ = ["bf16_dots"]
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
+
+
+class FewCase(Case):
+    """Decode rows only."""
+
+    def found(self, layer: int, splits: int = 1, options=None):
+        """All tokens' output on the CPU, and the cache."""
+        from services.worker.attention.triton_few import MOST_ROWS, few_attention
+
+        cache, batch = self.cache(self.cached, DEVICE), self.batch()
+        arrivals = torch.zeros(MOST_ROWS * self.kv_heads, dtype=torch.int32, device=DEVICE)
+        tables = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
+        norms = None if self.norms is None else tuple(norm.to(DEVICE) for norm in self.norms)
+        output = torch.full((self.tokens, self.heads, self.head_dim), torch.nan, dtype=self.dtype, device=DEVICE)
+        few_attention(
+            self.qkv.to(DEVICE), batch.token_slots, batch.positions, batch.page_table, tables, norms, 1e-5,
+            cache.keys[layer], cache.values[layer], output, arrivals, splits=splits, options=options,
+        )  # fmt: skip
+        assert not arrivals.any()
+        return output.flatten(1).cpu(), cache
+
+
+def options(tile: int):
+    from services.worker.attention.triton_few import FewOptions
+
+    return FewOptions(tile, 4, tile)
+
+
+CONTEXTS = [1, 2, 16, 17, 40, 130]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (3, 3, 16), (10, 2, 32), (16, 1, 128)])
+@pytest.mark.parametrize("page", [1, 16])
+def test_rows_see_their_context_and_themselves(heads, kv_heads, head_dim, page):
+    FewCase(CONTEXTS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page).check()
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_the_last_program_of_a_row_merges_what_all_found(splits):
+    FewCase(CONTEXTS).check(splits=splits, options=options(16))
+
+
+def test_more_parts_than_are_merged_at_once(monkeypatch):
+    from services.worker.attention import triton_few
+
+    monkeypatch.setattr(triton_few, "_MERGED", 2 * 2 * 16)
+    FewCase([300, 5]).check(splits=19, options=options(16))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_and_keys_are_normed_and_rotated(splits):
+    FewCase(CONTEXTS, norm=True).check(splits=splits, options=options(16))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_stores_nothing_and_gives_zeros(splits):
+    FewCase([9, 70, 5], holes=[0, 1], padding=3).check(splits=splits, options=options(16))
+
+
+@pytest.mark.usefixtures("bf16_dots")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_model_of_bf16(splits):
+    FewCase([33, 1, 140], dtype=torch.bfloat16).check(splits=splits, options=options(32))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_cache_of_fp8_is_attended_to_as_it_was_rounded(splits):
+    FewCase([33, 1, 140], cached=FP8).check_fp8(splits=splits, options=options(32))
+
+
+def test_programs_are_shared_by_short_contexts_only_as_far_as_that_pays():
+    from services.worker.attention.triton_few import choose_splits
+
+    found = [choose_splits(rows, 8, longest, 64) for rows in (1, 8, 16) for longest in (1, 129, 512, 4096, 1 << 17)]
+    assert found == [1, 1, 4, 32, 32, 1, 1, 4, 6, 6, 1, 1, 3, 3, 3]
+
+
+def test_layers_of_a_step_run_one_after_the_other():
+    from services.worker.attention.triton_few import MOST_ROWS, FewRowsStep
+
+    case = FewCase(CONTEXTS, norm=True)
+    batch, cache = case.batch(), case.cache(torch.float32, DEVICE)
+    arrivals = torch.zeros(MOST_ROWS * case.kv_heads, dtype=torch.int32, device=DEVICE)
+    tables = case.rotary.cos.to(DEVICE), case.rotary.sin.to(DEVICE)
+    tokens = batch.token_slots, batch.positions, batch.page_table
+    step = FewRowsStep(cache, case.heads, tables, *tokens, arrivals, splits=2)
+    norms = [norm.to(DEVICE) for norm in case.norms]
+    for layer in (0, 1):
+        expected, stored = case.expected(layer)
+        output = step.run_qkv(layer, case.qkv.to(DEVICE), *norms, 1e-5).cpu()
+        torch.testing.assert_close(output[case.places], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(cache.keys[layer].cpu(), stored.keys[layer], atol=1e-5, rtol=1e-5)
