@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Callable
 from functools import partial
 
 import structlog
 
 from services.common.config import WorkerConfig
-from services.common.errors import Internal
+from services.common.errors import Internal, InvalidRequest
 from services.common.process import collect_seldom
-from services.common.rpc.server import RpcServer
+from services.common.rpc.blocking import BlockingRpcServer
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot import Booted, boot
 from services.worker.compilation import kernel_compilations, recompilations
@@ -18,7 +19,7 @@ from services.worker.engine import Engine
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.1"
+CONTRACT_VERSION = "1.2"
 MAX_PLANS_IN_FLIGHT = 16
 # A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
 STUCK_AFTER_S = 120.0
@@ -27,12 +28,20 @@ STOP_GRACE_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-async def serve(config: WorkerConfig, stop: asyncio.Event, *, listening: asyncio.Future | None = None) -> None:
-    """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound."""
-    engine = Engine(partial(boot, config))
-    servicer, server = WorkerServicer(engine), RpcServer(SERVICE)
+async def serve(
+    config: WorkerConfig,
+    stop: asyncio.Event,
+    *,
+    listening: asyncio.Future | None = None,
+    load: Callable[[], Booted] | None = None,
+) -> None:
+    """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
+    ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for."""
+    _refuse_ranks(config)
+    engine = Engine(load or partial(boot, config))
+    servicer, server = WorkerServicer(engine), BlockingRpcServer(SERVICE)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc_server)
-    address = await server.start(config.worker_listen)
+    address = server.start(config.worker_listen)
     log.info("listening", address=address)
     if listening is not None:
         listening.set_result(address)
@@ -52,13 +61,24 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, *, listening: asyncio
             raise Internal("the compute thread has ended")
     finally:
         stopping.cancel()
-        await server.stop()
+        await asyncio.to_thread(server.stop)
         engine.stop()
         # A step in progress may end; a model that is still loading goes with the process.
         await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
         for future in (booted, ended):
             if not future.cancel():
                 future.exception()  # seen: it was raised above, or stopping came first
+
+
+def _refuse_ranks(config: WorkerConfig) -> None:
+    """The runner knows what to do as one rank of several; schedulers drive one worker each so far."""
+    for name in ("tp_size", "pp_size"):
+        if (size := getattr(config, name)) > 1:
+            raise InvalidRequest(
+                f"flag {name}={size}: a scheduler drives a single worker in this version; leave it at its default"
+                f" ({name}=1)",
+                field=name,
+            )
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
@@ -86,7 +106,7 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
     )
 
 
-async def _watch(engine: Engine, server: RpcServer, interval_s: float = 1.0) -> None:
+async def _watch(engine: Engine, server: BlockingRpcServer, interval_s: float = 1.0) -> None:
     """Health follows the compute thread: SERVING while its work gets done. Compilations after the start are told."""
     ready, compiled = None, 0
     with contextlib.suppress(asyncio.CancelledError):
@@ -94,7 +114,7 @@ async def _watch(engine: Engine, server: RpcServer, interval_s: float = 1.0) -> 
             working = engine.busy_s() < STUCK_AFTER_S
             if working is not ready:
                 ready = working
-                await server.set_ready(ready)
+                server.set_ready(ready)
                 if not ready:
                     log.error("a step does not end", seconds=round(engine.busy_s()))
             if (now := recompilations() + kernel_compilations()) > compiled:

@@ -1,5 +1,8 @@
 """What every gRPC server of ours does: health, reflection, and errors as statuses with details."""
 
+import asyncio
+import inspect
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -8,6 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from services.common import errors
+from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.probe import probe
 from services.common.rpc.server import RpcServer
 from services.common.rpc.status import from_rpc_error, from_status, to_status
@@ -29,14 +33,32 @@ class Servicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         raise self.error
 
 
-@pytest.fixture
-async def serving():
-    servicer, server = Servicer(), RpcServer(SERVICE)
+class BlockingServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """The same for a server with threads."""
+
+    error: Exception
+
+    def GetLoad(self, request, context):
+        raise self.error
+
+    def WatchPlans(self, request, context):
+        yield observe_pb2.WatchPlansResponse(step=1)
+        raise self.error
+
+
+async def done(found):
+    """What a server's method returned, whether it has to be waited for or not."""
+    return await found if inspect.isawaitable(found) else found
+
+
+@pytest.fixture(params=[(Servicer, RpcServer), (BlockingServicer, BlockingRpcServer)], ids=["asyncio", "blocking"])
+async def serving(request):
+    servicer, server = request.param[0](), request.param[1](SERVICE)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc_server)
-    address = await server.start("127.0.0.1:0")
+    address = await done(server.start("127.0.0.1:0"))
     async with grpc.aio.insecure_channel(address) as channel:
         yield servicer, server, channel
-    await server.stop(0)
+    await done(server.stop(0))
 
 
 async def test_health_follows_readiness(serving):
@@ -44,9 +66,13 @@ async def test_health_follows_readiness(serving):
     stub = health_pb2_grpc.HealthStub(channel)
     for name in ("", SERVICE):
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == 2
-    await server.set_ready(True)
+    watch = stub.Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == 2
+    await done(server.set_ready(True))
     for name in ("", SERVICE):
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == 1
+    assert (await watch.read()).status == 1
+    watch.cancel()
 
 
 async def test_reflection_lists_the_service(serving):
@@ -91,12 +117,36 @@ async def test_a_defect_does_not_leak_its_text(serving):
     assert "secret" not in caught.value.details()
 
 
-async def test_two_servers_cannot_share_a_port():
-    first, second = RpcServer(SERVICE), RpcServer(SERVICE)
-    address = await first.start("127.0.0.1:0")
+@pytest.mark.parametrize("kind", [RpcServer, BlockingRpcServer])
+async def test_two_servers_cannot_share_a_port(kind):
+    first, second = kind(SERVICE), kind(SERVICE)
+    address = await done(first.start("127.0.0.1:0"))
     with pytest.raises(errors.Unavailable, match="choose a free address"):
-        await second.start(address)
-    await first.stop(0)
+        await done(second.start(address))
+    await done(first.stop(0))
+
+
+async def test_a_call_without_a_thread_is_refused_and_not_kept_waiting(monkeypatch):
+    monkeypatch.setattr("services.common.rpc.blocking._MOST_CALLS", 2)
+    server = BlockingRpcServer(SERVICE)
+    async with grpc.aio.insecure_channel(server.start("127.0.0.1:0")) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest())
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        for watch in watches:
+            watch.cancel()
+        async with asyncio.timeout(10):
+            while True:  # their threads end
+                try:
+                    assert (await stub.Check(health_pb2.HealthCheckRequest())).status == 2
+                except grpc.aio.AioRpcError:
+                    continue
+                break
+    server.stop(0)
 
 
 def test_the_probe_says_why_a_server_does_not_answer(tmp_path):

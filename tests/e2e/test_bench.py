@@ -16,6 +16,7 @@ PROGRAMS = {
     "serve_cpu": (["sequences=2", "max_tokens=8", "repeats=1"], "ratio_to_transformers"),
     "worker_step": (["batches=1,2", "contexts=16", "compare_batch=2", "steps=2", "rounds=1"], "steps"),
     "scheduler_capacity": (["sequences=64", "seconds=0.5"], "tokens_per_second"),
+    "ingest": (["requests=16", "seconds=1"], "idle_s"),
     "admission": (
         ["prompts=2", "samples=16", "requests=32", "kv_cache_num_tokens=8192", "max_seqs_per_forward=64"],
         "predicted_over_oracle",
@@ -31,6 +32,7 @@ PROGRAMS = {
     "gateway_capacity": (["requests=2", "samples=16", "sequences=64"], "cpu_s_per_million_tokens"),
     "model": (["shape=tiny"], "bytes"),
     "worker": (["rows=4", "own=8", "steps=6", "skip=2", "window=3"], "tokens_per_second"),
+    "worker_plumbing": (["rows=3", "steps=300", "skip=50", "step_us=100"], "steps_per_s"),
     "fuzz_worker": (
         ["batches=200", "worker_flags=max_seqs_per_forward=32 max_tokens_per_forward=128 max_context_tokens=300"],
         "batches_per_second",

@@ -33,6 +33,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.step_s = step_s
         self.model = FakeModel(self.shape, script)
         self.violations: list[str] = []
+        self.takes_together = True  # plans, and gives results, several in a message; an older worker does not
+        self.largest_message = 0  # most plans that came in one
         self.plans = []  # every StepPlan received, when `record` is set
         self.record = False
         self.streams = 0
@@ -110,9 +112,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         plans: asyncio.Queue = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, plans, hello.plans_in_flight))
         try:
-            yield worker_pb2.RunStepsResponse(ready=worker_pb2.Ready(incarnation_id=self._incarnation))
-            while (result := await self._next_result(plans, end)) is not None:
-                yield worker_pb2.RunStepsResponse(result=result)
+            yield worker_pb2.RunStepsResponse(
+                ready=worker_pb2.Ready(incarnation_id=self._incarnation, takes_plans_together=self.takes_together)
+            )
+            together = self.takes_together and hello.takes_results_together
+            while results := await self._next_results(plans, end, together):
+                if len(results) == 1:
+                    yield worker_pb2.RunStepsResponse(result=results[0])
+                else:
+                    yield worker_pb2.RunStepsResponse(results=worker_pb2.StepResults(results=results))
         except Violation as violation:
             self.violations.append(str(violation))
             raise InvalidRequest(str(violation)) from violation
@@ -125,19 +133,33 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(self, request_iterator, plans: asyncio.Queue, most: int) -> None:
         try:
             async for request in request_iterator:
-                if request.WhichOneof("payload") != "plan":
-                    plans.put_nowait(Violation("something other than a plan after hello"))
+                kind = request.WhichOneof("payload")
+                if kind != "plan" and not (kind == "plans" and self.takes_together):
+                    plans.put_nowait(Violation(f"{kind} after hello"))
                     continue
+                arrived = [request.plan] if kind == "plan" else request.plans.plans
+                self.largest_message = max(self.largest_message, len(arrived))
                 if self.record:
-                    self.plans.append(request.plan)
-                plans.put_nowait(request.plan)
+                    self.plans.extend(arrived)
+                for plan in arrived:
+                    plans.put_nowait(plan)
                 if plans.qsize() > most:
                     plans.put_nowait(Violation(f"{plans.qsize()} plans in flight, {most} were announced"))
                 async with self._progress:
-                    self._received += 1
+                    self._received += len(arrived)
                     self._progress.notify_all()
         finally:
             plans.put_nowait(None)
+
+    async def _next_results(self, plans: asyncio.Queue, end: asyncio.Future, together: bool) -> list:
+        """One; all that there are, if they may go ``together`` and nothing holds them. None at the end."""
+        results = []
+        while (result := await self._next_result(plans, end)) is not None:
+            results.append(result)
+            if not together or self.step_s or self._permits or plans.empty() or not self._open.is_set():
+                return results
+        plans.put_nowait(None)  # the end is behind these
+        return results
 
     async def _next_result(self, plans: asyncio.Queue, end: asyncio.Future):
         plan = await _first(plans.get(), end)

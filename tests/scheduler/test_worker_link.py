@@ -92,6 +92,24 @@ async def test_a_first_worker_that_can_never_be_used_ends_the_start_with_the_rea
     await worker.stop()
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_plans_that_are_ready_together_go_in_one_message_if_the_worker_takes_them(together):
+    worker = FakeWorker()
+    worker.takes_together = together
+    async with start(worker=worker, scheduling_steps_ahead=8) as service:
+        async with session(service) as client:
+            worker.hold()
+            for handle in range(12):
+                await client.submit(handle, **request(handle))
+            await worker.received(8)
+            worker.release()
+            await client.finished(*range(12))
+            for handle in range(12):
+                assert client.samples[handle].tokens == continuation(worker.shape, PROMPT, 60, seed=handle)
+        assert (worker.largest_message > 1) is together
+        assert worker.streams == 1
+
+
 class AskedWorker(FakeWorker):
     """Notes that it was asked what it is."""
 

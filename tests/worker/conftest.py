@@ -1,19 +1,23 @@
 """Checkpoints, reference models and workers, kept for the test session where they can be shared."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 import transformers
 
 from services.common.config import WorkerConfig
 from services.worker.boot import boot
+from services.worker.runner.runner import StepRunner
 from services.worker.server import serve
 from tests.checkpoints import make_checkpoint
 from tests.worker.driver import Driver
+from tests.worker.scheduler import Scheduler
 
 CheckpointMaker = Callable[..., Path]
 
@@ -85,3 +89,32 @@ async def worker(checkpoint, tmp_path):
     for stop, task in running:
         stop.set()
         await task
+
+
+@pytest.fixture
+async def connect(worker):
+    """``await connect(address)``: a scheduler on a channel of its own, without a stream yet."""
+    channels = []
+
+    async def open_channel(address: str | None = None) -> Scheduler:
+        channels.append(grpc.aio.insecure_channel(address or await worker()))
+        return Scheduler(channels[-1])
+
+    yield open_channel
+    for channel in channels:
+        await channel.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is clear no step runs."""
+    opened, run = threading.Event(), StepRunner.run
+
+    def gated(self, plan):
+        if threading.current_thread().name == "compute":
+            opened.wait()
+        return run(self, plan)
+
+    monkeypatch.setattr(StepRunner, "run", gated)
+    yield opened
+    opened.set()

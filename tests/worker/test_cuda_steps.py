@@ -1,9 +1,6 @@
 """The GPU's runner against the CPU's: on the GPU if there is one, else its kernels in Triton's interpreter, with
 streams and events that do nothing and graphs that launch again."""
 
-import contextlib
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +15,10 @@ from services.worker.models.registry import read_model_config
 from services.worker.runner.plan import Batch, Groups
 from services.worker.weights import load_dummy
 from tests.worker.driver import NONE, Driver, admission, batch
-from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.no_streams import device_without_streams
+
+__all__ = ["device_without_streams"]
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready", "device_without_streams")]
 
@@ -36,50 +36,6 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 FLAGS = WorkerConfig(page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80)
-
-
-class NoEvent:
-    """An event of a device that has always done everything."""
-
-    def __init__(self, **_) -> None: ...
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, _: "NoEvent") -> float:
-        return 0.0
-
-
-@pytest.fixture
-def device_without_streams(monkeypatch):
-    """What the runner uses of ``torch.cuda``, for a CPU."""
-    if not INTERPRETED:
-        return
-    from services.worker.runner.cuda import graphs
-
-    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
-    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(graphs, "capture", launch_again)
-
-
-def launch_again(launches, _):
-    """As ``graphs.capture``: a graph that calls ``launches`` and writes over the first outcome."""
-    first = launches()
-
-    def replay() -> None:
-        again = launches()
-        for old, new in zip(*((value,) if torch.is_tensor(value) else value for value in (first, again)), strict=True):
-            if old is not None:
-                old.copy_(new)
-
-    return replay, first
 
 
 def make_model(device: torch.device) -> DecoderModel:
@@ -229,6 +185,58 @@ def test_groups_change_nothing(plain, cuda, largest, monkeypatch):
         steps += [driver.run(batch=batch(rows)), driver.run(), driver.run(batch=batch(range(17)))]
         outcomes.append([step.sampled.token_ids.tolist() for step in steps])
     assert outcomes[0] == outcomes[1]
+
+
+def test_pages_that_are_too_many_for_a_graph_get_into_the_table(plain, cuda):
+    """Nine for rows of one token, in a graph of eight rows: the prompt is cached."""
+    outcomes, prompt = [], [*range(20, 20 + 8 * PAGE), 1]
+    for driver in (plain, cuda(8)):
+        driver.reset()
+        driver.run(admissions=(admission(0, prompt, range(10, 19)),), batch=batch([0], [len(prompt)]))
+        cached = admission(1, prompt, [*range(10, 18), 40], cached_tokens=len(prompt) - 1, temperature=0.5)
+        driver.run(releases=[0], admissions=(cached,), batch=batch([1]))
+        for _ in range(3):
+            driver.run()
+        outcomes.append(driver.tokens)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_steps_in_flight_do_not_touch_each_others_results(plain, cuda):
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    pages = [[0, 1, 2], [3, 4, 5]]
+    outcomes = []
+    for driver, ahead in ((plain, 1), (cuda(8), 4)):
+        driver.reset()
+        admissions = tuple(
+            admission(slot, prompt, [pages[slot][0]], temperature=0.9) for slot, prompt in enumerate(prompts)
+        )
+        driver.run(admissions=admissions, batch=batch([0, 1], [4, 4]))
+        plans = [{"append_slots": [0, 1], "append_pages": [1, 4], "batch": batch([1, 0])}, {}, {"batch": batch([0])}]
+        plans += [{"batch": batch([0, 1])}, {"append_slots": [1, 0], "append_pages": [5, 2]}, {}, {}, {}]
+        found = []
+        for start in range(0, len(plans), ahead):
+            steps = []
+            for parts in plans[start : start + ahead]:
+                plan = driver.plan(**parts)
+                steps.append(driver.runner.run(plan) if ahead == 1 else driver.runner.start(plan))
+                driver.steps += 1
+            outputs = steps if ahead == 1 else [step.result() for step in steps]
+            found += [(output.sampled.slots.tolist(), output.sampled.token_ids.tolist()) for output in outputs]
+        outcomes.append(found)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_step_that_fails_to_launch_gives_its_place_back(cuda, monkeypatch):
+    driver = cuda(8)
+    driver.run(admissions=(admission(0, [5, 6], [0]),), batch=batch([0], [2]))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(driver.runner._graphs), "find", lambda *_: 1 / 0)
+        for _ in range(5):  # more than there are places
+            with pytest.raises(ZeroDivisionError):
+                driver.runner.start(driver.plan(batch=batch([0])))
+            driver.steps += 1
+    driver.reset()
+    assert driver.generate([[5, 6]], 3)
 
 
 def test_groups_that_do_not_share_are_refused(cuda):

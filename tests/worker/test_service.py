@@ -1,91 +1,20 @@
 """The worker as a scheduler sees it: a real server, real stubs."""
 
+import asyncio
 import threading
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
 from services.worker import server
 from services.worker.boot import boot
-from services.worker.runner.runner import StepRunner
+from services.worker.runner.slots import SlotTable
+from tests.worker.scheduler import admission, status_of
 from tests.worker.test_generation import greedy, prompt_of
-from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
-
-GREEDY = plan_pb2.SamplingSettings(top_p=1)
-
-
-class Scheduler:
-    """One stream of plans."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
-        self.step = 0
-
-    async def info(self) -> worker_pb2.WorkerInfo:
-        """Waits until the model is loaded."""
-        watch = self.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-        while (await watch.read()).status != 1:
-            pass
-        watch.cancel()
-        return (await self.stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).info
-
-    async def connect(self, *, plans_in_flight: int = 4, incarnation: str | None = None) -> "Scheduler":
-        expected = (await self.info()).incarnation_id
-        expected = expected if incarnation is None else incarnation
-        self.call, self.step = self.stub.RunSteps(), 0
-        hello = worker_pb2.Hello(scheduler_id="test", expected_incarnation_id=expected, plans_in_flight=plans_in_flight)
-        await self.call.write(worker_pb2.RunStepsRequest(hello=hello))
-        answer = await self.call.read()
-        if answer is grpc.aio.EOF:
-            await self.fails()
-        assert answer.ready.incarnation_id == expected
-        return self
-
-    async def send(self, **parts) -> None:
-        self.step += 1
-        plan = plan_pb2.StepPlan(**{"step": self.step} | parts)
-        await self.call.write(worker_pb2.RunStepsRequest(plan=plan))
-
-    async def result(self) -> plan_pb2.StepResult:
-        answer = await self.call.read()
-        if answer is grpc.aio.EOF:
-            await self.fails()
-        return answer.result
-
-    async def run(self, **parts) -> plan_pb2.StepResult:
-        await self.send(**parts)
-        return await self.result()
-
-    async def fails(self) -> None:
-        raise grpc.aio.AioRpcError(
-            await self.call.code(), await self.call.initial_metadata(), None, await self.call.details()
-        )
-
-
-@pytest.fixture
-async def connect(worker):
-    """``await connect(address)``: a scheduler on a channel of its own, without a stream yet."""
-    channels = []
-
-    async def open_channel(address: str | None = None) -> Scheduler:
-        channels.append(grpc.aio.insecure_channel(address or await worker()))
-        return Scheduler(channels[-1])
-
-    yield open_channel
-    for channel in channels:
-        await channel.close()
-
-
-def admission(slot: int, prompt: list[int], pages, sampling=GREEDY, **parts) -> plan_pb2.Admission:
-    return plan_pb2.Admission(slot=slot, token_ids=prompt, pages=pages, sampling=sampling, **parts)
-
-
-async def status_of(awaitable) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaitable
-    return caught.value.code(), caught.value.details()
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 
 async def test_worker_info_says_what_plans_must_fit_into(connect):
@@ -95,7 +24,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "1.1",
+        "contract_version": "1.2",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -191,6 +120,27 @@ async def test_the_end_of_a_stream_frees_every_slot(connect):
     await scheduler.run(admissions=[admission(0, [5], [0])], batch=plan_pb2.Batch(slots=[0]))
 
 
+async def test_no_stream_leaves_a_thread_behind(connect, worker):
+    address = await worker()
+    for end in ("cancel", "done_writing", "taken over", "breach") * 3:
+        scheduler = await (await connect(address)).connect()
+        await scheduler.run(admissions=[admission(0, [5], [0])], batch=plan_pb2.Batch(slots=[0]))
+        if end == "cancel":
+            await scheduler.send()
+            scheduler.call.cancel()
+        elif end == "done_writing":
+            await scheduler.call.done_writing()
+        elif end == "breach":
+            await scheduler.send(step=1)
+    await (await connect(address)).connect()
+    for _ in range(1000):
+        left = sum(thread.name == "plans" for thread in threading.enumerate())
+        if left == 1:
+            break
+        await asyncio.sleep(0.01)
+    assert left == 1
+
+
 async def test_another_incarnation_is_refused(connect):
     code, details = await status_of((await connect()).connect(incarnation="yesterday's"))
     assert code == grpc.StatusCode.FAILED_PRECONDITION
@@ -240,21 +190,6 @@ async def test_breaches_of_the_contract_end_the_stream_with_their_status(connect
     assert (code, "max_micro_batches" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-@pytest.fixture
-def gate(monkeypatch):
-    """While it is clear no step runs."""
-    opened, run = threading.Event(), StepRunner.run
-
-    def gated(self, plan):
-        if threading.current_thread().name == "compute":
-            opened.wait()
-        return run(self, plan)
-
-    monkeypatch.setattr(StepRunner, "run", gated)
-    yield opened
-    opened.set()
-
-
 async def test_more_plans_than_agreed_end_the_stream(connect, gate):
     gate.set()
     scheduler = await (await connect()).connect(plans_in_flight=2)
@@ -269,7 +204,7 @@ async def test_more_plans_than_agreed_end_the_stream(connect, gate):
 async def test_a_defect_in_a_step_ends_the_stream_and_nothing_else(connect, monkeypatch):
     scheduler = await (await connect()).connect()
     with monkeypatch.context() as broken:
-        broken.setattr(StepRunner, "_advance", lambda self, sampled: 1 / 0)
+        broken.setattr(SlotTable, "advance", lambda *_: 1 / 0)
         code, details = await status_of(
             scheduler.run(admissions=[admission(0, [5], [0])], batch=plan_pb2.Batch(slots=[0]))
         )
@@ -298,3 +233,9 @@ async def test_calls_are_unavailable_while_the_model_loads(connect, worker, monk
     finally:
         loading.set()
     assert (await scheduler.info()).model == "llama"
+
+
+@pytest.mark.parametrize("name", ["tp_size", "pp_size"])
+async def test_one_rank_of_several_is_refused_before_it_listens(name):
+    with pytest.raises(InvalidRequest, match=f"flag {name}=2: a scheduler drives a single worker"):
+        await server.serve(WorkerConfig(**{name: 2}), asyncio.Event())

@@ -16,7 +16,8 @@ from services.common.rpc.status import to_status
 
 log = structlog.get_logger(__name__)
 
-_HANDLERS = {
+# By whether requests and whether answers are streamed.
+HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -36,7 +37,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             behavior = _guard_stream(handler.unary_stream or handler.stream_stream, method)
         else:
             behavior = _guard_unary(handler.unary_unary or handler.stream_unary, method)
-        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
+        make = HANDLERS[handler.request_streaming, handler.response_streaming]
         return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
@@ -70,9 +71,14 @@ def _guard_stream(behavior, method: str):
 async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
         raise error
+    status = status_of(error, method)
+    context.set_trailing_metadata(status.trailing_metadata)
+    await context.abort(status.code, status.details)
+
+
+def status_of(error: Exception, method: str) -> grpc.Status:
+    """What a client is told of ``error``, which ended a call of ``method``."""
     if not isinstance(error, errors.TokaError):
         log.error("rpc failed", method=method, exc_info=error)
         error = errors.Internal("internal error; the server's log has the details")
-    status = rpc_status.to_status(to_status(error))
-    context.set_trailing_metadata(status.trailing_metadata)
-    await context.abort(status.code, status.details)
+    return rpc_status.to_status(to_status(error))

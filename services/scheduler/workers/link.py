@@ -3,8 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import grpc
@@ -20,6 +19,8 @@ log = structlog.get_logger(__name__)
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 _INFO_TIMEOUT_S = 10.0
 _READY_TIMEOUT_S = 30.0  # a hello that is not answered for so long never will be
+# Bytes of a plan that is not sent with others: what a message holds is limited.
+_LARGE = 1 << 20
 
 
 class WorkerEvents(Protocol):
@@ -40,17 +41,45 @@ class Answer(NamedTuple):
     received_s: float  # monotonic
 
 
-@dataclass(eq=False)
 class WorkerStream:
     """One connection. ``send`` may be called by one thread."""
 
-    info: worker_pb2.WorkerInfo
-    plans_in_flight: int
-    requests: "queue.SimpleQueue[worker_pb2.RunStepsRequest | None]"
-    call: grpc.Call | None = None
+    def __init__(self, info: worker_pb2.WorkerInfo, plans_in_flight: int, scheduler_id: str) -> None:
+        self.info, self.plans_in_flight = info, plans_in_flight
+        self.call: grpc.Call | None = None
+        self.takes_together = False  # what the worker's ready said
+        self._scheduler_id = scheduler_id
+        self._plans: queue.SimpleQueue[plan_pb2.StepPlan | None] = queue.SimpleQueue()  # None = no more
 
     def send(self, plan: plan_pb2.StepPlan) -> None:
-        self.requests.put(worker_pb2.RunStepsRequest(plan=plan))
+        """Send ``plan``, with others if they are there when a message can go out."""
+        self._plans.put(plan)
+
+    def messages(self) -> Iterator[worker_pb2.RunStepsRequest]:
+        """What goes out, for gRPC to take one by one."""
+        yield worker_pb2.RunStepsRequest(
+            hello=worker_pb2.Hello(
+                scheduler_id=self._scheduler_id,
+                expected_incarnation_id=self.info.incarnation_id,
+                plans_in_flight=self.plans_in_flight,
+                takes_results_together=True,
+            )
+        )
+        while (plan := self._plans.get()) is not None:
+            plans = [plan]
+            while self.takes_together and plans[-1].ByteSize() <= _LARGE and not self._plans.empty():
+                if (plan := self._plans.get()) is None:
+                    return
+                plans.append(plan)
+            if len(plans) == 1:
+                yield worker_pb2.RunStepsRequest(plan=plan)
+            else:
+                yield worker_pb2.RunStepsRequest(plans=worker_pb2.StepPlans(plans=plans))
+
+    def close(self) -> None:
+        """The call has ended."""
+        self._plans.put(None)
+        self.call.cancel()
 
     def end(self) -> None:
         """Give this connection up; the link begins a new one."""
@@ -137,10 +166,13 @@ class WorkerLink:
                     if kind == "ready":
                         unanswered.cancel()
                         was_up = self._served = True
+                        stream.takes_together = response.ready.takes_plans_together
                         log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
                         self._events.worker_connected(stream)
-                    elif kind == "result":
-                        answer = Answer(decode_result(response.result), response.result, time.monotonic())
+                        continue
+                    received_s = time.monotonic()
+                    for result in [response.result] if kind == "result" else response.results.results:
+                        answer = Answer(decode_result(result), result, received_s)
                         self._events.worker_answered(stream, answer)
                 reason = "the worker ended the stream"
             except grpc.RpcError as error:
@@ -156,19 +188,13 @@ class WorkerLink:
             finally:
                 if stream is not None:
                     unanswered.cancel()
-                    stream.requests.put(None)
-                    stream.call.cancel()
+                    stream.close()
         if was_up:
             self._events.worker_lost(stream, reason)
         return reason, was_up
 
     def _open(self, stub: worker_pb2_grpc.WorkerServiceStub, info: worker_pb2.WorkerInfo) -> WorkerStream:
         plans = min(self._plans_in_flight, info.max_plans_in_flight)
-        hello = worker_pb2.Hello(
-            scheduler_id=self._scheduler_id, expected_incarnation_id=info.incarnation_id, plans_in_flight=plans
-        )
-        requests: queue.SimpleQueue = queue.SimpleQueue()
-        requests.put(worker_pb2.RunStepsRequest(hello=hello))
-        stream = WorkerStream(info, plans, requests)
-        stream.call = self._waiting_for(stub.RunSteps(iter(requests.get, None)))
+        stream = WorkerStream(info, plans, self._scheduler_id)
+        stream.call = self._waiting_for(stub.RunSteps(stream.messages()))
         return stream

@@ -6,6 +6,8 @@ from services.common.packed import fill, read_fixed32, read_float
 from services.worker.runner.plan import Admission, Batch, Groups, Plan, SamplingSettings, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
+_NONE = np.empty(0, np.int64)
+
 
 def decode_plan(message: plan_pb2.StepPlan) -> Plan:
     """Values are taken over as they are: whether they make sense is for ``runner.checks``."""
@@ -91,4 +93,4 @@ def _decode_groups(message: plan_pb2.HydragenGroups) -> Groups:
 
 def _integers(field) -> np.ndarray:
     """Signed and wide, so that arithmetic on indices cannot wrap."""
-    return read_fixed32(field).astype(np.int64)
+    return read_fixed32(field).astype(np.int64) if field else _NONE

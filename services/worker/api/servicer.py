@@ -1,12 +1,12 @@
-"""WorkerService over gRPC: one stream of plans at a time, handed to the engine. It runs on the asyncio thread."""
+"""WorkerService over gRPC: one stream of plans at a time, handed to the engine. Calls run on gRPC's threads."""
 
-import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import Iterator
 
 import grpc
 import structlog
 
-from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
 from services.worker.api.stream import Stream, Superseded
 from services.worker.engine import Engine
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -20,27 +20,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, engine: Engine) -> None:
         self.info: worker_pb2.WorkerInfo | None = None
         self._engine = engine
+        self._lock = threading.Lock()  # of what follows, and of every stream's ``closed``
         self._current: Stream | None = None
 
-    async def GetWorkerInfo(self, request, context) -> worker_pb2.GetWorkerInfoResponse:
+    def GetWorkerInfo(self, request, context) -> worker_pb2.GetWorkerInfoResponse:
         return worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
 
-    async def RunSteps(
-        self, requests: AsyncIterator[worker_pb2.RunStepsRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.RunStepsResponse]:
+    def RunSteps(
+        self, requests: Iterator[worker_pb2.RunStepsRequest], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.RunStepsResponse]:
+        """This thread sends; another one receives."""
         info = self._ready_info()
-        stream = self._open(await anext(aiter(requests), None), info)
-        # Also called when the client goes away while an answer is being sent, where `finally` would have to wait.
-        context.add_done_callback(lambda _: self._close(stream))
-        receiver = asyncio.create_task(self._receive(requests, stream))
+        stream = self._open(next(requests, None), info)
         try:
-            yield worker_pb2.RunStepsResponse(ready=worker_pb2.Ready(incarnation_id=info.incarnation_id))
-            while (result := await stream.next_answer()) is not None:
-                yield worker_pb2.RunStepsResponse(result=result)
+            # Called when the client goes away, of which this thread hears nothing while it waits for an answer.
+            if not context.add_callback(lambda: self._close(stream)):
+                return
+            ready = worker_pb2.Ready(incarnation_id=info.incarnation_id, takes_plans_together=True)
+            yield worker_pb2.RunStepsResponse(ready=ready)
+            threading.Thread(target=self._receive, args=(requests, stream), name="plans", daemon=True).start()
+            while (message := stream.next_message()) is not None:
+                yield message
         except Superseded as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
+            context.set_code(grpc.StatusCode.ABORTED)
+            context.set_details(str(error))
         finally:
-            receiver.cancel()
             self._close(stream)
 
     def _ready_info(self) -> worker_pb2.WorkerInfo:
@@ -63,38 +67,39 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 f"plans_in_flight={hello.plans_in_flight}: expected 1 to {info.max_plans_in_flight}",
                 field="hello.plans_in_flight",
             )
-        stream = Stream(hello.plans_in_flight, hello.scheduler_id)
-        if self._current is not None:
-            self._current.closed = True
-            self._current.end(Superseded(f"scheduler {stream.scheduler_id!r} has taken this worker over"))
-        self._current = stream
-        self._engine.open(stream)
+        stream = Stream(hello)
+        with self._lock:
+            if self._current is not None:
+                self._current.closed = True
+                self._current.end(Superseded(f"scheduler {stream.scheduler_id!r} has taken this worker over"))
+            self._current = stream
+            self._engine.open(stream)
         log.info("scheduler connected", scheduler=stream.scheduler_id, plans_in_flight=stream.plans_in_flight)
         return stream
 
-    async def _receive(self, requests: AsyncIterator[worker_pb2.RunStepsRequest], stream: Stream) -> None:
+    def _receive(self, requests: Iterator[worker_pb2.RunStepsRequest], stream: Stream) -> None:
         try:
-            async for request in requests:
+            for request in requests:
                 if stream.closed:
                     return
-                if not request.HasField("plan"):
-                    raise InvalidRequest("after the hello every message must be a plan", field="plan")
-                stream.unanswered += 1
-                if stream.unanswered > stream.plans_in_flight:
-                    raise InvalidRequest(
-                        f"more plans unanswered than the hello's plans_in_flight={stream.plans_in_flight}",
-                        field="plan",
-                    )
-                self._engine.submit(stream, request.plan)
-        except TokaError as error:
+                for plan in stream.plans_of(request):
+                    self._engine.submit(stream, plan)
+        except grpc.RpcError:
+            pass  # the client has gone: the stream is closed
+        except Exception as error:
             stream.end(error)
         else:
             self._engine.finish(stream)
 
     def _close(self, stream: Stream) -> None:
-        if not stream.closed:
-            stream.closed = True
-            self._engine.close(stream)
-        if self._current is stream:
-            self._current = None
+        """From any thread, once or more often."""
+        with self._lock:
+            if not stream.closed:
+                stream.closed = True
+                self._engine.close(stream)
+            gone = self._current is stream
+            if gone:
+                self._current = None
+        stream.finish()  # nobody waits any more
+        if gone:
             log.info("scheduler gone", scheduler=stream.scheduler_id)

@@ -19,13 +19,15 @@ def check_plan(
     previous_groups: Groups,
     slots: SlotTable,
     limits: Limits,
+    previous_cut: tuple[int, ...] = (),
 ) -> None:
-    """Raises the first breach found, naming what was given and what was expected."""
+    """Raises the first breach found, naming what was given and what was expected. ``previous_cut``: the
+    micro-batches' rows that go with ``previous_batch``."""
     if plan.step != previous_step + 1:
         raise FailedPrecondition(f"step {plan.step} follows step {previous_step}: expected {previous_step + 1}")
     if plan.groups is not None and len(plan.groups) and not limits.hydragen:
         raise InvalidRequest("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
-    _check_micro_batches(plan)
+    _check_micro_batches(plan, limits)
     if not (plan.releases.size or plan.admissions or plan.append_slots.size):
         after = slots.used, slots.known, slots.computed, slots.page_counts
     else:
@@ -37,28 +39,43 @@ def check_plan(
     same = groups is previous_groups and batch is previous_batch and not plan.admissions
     if len(groups) and not same:
         check_groups(groups, batch, plan.admissions, after[2], slots, limits.page_size)
+        _check_cut(groups, previous_cut if plan.batch is None else plan.micro_batch_rows)
 
 
-def _check_micro_batches(plan: Plan) -> None:
-    """This worker runs a step in one piece."""
+def _check_micro_batches(plan: Plan, limits: Limits) -> None:
     rows, field = plan.micro_batch_rows, "plan.micro_batch_rows"
-    if len(rows) > 1:
+    most = limits.max_micro_batches
+    if len(rows) > most:
+        instead = "leave them out" if most == 1 else f"give at most {most}"
         raise InvalidRequest(
-            f"{len(rows)} micro_batch_rows, but this worker's WorkerInfo.max_micro_batches is 0: leave them out",
+            f"{len(rows)} micro_batch_rows, but this worker's WorkerInfo.max_micro_batches is {most}: {instead}",
             field=field,
         )
-    if rows and (plan.batch is None or rows[0] != len(plan.batch.slots)):
+    if rows and (plan.batch is None or sum(rows) != len(plan.batch.slots)):
         given = "no batch" if plan.batch is None else f"a batch of {len(plan.batch.slots)} rows"
-        raise InvalidRequest(f"micro_batch_rows of {rows[0]} rows beside {given}", field=field)
+        raise InvalidRequest(f"micro_batch_rows of {sum(rows)} rows beside {given}", field=field)
+
+
+def _check_cut(groups: Groups, rows: tuple[int, ...]) -> None:
+    """``groups`` were checked by themselves."""
+    for end in np.cumsum(rows[:-1]).tolist():
+        across = (groups.starts < end) & (end < groups.starts + groups.counts)
+        if across.any():
+            raise InvalidRequest(
+                f"the group at row {groups.starts[across][0]} goes on behind row {end}, where a micro-batch ends: cut"
+                " it into two groups",
+                field="plan.hydragen.counts",
+            )
 
 
 def _after_changes(plan: Plan, slots: SlotTable, limits: Limits) -> tuple[np.ndarray, ...]:
-    """Copies of used, known, computed and page counts as releases, admissions and appends leave them."""
-    used, known, computed = slots.used.copy(), slots.known.copy(), slots.computed.copy()
-    pages = slots.page_counts.copy()
+    """Used, known, computed and page counts as releases, admissions and appends leave them; not to be written to."""
+    used, known, computed, pages = slots.used, slots.known, slots.computed, slots.page_counts.copy()
+    if plan.releases.size or plan.admissions:
+        used, known, computed = used.copy(), known.copy(), computed.copy()
 
     _check_slots(plan.releases, used, "release_slots", limits)
-    if len(np.unique(plan.releases)) != len(plan.releases):
+    if plan.releases.size and len(np.unique(plan.releases)) != len(plan.releases):
         raise InvalidRequest("release_slots names a slot twice", field="plan.release_slots")
     used[plan.releases] = False
 
@@ -164,6 +181,8 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
 
 
 def _check_copies(plan: Plan, limits: Limits) -> None:
+    if not (plan.copy_sources.size or plan.copy_targets.size):
+        return
     if len(plan.copy_sources) != len(plan.copy_targets):
         raise InvalidRequest(
             f"{len(plan.copy_sources)} copy_source_pages and {len(plan.copy_targets)} copy_target_pages:"
@@ -206,6 +225,8 @@ def _check_batch(
             )
     _check_slots(rows, used, "batch.slots", limits)
     ends = computed[rows] + counts
+    if (ends <= np.minimum(np.minimum(known[rows], pages[rows] * limits.page_size), limits.max_context_tokens)).all():
+        return
     beyond = ends > known[rows]
     if beyond.any():
         slot, count = int(rows[beyond][0]), int(counts[beyond][0])

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from services.worker.runner.plan import Admission, Limits
+from services.worker.sampling.noise import scales_of, stems
 
 
 class SlotTable:
@@ -41,6 +42,10 @@ class SlotTable:
         self.penalised = np.zeros(slots, bool)  # any of the three is on
         self.biased = np.zeros(slots, bool)
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
+        # Of those above, by ``derive``.
+        self.scales = np.zeros(slots, np.float32)  # one over the temperature; 0 = greedy
+        self.stems = np.zeros(slots, np.uint64)  # of the noise
+        self.plain = np.ones(slots, bool)  # asks for no more than a temperature
 
     def clear(self) -> None:
         """Free every slot."""
@@ -83,21 +88,30 @@ class SlotTable:
         if self.biased[slot]:
             self.biases[slot] = settings.bias_token_ids, settings.bias_values
 
+    def derive(self, slots: np.ndarray) -> None:
+        """What sampling needs in every step of ``slots [n]``, which were admitted, in the form that it needs."""
+        self.scales[slots] = scales_of(self.temperature[slots])
+        self.stems[slots] = stems(self.seed[slots], self.sample_index[slots])
+        cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
+        more = self.logprobs[slots] | self.penalised[slots] | self.biased[slots]
+        self.plain[slots] = ~(more | (cut & (self.temperature[slots] > 0)))
+
     def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once. Returns where in its table
         each of them is now, ``[n]`` int64."""
         places = self.page_counts[slots]
-        order = np.argsort(slots, kind="stable")
-        same = np.flatnonzero(np.diff(slots[order]) == 0)
-        for second in same.tolist():  # hardly ever: a sequence that grows by more than a page at once
-            places[order[second + 1]] = places[order[second]] + 1
-        self.page_table[slots, places] = pages
         np.add.at(self.page_counts, slots, 1)
+        if (self.page_counts[slots] - places > 1).any():  # hardly ever: a sequence that grows by several pages at once
+            order = np.argsort(slots, kind="stable")
+            for second in np.flatnonzero(np.diff(slots[order]) == 0).tolist():
+                places[order[second + 1]] = places[order[second]] + 1
+        self.page_table[slots, places] = pages
         return places
 
     def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
         """After a forward pass: tokens computed, and one more known where one was sampled."""
-        self.computed[slots] += token_counts
+        computed = self.computed[slots] + token_counts
+        self.computed[slots] = computed
         self.known[sampled_slots] += 1
-        for slot in slots[self.computed[slots] == self.given[slots]].tolist():
+        for slot in slots[computed == self.given[slots]].tolist():
             self.prompts[slot] = None

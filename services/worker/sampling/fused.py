@@ -14,7 +14,7 @@ from services.worker.sampling.noise import NOISE_BLOCK
 from services.worker.sampling.outcome import SampledOnDevice
 from services.worker.sampling.rows import Adjusted, Asked, Biased, Penalised, Put, RowPreparer, SampleRows, Truncated
 from services.worker.sampling.triton_adjust import add_bias, count_tokens, penalise
-from services.worker.sampling.triton_blocks import BLOCKS_PER_PROGRAM, summarise
+from services.worker.sampling.triton_blocks import blocks_per_program, summarise
 from services.worker.sampling.triton_pick import look_up, pick
 from services.worker.sampling.triton_truncation import find_lowest
 
@@ -122,10 +122,10 @@ class FusedSampler:
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         peaks, sums = out or (self._peaks, self._sums)
-        summarise[(count, -(-self._blocks // BLOCKS_PER_PROGRAM))](
-            logits, rows, scales, lowest, peaks, sums, logits.stride(0), self._vocab, self._blocks,
-            MAPPED=rows is not None, TRUNCATED=lowest is not None, UNSCALED=scales is None,
-            PER_PROGRAM=BLOCKS_PER_PROGRAM, num_warps=1,
+        per_program = blocks_per_program(count, self._blocks)
+        summarise[(count, -(-self._blocks // per_program))](
+            logits, rows, scales, lowest, peaks, sums, logits.stride(0), self._vocab, self._blocks, per_program,
+            MAPPED=rows is not None, TRUNCATED=lowest is not None, UNSCALED=scales is None, num_warps=1,
         )  # fmt: skip
 
     def _redraw(self, logits: torch.Tensor, adjusted: Adjusted, token_ids: torch.Tensor, wanted: "_Wanted") -> None:

@@ -13,8 +13,10 @@ import torch
 NOISE_BLOCK = 1024
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN_2, _GOLDEN_3 = np.uint64(2 * 0x9E3779B97F4A7C15 % 2**64), np.uint64(3 * 0x9E3779B97F4A7C15 % 2**64)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 # Odd constants with well spread bits, as torch's int32 wants them.
 TOKEN_STRIDE = 0x9E3779B1 - 2**32
 ROUND_1 = (0x7FEB352D, 0x846CA68B - 2**32)
@@ -23,14 +25,33 @@ ROUND_2 = (0x21F0AAAD, 0xD35A2D97 - 2**32)
 # infinity rules out even a token that is certain.
 UNIT = 2.0**-31 * (1 - 2.0**-24)
 
+# At a lower temperature the noise is lost beside the logits anyway, and dividing by it would overflow.
+COLDEST = np.float32(1e-6)
+_SMALLEST = np.finfo(np.float32).tiny
+
+
+def scales_of(temperatures: np.ndarray) -> np.ndarray:
+    """What logits are multiplied with before noise is added to them: one over the temperature; 0 = greedy. Both are
+    ``[n]`` float32."""
+    # Not below the smallest normal number: the GPU takes less for 0.
+    scales = np.maximum(1 / np.maximum(temperatures, COLDEST), _SMALLEST)
+    return np.where(temperatures > 0, scales, np.float32(0))
+
 
 def row_keys(seeds: np.ndarray, sample_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """64 bits for each row, as ``[rows, 2]`` int32. The inputs are ``[rows]`` uint64."""
-    with np.errstate(over="ignore"):
-        key = _mix(seeds + _GOLDEN)
-        key = _mix(key ^ _mix(sample_indices + np.uint64(2) * _GOLDEN))
-        key = _mix(key ^ _mix(positions + np.uint64(3) * _GOLDEN))
-    return key.reshape(-1, 1).view(np.int32).reshape(-1, 2)
+    return keys_at(stems(seeds, sample_indices), positions)
+
+
+def stems(seeds: np.ndarray, sample_indices: np.ndarray) -> np.ndarray:
+    """The part of the keys that a sequence's rows have in common, ``[n]`` uint64. The inputs are ``[n]`` uint64."""
+    return _mix(_mix(seeds + _GOLDEN) ^ _mix(sample_indices + _GOLDEN_2))
+
+
+def keys_at(stems: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """``row_keys`` of rows at ``positions [rows]``, integers, of sequences with ``stems [rows]``."""
+    key = _mix(stems ^ _mix(positions.astype(np.uint64) + _GOLDEN_3))
+    return key.view(np.int32).reshape(-1, 2)
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -67,6 +88,6 @@ def _scramble_(bits: torch.Tensor, multipliers: tuple[int, int]) -> torch.Tensor
 
 def _mix(values: np.ndarray) -> np.ndarray:
     """A bijection of 64 bits in which every input bit moves every output bit."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    return values ^ (values >> np.uint64(31))
+    values = (values ^ (values >> _SHIFT_1)) * _MIX_1
+    values = (values ^ (values >> _SHIFT_2)) * _MIX_2
+    return values ^ (values >> _SHIFT_3)

@@ -20,27 +20,27 @@ class SampledOnDevice(NamedTuple):
     top_logprobs: torch.Tensor | None = None  # beside top_token_ids, float32
 
 
-def collect(found: SampledOnDevice, rows: SampleRows, failed: np.ndarray | None = None) -> Sampled:
-    """``found``, whose tensors were copied to the host, as plain values.
-
-    ``failed [rows]`` bool: rows whose sequences are known by now to be spoilt (``SlotTable.failed``).
-    """
-    count = len(rows.slots)
-    token_ids = found.token_ids[:count].numpy().astype(np.int64)
-    finite = found.finite[:count].numpy() != 0
-    if failed is not None:
-        finite &= ~failed
-    if found.logprobs is None:
-        return Sampled(rows.slots, token_ids, finite)
-    logprobs = np.full(count, np.nan, np.float32)
-    logprobs[rows.asked] = found.logprobs.numpy()
-    if found.top_token_ids is None:
-        return Sampled(rows.slots, token_ids, finite, logprobs)
+def collect(
+    slots: np.ndarray,
+    token_ids: np.ndarray,
+    finite: np.ndarray,
+    rows: SampleRows | None = None,
+    logprobs: torch.Tensor | None = None,
+    top_token_ids: torch.Tensor | None = None,
+    top_logprobs: torch.Tensor | None = None,
+) -> Sampled:
+    """What was sampled for ``slots [n]``, as plain values. What is behind ``rows`` was copied to the host; all four are
+    of rows that asked for more than tokens."""
+    if logprobs is None:
+        return Sampled(slots, token_ids, finite)
+    count = len(slots)
+    found = np.full(count, np.nan, np.float32)
+    found[rows.asked] = logprobs.numpy()
+    if top_token_ids is None:
+        return Sampled(slots, token_ids, finite, found)
     counts = np.zeros(count, np.int64)
     counts[rows.top_rows] = rows.top_counts
     order = np.argsort(rows.top_rows)
     kept = np.arange(rows.widest) < rows.top_counts[order][:, None]
-    top_token_ids = found.top_token_ids.numpy()[order][kept].astype(np.int64)
-    return Sampled(
-        rows.slots, token_ids, finite, logprobs, counts, top_token_ids, found.top_logprobs.numpy()[order][kept]
-    )
+    top_token_ids = top_token_ids.numpy()[order][kept].astype(np.int64)
+    return Sampled(slots, token_ids, finite, found, counts, top_token_ids, top_logprobs.numpy()[order][kept])

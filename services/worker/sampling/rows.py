@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from services.worker.runner.slots import SlotTable
-from services.worker.sampling.noise import row_keys
-from services.worker.sampling.sampler import COLDEST
+from services.worker.sampling.noise import row_keys, scales_of
 
 # From an array (int32, float32 or uint8) to a view on the device that holds it once the step's upload has been issued.
 Put = Callable[[np.ndarray], torch.Tensor]
@@ -109,12 +108,9 @@ class RowPreparer:
     def prepare(self, table: SlotTable, slots: np.ndarray, positions: np.ndarray, put: Put, padded: int) -> SampleRows:
         """``slots`` and ``positions`` are ``[rows]``, at most ``padded``; see ``FusedSampler.prepare``."""
         count = len(slots)
-        warm = table.temperature[slots] > 0
         scales, keys = np.zeros(padded, np.float32), np.zeros((padded, 2), np.int32)
-        # Not below the smallest normal number: the GPU takes less for 0, which means greedy.
-        scale = np.maximum(1 / np.maximum(table.temperature[slots], COLDEST), np.finfo(np.float32).tiny)
-        scales[:count] = np.where(warm, scale, 0)
-        keys[:count] = row_keys(table.seed[slots], table.sample_index[slots], positions.astype(np.uint64))
+        scales[:count] = scales_of(table.temperature[slots])
+        keys[:count] = row_keys(table.seed[slots], table.sample_index[slots], positions)
         step = _Step(table, slots, positions, scales, keys, put, self._chunk_rows)
         uploaded = put(scales), put(keys)
         starts = range(0, padded, self._slice_rows)

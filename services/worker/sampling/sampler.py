@@ -9,12 +9,10 @@ from services.worker.runner.plan import Sampled
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.draw import draw
 from services.worker.sampling.logprobs import RowLogprobs, join
-from services.worker.sampling.noise import row_keys
+from services.worker.sampling.noise import COLDEST, row_keys
 from services.worker.sampling.penalties import penalise_
 from services.worker.sampling.truncation import thresholds
 
-# At a lower temperature the noise is lost beside the logits anyway, and dividing by it would overflow.
-COLDEST = np.float32(1e-6)
 # Logits of one slice, in elements: 64 MiB in float32.
 _SLICE_ELEMENTS = 16 * 1024 * 1024
 

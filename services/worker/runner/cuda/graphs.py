@@ -1,7 +1,8 @@
 """Decode steps of a few sizes as CUDA graphs: one launch instead of hundreds."""
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -10,15 +11,13 @@ import torch
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.spans import Spans
 from services.worker.kv_cache import KvCache
-from services.worker.runner.cuda.inputs import StepArrays, fill_up
+from services.worker.runner.cuda.block import Fields, Layout
+from services.worker.runner.cuda.ring import PLACES, Ring
 from services.worker.runner.cuda.state import DeviceState
-from services.worker.runner.cuda.state_kernels import gather_inputs
+from services.worker.runner.cuda.state_kernels import advance, append_and_gather_inputs
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
-from services.worker.sampling.outcome import SampledOnDevice
-from services.worker.sampling.rows import SampleRows
 
-Put = Callable[[np.ndarray], torch.Tensor]
 # (token_ids, positions, attention step, keep) -> hidden states of what is sampled
 Forward = Callable[..., torch.Tensor]
 Outcome = TypeVar("Outcome")
@@ -36,61 +35,58 @@ class Kind:
     grouped: bool  # with shared prefixes
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """A decode step's tensors on the device, int32."""
-
-    slots: torch.Tensor  # [size], -1 = padding
-    positions: torch.Tensor  # [size]
-    known: torch.Tensor  # [size], -1 = what the slot sampled last
-    prefix_tokens: torch.Tensor | None  # [size], 0 = none; None without groups
-    tiles: torch.Tensor | None  # of the groups, filled up with tiles of no rows
-
-    def all(self) -> list[torch.Tensor]:
-        """Those that are there."""
-        tensors = (self.slots, self.positions, self.known, self.prefix_tokens, self.tiles)
-        return [tensor for tensor in tensors if tensor is not None]
-
-
 class DecodeGraph:
-    """A step of one kind, captured twice: from tokens to tokens, where no row asks for more than a temperature, and to
-    hidden states only. Inputs are copied to where the graphs read them, on the device."""
+    """A step of one kind, captured twice: through to results, where no row asks for more than a temperature, and to
+    hidden states only. Both read their inputs from one block; each step in flight has its own on the host."""
 
     def __init__(
         self,
-        inputs: StepInputs,
-        forward: Callable[[StepInputs], torch.Tensor],
+        layout: Layout,
+        forward: Callable[[Fields], torch.Tensor],
         sampler: FusedSampler,
         table: SlotTable,
+        state: DeviceState,
+        results: torch.Tensor,
         pool,
     ) -> None:
-        """``inputs`` stay where they are. ``pool``: the memory of all graphs."""
-        self._inputs, device = inputs, inputs.slots.device
+        """``results``: of all places, in pinned memory. ``pool``: the memory of all graphs."""
+        device = state.page_table.device
+        self._block = layout.empty(device)
+        self.grouped = layout.tiles is not None
+        self.inputs = inputs = layout.fields(self._block)
+        self._host = [layout.empty(torch.device("cpu"), pinned=device.type == "cuda") for _ in range(PLACES)]
+        self._fields = [layout.fields(block.numpy()) for block in self._host]
         nobody = np.empty(0, np.int64)
-        size = len(inputs.slots)
-        self._rows = sampler.prepare(table, nobody, nobody, lambda array: torch.from_numpy(array).to(device), size)
+        rows = sampler.prepare(table, nobody, nobody, lambda array: torch.from_numpy(array).to(device), layout.size)
+        rows = replace(rows, scales=inputs.scales, keys=inputs.keys)
+
+        def whole() -> torch.Tensor:
+            sampled = sampler.run(forward(inputs), rows)
+            advance(sampled.token_ids, sampled.finite, inputs.slots, state.last_tokens, results.view(-1), inputs.where)
+            return sampled.token_ids
+
         for _ in range(2):  # compiles, and lets libraries make their workspaces
-            sampler.run(forward(inputs), self._rows)
+            whole()
         torch.cuda.synchronize()
         self._forward, self._hidden = capture(lambda: forward(inputs), pool)
-        self._whole, self._sampled = capture(lambda: sampler.run(forward(inputs), self._rows), pool)
+        self._whole, _ = capture(whole, pool)
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
+    def fields(self, place: int) -> Fields:
+        """The host's block of the step that has ``place``; all but its rows is left from an earlier one."""
+        return self._fields[place]
+
+    def send(self, place: int) -> None:
+        """Copy the host's block to the device, on the current stream."""
+        self._block.copy_(self._host[place], non_blocking=True)
+
+    def run(self) -> torch.Tensor:
         """Hidden states ``[size, hidden_size]``, overwritten by the next step."""
-        torch._foreach_copy_(self._inputs.all(), inputs.all())
         self._forward()
         return self._hidden
 
-    def run_whole(self, inputs: StepInputs, rows: SampleRows) -> SampledOnDevice:
-        """Tokens of ``rows``, which are plain; overwritten by the next step."""
-        torch._foreach_copy_(self._inputs.all() + _as_integers(self._rows), inputs.all() + _as_integers(rows))
+    def run_whole(self) -> None:
+        """Tokens become the slots' last ones, and results."""
         self._whole()
-        return self._sampled
-
-
-def _as_integers(rows: SampleRows) -> list[torch.Tensor]:
-    """Scales and keys of one dtype with the other inputs: only then are all of them copied by one kernel."""
-    return [rows.scales.view(torch.int32), rows.keys]
 
 
 def capture(launches: Callable[[], Outcome], pool) -> tuple[Callable[[], None], Outcome]:
@@ -113,6 +109,7 @@ class DecodeGraphs:
         sampler: FusedSampler,
         state: DeviceState,
         table: SlotTable,
+        ring: Ring,
         largest: int,
     ) -> None:
         """``skinny``: what runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them, too."""
@@ -126,38 +123,40 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             for kind in self._kinds(size):
                 self._graphs[kind] = DecodeGraph(
-                    self._empty(kind), lambda inputs, kind=kind: self._run(kind, inputs), sampler, table, pool
+                    Layout(size, _most_tiles(size) if kind.grouped else None),
+                    lambda inputs, kind=kind: self._run(kind, inputs),
+                    sampler,
+                    table,
+                    state,
+                    ring.host_results,
+                    pool,
                 )
+        self._tiled: Spans | None = None  # what ``_tiles`` are of
+        self._tiles: np.ndarray | None = None
+        # Those without groups by size, for contexts of up to so many tokens.
+        self._plain = {
+            size: [(stage, self._graphs[Kind(size, self._stage(size, stage), grouped=False)]) for stage in self._stages]
+            for size in self._sizes
+        }
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def kind_of(self, arrays: StepArrays) -> Kind | None:
-        """Which graph runs such a step; None = no graph can."""
-        size = next((size for size in self._sizes if size >= arrays.decodes), None)
-        if size is None or arrays.chunks is not None or arrays.keep is not None:
+    def find(self, rows: int, longest: int, groups: Spans | None) -> DecodeGraph | None:
+        """The one for ``rows`` rows of one token, of which one sees ``longest`` tokens; None = there is none."""
+        if rows > self._sizes[-1]:
             return None
-        groups = arrays.groups
+        size = self._sizes[bisect_left(self._sizes, rows)]
         if groups is None or size < _FEWEST_GROUPED or not self._attention.captures_groups:
-            return Kind(size, self._stage(size, arrays.longest), grouped=False)
-        if self._attention.count_tiles(groups) > _most_tiles(size):
-            return None
-        return Kind(size, self._stages[0], grouped=True)
+            graphs = self._plain[size]
+            return next((graph for stage, graph in graphs if stage >= longest), graphs[-1][1])
+        return self._graphs[Kind(size, self._stages[0], True)] if len(self.tiles(groups)) <= _most_tiles(size) else None
 
-    def put(self, kind: Kind, arrays: StepArrays, put: Put) -> StepInputs:
-        """The step's arrays on their way to the device, filled up to the graph's size."""
-        size = kind.size
-        return StepInputs(
-            put(fill_up(arrays.token_slots, size, -1)),
-            put(fill_up(arrays.positions, size)),
-            put(fill_up(arrays.known, size, -1)),
-            put(fill_up(arrays.prefix_tokens, size)) if kind.grouped else None,
-            put(self._tiles(arrays.groups, size)) if kind.grouped else None,
-        )
-
-    def graph(self, kind: Kind) -> DecodeGraph:
-        """The one for ``kind``."""
-        return self._graphs[kind]
+    def tiles(self, groups: Spans) -> np.ndarray:
+        """``[tiles, TILE_FIELDS]`` int32, for a graph with groups. The same groups come step after step."""
+        if groups is not self._tiled:
+            self._tiled, self._tiles = groups, self._attention.group_tiles(groups)
+        return self._tiles
 
     def _kinds(self, size: int) -> list[Kind]:
         stages = {self._stage(size, longest) for longest in self._stages}
@@ -172,27 +171,14 @@ class DecodeGraphs:
         splits = self._attention.splits(size, needed)
         return next(stage for stage in self._stages if self._attention.splits(size, stage) == splits)
 
-    def _tiles(self, groups: Spans, size: int) -> np.ndarray:
-        return fill_up(self._attention.group_tiles(groups), _most_tiles(size))
-
-    def _empty(self, kind: Kind) -> StepInputs:
-        """Inputs of padding only."""
-
-        def full(value: int, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=self._state.page_table.device)
-
-        size = kind.size
-        slots, positions, known = full(-1, size), full(0, size), full(-1, size)
-        if not kind.grouped:
-            return StepInputs(slots, positions, known, None, None)
-        nothing = self._attention.group_tiles(Spans(*[np.zeros(0, np.int32)] * 4))
-        return StepInputs(slots, positions, known, full(0, size), full(0, _most_tiles(size), nothing.shape[1]))
-
-    def _run(self, kind: Kind, inputs: StepInputs) -> torch.Tensor:
-        slots, positions, table = inputs.slots, inputs.positions, self._state.page_table
-        batch = CudaBatch(slots, positions, table, kind.size, kind.longest, None, None, inputs.prefix_tokens)
+    def _run(self, kind: Kind, inputs: Fields) -> torch.Tensor:
+        slots, positions, state = inputs.slots, inputs.positions, self._state
+        batch = CudaBatch(slots, positions, state.page_table, kind.size, kind.longest, None, None, inputs.prefix_tokens)
         step = self._attention.prepare_captured(batch, inputs.tiles)
-        token_ids = gather_inputs(inputs.known, slots, positions, self._state.last_tokens, table, self._cache.tokens)
+        appended = inputs.append_slots, inputs.append_places, inputs.append_pages
+        token_ids = append_and_gather_inputs(
+            appended, inputs.known, slots, positions, state.last_tokens, state.page_table, self._cache.tokens
+        )
         skinny = self._skinny is not None and kind.size <= self._skinny.most_rows
         return (self._skinny if skinny else self._forward)(token_ids, positions, step, None)
 

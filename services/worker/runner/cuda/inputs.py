@@ -30,8 +30,22 @@ class StepArrays:
     batch_order: np.ndarray | None  # [samples] int64, which sample comes first, second, ... in the batch; None = as is
 
 
-_NONE = np.empty(0, np.int32)
-NO_ARRAYS = StepArrays(_NONE, _NONE, _NONE, 0, 0, None, None, None, None, _NONE, _NONE, None)
+@dataclass(frozen=True)
+class Standing:
+    """What holds from plan to plan, until one says otherwise."""
+
+    batch: Batch
+    groups: Groups
+    singles: bool  # every row computes one token; then these are the groups:
+    spans: Spans | None
+    prefix_tokens: np.ndarray | None  # [rows] int32 beside spans, 0 = none
+
+    @classmethod
+    def of(cls, batch: Batch, groups: Groups, page_size: int) -> "Standing":
+        """``batch`` and ``groups`` were checked."""
+        if (batch.token_counts != 1).any():
+            return cls(batch, groups, False, None, None)
+        return cls(batch, groups, True, *group_spans(groups, batch.slots, None, len(batch.slots), page_size))
 
 
 def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> StepArrays:
@@ -59,7 +73,7 @@ def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> Ste
     sampling = begins + counts == slots.known[rows]
     sampled = np.flatnonzero(sampling)
     everyone = not mixed and len(sampled) == len(rows)
-    spans, prefix_tokens = _group_spans(groups, rows, single if mixed else None, decodes, page_size)
+    spans, prefix_tokens = group_spans(groups, rows, single if mixed else None, decodes, page_size)
     return StepArrays(
         token_slots=token_slots.astype(np.int32),
         positions=positions.astype(np.int32),
@@ -95,15 +109,17 @@ def _chunk_spans(rows: np.ndarray, counts: np.ndarray, begins: np.ndarray, ends:
     return Spans(*(column.astype(np.int32) for column in columns))
 
 
-def _group_spans(
+def group_spans(
     groups: Groups,
     rows: np.ndarray,
     single: np.ndarray | None,
     decodes: int,
     page_size: int,
 ) -> tuple[Spans | None, np.ndarray | None]:
-    """The groups by rows of one token; one that also has a row of several is no group. ``single`` in batch order,
-    None = all are."""
+    """The groups by rows of one token, ``decodes`` in all, and the tokens of each row's prefix; a group that also has a
+    row of several is none. ``single`` in batch order, None = all are."""
+    if not len(groups):
+        return None, None
     order = np.argsort(groups.starts)  # a plan may have them in any order, spans ascend
     starts, counts, prefixes = groups.starts[order], groups.counts[order], groups.prefix_pages[order] * page_size
     if single is not None and len(starts):

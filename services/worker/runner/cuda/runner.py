@@ -1,5 +1,6 @@
 """Runs plans on a GPU: the host prepares a step while the device computes the ones before, and waits for none."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -9,23 +10,22 @@ import torch
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.kv_cache import KvCache
 from services.worker.runner.checks import check_plan
-from services.worker.runner.cuda.graphs import DecodeGraphs, Forward, Kind
-from services.worker.runner.cuda.inputs import NO_ARRAYS, StepArrays, build, fill_up, padded
+from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
+from services.worker.runner.cuda.graphs import DecodeGraph, DecodeGraphs, Forward
+from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, padded
 from services.worker.runner.cuda.ring import Place, Ring
-from services.worker.runner.cuda.state import DeviceState, Updates
+from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
 from services.worker.runner.cuda.state_kernels import advance, gather_inputs
 from services.worker.runner.cuda.step import CudaStep, Era
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan, StepOutput
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Limits, Plan, StepOutput
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
-from services.worker.sampling.outcome import SampledOnDevice
 from services.worker.sampling.rows import SampleRows
 
 # So few rows or bytes are sent on the stream of the kernels: the device loses less than the host would.
 _SHORT_ROWS = 64
 _SHORT_UPLOAD = 16 * 1024
-# Pages copied at once: what is read is held until it is written.
-_COPIES_AT_ONCE = 64
+_NOBODY = np.empty(0, np.int64)
 
 
 class CudaRunner:
@@ -54,20 +54,19 @@ class CudaRunner:
         self._uploads, self._downloads = torch.cuda.Stream(), torch.cuda.Stream()
         self._graphs: DecodeGraphs | None = None
         self._step = 0
-        self._batch: Batch = NO_ROWS
-        self._groups: Groups = NO_GROUPS
+        self._standing = Standing.of(NO_ROWS, NO_GROUPS, limits.page_size)
         self._era = Era(limits.max_slots)
 
     @torch.inference_mode()
     def capture(self, largest: int, skinny: Forward | None = None) -> None:
         """Make CUDA graphs of decode steps with up to ``largest`` rows; ``skinny``: what is faster for few."""
         parts = self._forward, skinny, self._cache, self._attention, self._sampler, self._state, self._slots
-        self._graphs = DecodeGraphs(*parts, min(largest, self.limits.max_slots))
+        self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots))
 
     def reset(self) -> None:
         """Free every slot and expect step 1 next. Pages keep their content, which nobody refers to any more."""
         self._slots.clear()
-        self._step, self._batch, self._groups = 0, NO_ROWS, NO_GROUPS
+        self._step, self._standing = 0, Standing.of(NO_ROWS, NO_GROUPS, self.limits.page_size)
         self._era = Era(self.limits.max_slots)
         self._ring.forget_last()
 
@@ -84,65 +83,96 @@ class CudaRunner:
         """Launch a step. Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that
         breaks the contract."""
         began = time.perf_counter_ns()
-        check_plan(plan, self._step, self._batch, self._groups, self._slots, self.limits)
+        check_plan(plan, self._step, self._standing.batch, self._standing.groups, self._slots, self.limits)
         place = self._ring.next()
         try:
             step = self._run(plan, place)
         except BaseException:
-            place.finished(long=False)  # what was launched may still read its buffers
-            place.taken.set()  # nobody will take results
+            place.abandon()
             raise
         step.timing.prepare = time.perf_counter_ns() - began
         return step
 
     def _run(self, plan: Plan, place: Place) -> CudaStep:
-        updates = self._apply(plan, place.upload.put)
-        if len(self._batch.slots) == 0:
-            self._send(place)
-            updates.apply(self._state, self._cache)
-            place.begin_sampling()
-            return self._collect(plan, place, NO_ARRAYS, None, None, None)
-        arrays = build(self._batch, self._groups, self._slots, self.limits.page_size)
-        step = self._launch(plan, place, updates, arrays)
-        self._slots.advance(self._batch.slots, self._batch.token_counts, arrays.sample_slots)
+        changes, slots, standing = self._apply(plan), self._slots, self._standing
+        rows, counts = standing.batch.slots, standing.batch.token_counts
+        if not len(rows):
+            return self._run_nothing(plan, place, changes)
+        if standing.singles:
+            begins = slots.computed[rows]
+            if (graph := self._find_graph(rows, begins)) is not None:
+                step = self._replay(plan, place, changes, graph, begins)
+                slots.advance(rows, counts, rows)
+                return step
+        arrays = build(standing.batch, standing.groups, slots, self.limits.page_size)
+        step = self._launch(plan, place, changes, arrays)
+        slots.advance(rows, counts, arrays.sample_slots)
         return step
 
-    def _apply(self, plan: Plan, put: Callable[[np.ndarray], torch.Tensor]) -> Updates:
+    def _apply(self, plan: Plan) -> PageChanges:
         """Make the plan's changes on the host; returns those that the device must make."""
-        slots, width = self._slots, self.limits.max_pages_per_slot
+        slots, parts = self._slots, []
         self._step = plan.step
         if plan.releases.size:
             slots.release(plan.releases)
-        indices, pages = [], []
         for admission in plan.admissions:
             slots.admit(admission)
-            indices.append(admission.slot * width + np.arange(len(admission.pages)))
-            pages.append(admission.pages)
+            count = len(admission.pages)
+            parts.append(PageChanges(np.full(count, admission.slot), np.arange(count), admission.pages))
+        if plan.admissions:
+            slots.derive(np.array([admission.slot for admission in plan.admissions]))
         if plan.append_slots.size:
-            indices.append(slots.append_pages(plan.append_slots, plan.append_pages) + plan.append_slots * width)
-            pages.append(plan.append_pages)
-        if plan.batch is not None:
-            self._batch = plan.batch
-        if plan.groups is not None:
-            self._groups = plan.groups
-        copies = self._copies_in_turn(plan.copy_sources, plan.copy_targets, put)
-        if not indices:
-            return Updates(None, None, copies)
-        return Updates(
-            put(np.concatenate(indices).astype(np.int64)), put(np.concatenate(pages).astype(np.int32)), copies
-        )
+            places = slots.append_pages(plan.append_slots, plan.append_pages)
+            parts.append(PageChanges(plan.append_slots, places, plan.append_pages))
+        if plan.batch is not None or plan.groups is not None:
+            batch = self._standing.batch if plan.batch is None else plan.batch
+            groups = self._standing.groups if plan.groups is None else plan.groups
+            self._standing = Standing.of(batch, groups, self.limits.page_size)
+        return PageChanges.joined(parts)
 
-    @staticmethod
-    def _copies_in_turn(
-        sources: np.ndarray, targets: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        parts = (slice(start, start + _COPIES_AT_ONCE) for start in range(0, len(sources), _COPIES_AT_ONCE))
-        return [(put(sources[part]), put(targets[part])) for part in parts]
+    def _run_nothing(self, plan: Plan, place: Place, changes: PageChanges) -> CudaStep:
+        """A step without a batch."""
+        updates = self._updates(plan, place, changes)
+        self._upload(place)
+        place.started.record()
+        updates.apply(self._state, self._cache)
+        place.begin_sampling()
+        return self._finish(plan, place, None, None, None)
 
-    def _launch(self, plan: Plan, place: Place, updates: Updates, arrays: StepArrays) -> CudaStep:
-        kind = None if self._graphs is None else self._graphs.kind_of(arrays)
-        if kind is not None:
-            return self._replay(plan, place, updates, arrays, kind)
+    def _find_graph(self, rows: np.ndarray, begins: np.ndarray) -> DecodeGraph | None:
+        """What runs a step of ``rows`` that compute one token each, at ``begins``; None where one of them does not
+        sample, and where nothing was captured for so many."""
+        if self._graphs is None or (begins + 1 != self._slots.known[rows]).any():
+            return None
+        return self._graphs.find(len(rows), int(begins.max()) + 1, self._standing.spans)
+
+    def _replay(
+        self, plan: Plan, place: Place, changes: PageChanges, graph: DecodeGraph, begins: np.ndarray
+    ) -> CudaStep:
+        """A step through a graph."""
+        rows, fields = self._standing.batch.slots, graph.fields(place.index)
+        fill_in(fields, place.index * self.limits.max_slots, rows, begins, self._slots)
+        if graph.grouped:
+            fill_in_groups(fields, self._standing.prefix_tokens, self._graphs.tiles(self._standing.spans))
+        updates = self._updates(plan, place, NO_CHANGES if append(fields, changes) else changes)
+        plain, sample_rows = self._slots.plain[rows].all(), None
+        if not plain:
+            sample_rows = self._sampler.prepare(self._slots, rows, begins + 1, place.upload.put, len(fields.slots))
+        self._upload(place)
+        graph.send(place.index)
+        place.started.record()
+        updates.apply(self._state, self._cache)
+        if plain:
+            graph.run_whole()
+            place.end(long=len(rows) > _SHORT_ROWS)
+            return CudaStep(plan, place, self._era, rows)
+        hidden = graph.run()
+        place.begin_sampling()
+        return self._finish(plan, place, hidden, sample_rows, graph.inputs.slots)
+
+    def _launch(self, plan: Plan, place: Place, changes: PageChanges, arrays: StepArrays) -> CudaStep:
+        """A step kernel by kernel."""
+        updates = self._updates(plan, place, changes)
         put, tokens = place.upload.put, padded(len(arrays.token_slots))
         slots, positions, known = (
             put(fill_up(array, tokens, filler))
@@ -155,27 +185,18 @@ class CudaRunner:
             slots, positions, self._state.page_table, decodes, arrays.longest, arrays.chunks, arrays.groups, prefix
         )
         attention = self._attention.prepare(batch, self._slots.page_table, put)
-        self._send(place)
+        self._upload(place)
+        place.started.record()
         updates.apply(self._state, self._cache)
         token_ids = gather_inputs(
             known, slots, positions, self._state.last_tokens, self._state.page_table, self._cache.tokens
         )
         hidden = self._forward(token_ids, positions, attention, keep)
         place.begin_sampling()
-        return self._finish(plan, place, arrays, hidden, rows, sample_slots)
+        return self._finish(plan, place, hidden, rows, sample_slots, arrays.batch_order)
 
-    def _replay(self, plan: Plan, place: Place, updates: Updates, arrays: StepArrays, kind: Kind) -> CudaStep:
-        """A step through a graph."""
-        graph, put = self._graphs.graph(kind), place.upload.put
-        inputs = self._graphs.put(kind, arrays, put)
-        rows = self._sampler.prepare(self._slots, arrays.sample_slots, arrays.sample_positions, put, kind.size)
-        self._send(place)
-        updates.apply(self._state, self._cache)
-        if rows.plain:
-            return self._collect(plan, place, arrays, graph.run_whole(inputs, rows), rows, inputs.slots)
-        hidden = graph.run(inputs)
-        place.begin_sampling()
-        return self._finish(plan, place, arrays, hidden, rows, inputs.slots)
+    def _updates(self, plan: Plan, place: Place, changes: PageChanges) -> Updates:
+        return Updates.put(changes, plan, self.limits.max_pages_per_slot, place.upload.put)
 
     def _prepare_sampling(
         self, arrays: StepArrays, token_slots: torch.Tensor, put: Callable[[np.ndarray], torch.Tensor]
@@ -192,58 +213,36 @@ class CudaRunner:
         self,
         plan: Plan,
         place: Place,
-        arrays: StepArrays,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         rows: SampleRows | None,
         sample_slots: torch.Tensor | None,
+        order: np.ndarray | None = None,
     ) -> CudaStep:
-        sampled = None if rows is None else self._sampler.run(hidden, rows)
-        return self._collect(plan, place, arrays, sampled, rows, sample_slots)
-
-    def _collect(
-        self,
-        plan: Plan,
-        place: Place,
-        arrays: StepArrays,
-        sampled: SampledOnDevice | None,
-        rows: SampleRows | None,
-        sample_slots: torch.Tensor | None,
-    ) -> CudaStep:
-        """Keep the tokens for the next step, and send them to the host behind the device's back."""
-        count = len(arrays.sample_slots)
-        if sampled is not None:
-            advance(
-                sampled.token_ids, sampled.finite, sample_slots[:count], self._state.last_tokens, place.results[:count]
-            )
-        place.ended.record()
+        """Sample; keep the tokens for the next step, and send them to the host behind the device's back."""
+        if rows is None:
+            place.end()
+            return CudaStep(plan, place, self._era, _NOBODY)
+        count, sampled = len(rows.slots), self._sampler.run(hidden, rows)
+        advance(sampled.token_ids, sampled.finite, sample_slots[:count], self._state.last_tokens, place.results[:count])
+        place.end()
         short = count <= _SHORT_ROWS
-        if short:
-            fetched = self._fetch(place, sampled, count)
-            place.finished(long=False)
-        else:
-            with torch.cuda.stream(self._downloads):
+        with contextlib.nullcontext() if short else torch.cuda.stream(self._downloads):
+            if not short:
                 self._downloads.wait_event(place.ended)
-                fetched = self._fetch(place, sampled, count)
-                place.finished(long=True)
-        return CudaStep(plan, place, arrays, rows, fetched, self._era)
+            place.host_results[:count].copy_(place.results[:count], non_blocking=True)
+            extras = tuple(_to_host(tensor) for tensor in sampled[2:])
+            place.finished(long=not short)
+        return CudaStep(plan, place, self._era, rows.slots, rows, extras, order)
 
-    def _fetch(self, place: Place, sampled: SampledOnDevice | None, count: int) -> tuple[torch.Tensor | None, ...]:
-        """Send results to the host on the current stream."""
-        if not count:
-            return ()
-        place.host_results[:count].copy_(place.results[:count], non_blocking=True)
-        return tuple(_to_host(tensor) for tensor in sampled[2:])
-
-    def _send(self, place: Place) -> None:
+    def _upload(self, place: Place) -> None:
+        """Send what was put; what is launched from here on finds it."""
         if place.upload.used <= _SHORT_UPLOAD:
-            place.started.record()
             place.upload.send()
             return
         with torch.cuda.stream(self._uploads):
             place.upload.send()
             place.uploaded.record()
         torch.cuda.current_stream().wait_event(place.uploaded)
-        place.started.record()
 
 
 def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,12 +1,17 @@
 """What the device knows of the slots, and how a plan changes it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.worker.kv_cache import KvCache
 from services.worker.runner.cuda.state_kernels import scatter
-from services.worker.runner.plan import Limits
+from services.worker.runner.plan import Limits, Plan
+
+# Pages copied at once: what is read is held until it is written.
+_COPIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,45 @@ class DeviceState:
 
 
 @dataclass(frozen=True)
+class PageChanges:
+    """What a plan changes in page tables, as arrays of the host."""
+
+    slots: np.ndarray  # [n] int64
+    places: np.ndarray  # beside slots, in the slot's page table
+    pages: np.ndarray  # beside slots, what stands there now
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @classmethod
+    def joined(cls, parts: "list[PageChanges]") -> "PageChanges":
+        """All of ``parts``."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*((part.slots, part.places, part.pages) for part in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns)) if parts else NO_CHANGES
+
+
+NO_CHANGES = PageChanges(*[np.empty(0, np.int64)] * 3)
+
+
+@dataclass(frozen=True)
 class Updates:
     """A plan's changes of pages, on their way to the device."""
 
     indices: torch.Tensor | None  # [n] int64, places in the flat page table; None = none change
     pages: torch.Tensor | None  # beside indices, int32
     copies: list[tuple[torch.Tensor, torch.Tensor]]  # sources, targets [n] int64, one pair after the other
+
+    @classmethod
+    def put(cls, changes: PageChanges, plan: Plan, width: int, put: Callable[[np.ndarray], torch.Tensor]) -> "Updates":
+        """``changes`` and the plan's copies; ``width``: of a slot's page table."""
+        parts = (slice(start, start + _COPIES_AT_ONCE) for start in range(0, len(plan.copy_sources), _COPIES_AT_ONCE))
+        copies = [(put(plan.copy_sources[part]), put(plan.copy_targets[part])) for part in parts]
+        if not len(changes):
+            return cls(None, None, copies)
+        indices = changes.slots * width + changes.places
+        return cls(put(indices.astype(np.int64)), put(changes.pages.astype(np.int32)), copies)
 
     def apply(self, state: DeviceState, cache: KvCache) -> None:
         """Launch the changes."""

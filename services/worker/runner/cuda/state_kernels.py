@@ -20,6 +20,35 @@ def _gather_inputs(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _gather(known, slots, positions, last_tokens, page_table, history, token_ids, count, table_stride, offsets, PAGE)
+
+
+@triton.jit(do_not_specialize=["capacity", "count", "table_stride"])
+def _append_and_gather_inputs(
+    append_slots, append_places, append_pages, known, slots, positions, last_tokens, page_table, history, token_ids,
+    capacity, count, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid ``(1,)``: pages are in the table before the same program looks them up."""
+    for start in range(0, capacity, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < capacity
+        slot = tl.load(append_slots + offsets, inside, other=-1)
+        place = tl.load(append_places + offsets, inside, other=0)
+        page = tl.load(append_pages + offsets, inside, other=0)
+        tl.store(page_table + slot.to(tl.int64) * table_stride + place, page, slot >= 0)
+    tl.debug_barrier()
+    for start in range(0, count, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        _gather(
+            known, slots, positions, last_tokens, page_table, history, token_ids, count, table_stride, offsets, PAGE
+        )
+
+
+@triton.jit
+def _gather(
+    known, slots, positions, last_tokens, page_table, history, token_ids, count, table_stride, offsets,
+    PAGE: tl.constexpr,
+):  # fmt: skip
     inside = offsets < count
     slot = tl.load(slots + offsets, inside, other=-1)
     used = slot >= 0
@@ -33,14 +62,16 @@ def _gather_inputs(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _advance(token_ids, finite, slots, last_tokens, results, count, BLOCK: tl.constexpr):
+def _advance(token_ids, finite, slots, last_tokens, results, where, count, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
+    if where is not None:
+        results += tl.load(where)
     slot = tl.load(slots + offsets, inside, other=-1)
     good = tl.load(finite + offsets, inside, other=0) != 0
     token = tl.load(token_ids + offsets, inside, other=0)
     tl.store(last_tokens + slot, tl.where(good, token, 0), slot >= 0)
-    tl.store(results + offsets, tl.where(good, token, -1), inside)
+    tl.store(results + offsets, tl.where(good, token, -1), slot >= 0)
 
 
 def scatter(table: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -71,12 +102,38 @@ def gather_inputs(
     return token_ids
 
 
-def advance(
-    token_ids: torch.Tensor, finite: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor, results: torch.Tensor
-) -> None:
-    """Keep each row's token as its slot's last one (0 where it is not ``finite``) and in ``results`` (-1 there).
+def append_and_gather_inputs(
+    appended: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    known: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    last_tokens: torch.Tensor,
+    page_table: torch.Tensor,
+    history: torch.Tensor,
+) -> torch.Tensor:
+    """``gather_inputs``, after ``page_table[slot, place] = page`` for each slot of ``appended`` that is not -1: slots,
+    places and pages, ``[capacity]`` int32. For few tokens: all is done by one program."""
+    token_ids = torch.empty_like(known)
+    _append_and_gather_inputs[(1,)](
+        *appended, known, slots, positions, last_tokens, page_table, history, token_ids, appended[0].numel(),
+        known.numel(), page_table.stride(0), PAGE=history.shape[1], BLOCK=_BLOCK,
+    )  # fmt: skip
+    return token_ids
 
-    ``token_ids``, ``results [rows]`` int32, ``finite [rows]`` uint8 or bool; ``slots [rows]`` int32, -1 = padding.
+
+def advance(
+    token_ids: torch.Tensor,
+    finite: torch.Tensor,
+    slots: torch.Tensor,
+    last_tokens: torch.Tensor,
+    results: torch.Tensor,
+    where: torch.Tensor | None = None,
+) -> None:
+    """Keep each row's token as its slot's last one (0 where it is not ``finite``) and in ``results`` (-1 there), from
+    ``results[where[0]]`` on.
+
+    ``token_ids [rows]`` int32, ``finite [rows]`` uint8 or bool; ``slots [rows]`` int32, -1 = padding, whose results are
+    left alone. ``results`` int32 may be in pinned memory of the host.
     """
     count = slots.numel()
-    _advance[(triton.cdiv(count, _BLOCK),)](token_ids, finite, slots, last_tokens, results, count, BLOCK=_BLOCK)
+    _advance[(triton.cdiv(count, _BLOCK),)](token_ids, finite, slots, last_tokens, results, where, count, BLOCK=_BLOCK)

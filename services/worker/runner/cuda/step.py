@@ -3,10 +3,9 @@
 import numpy as np
 import torch
 
-from services.worker.runner.cuda.inputs import StepArrays
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.plan import Plan, Sampled, StepOutput, Timing
-from services.worker.sampling.outcome import SampledOnDevice, collect
+from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
 from services.worker.sampling.sampler import NOTHING
 
@@ -27,36 +26,40 @@ class CudaStep:
         self,
         plan: Plan,
         place: Place,
-        arrays: StepArrays,
-        rows: SampleRows | None,
-        extras: tuple[torch.Tensor | None, ...],
         era: Era,
+        slots: np.ndarray,
+        rows: SampleRows | None = None,
+        extras: tuple[torch.Tensor | None, ...] = (),
+        order: np.ndarray | None = None,
     ) -> None:
-        """``extras``: the last fields of ``SampledOnDevice``, in pinned memory."""
+        """``slots [samples]`` int64, in the order of the results. ``rows`` and ``extras``, the last fields of
+        ``SampledOnDevice`` in pinned memory: where more than tokens was asked for. ``order [samples]`` int64: which
+        sample comes first, second, ... in the batch; None = as is."""
         self.timing = Timing()
-        self._plan, self._place, self._arrays, self._rows = plan, place, arrays, rows
-        self._extras, self._era = extras, era
+        self._plan, self._place, self._era = plan, place, era
+        self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
 
     def result(self) -> StepOutput:
         """Waits for the device, without Python's lock. Raises what the device failed with."""
-        place, arrays, failed = self._place, self._arrays, self._era.failed
-        count = len(arrays.sample_slots)
+        place, slots, failed = self._place, self._slots, self._era.failed
         try:
             place.wait()
-            tokens = place.host_results[:count].clone()
+            tokens = place.tokens[: len(slots)].astype(np.int64)
             self._measure()
         except BaseException as error:
             place.ring.give_up(error)
             raise
         finally:
             place.taken.set()
-        failed[self._plan.releases] = False
-        if count == 0:
+        if self._plan.releases.size:
+            failed[self._plan.releases] = False
+        if not len(slots):
             return StepOutput(self._plan.step, NOTHING, self.timing)
-        found = SampledOnDevice(tokens, (tokens >= 0).to(torch.uint8), *self._extras)
-        sampled = collect(found, self._rows, failed[arrays.sample_slots])
-        failed[arrays.sample_slots] = ~sampled.finite
-        return StepOutput(self._plan.step, _reorder(sampled, arrays.batch_order), self.timing)
+        finite = (tokens >= 0) & ~failed[slots]
+        if not finite.all():
+            failed[slots[~finite]] = True
+        sampled = collect(slots, tokens, finite, self._rows, *self._extras)
+        return StepOutput(self._plan.step, _reorder(sampled, self._order), self.timing)
 
     def _measure(self) -> None:
         place, timing = self._place, self.timing

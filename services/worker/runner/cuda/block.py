@@ -1,0 +1,108 @@
+"""The inputs of a captured step as one array: the host fills it, one copy brings it to the device, a graph reads it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from services.worker.attention.spans import TILE_FIELDS
+from services.worker.runner.cuda.state import PageChanges
+from services.worker.runner.slots import SlotTable
+from services.worker.sampling.noise import keys_at
+
+_ALIGNED = 4  # int32 values: kernels are compiled for addresses that are multiples of 16 bytes
+
+Array = np.ndarray | torch.Tensor
+
+
+class Fields(NamedTuple):
+    """Views of a block, of arrays on the host or of tensors on the device; int32 unless told otherwise."""
+
+    # [size]. The first: compiled code takes a tensor that begins where its memory does for one of its own.
+    positions: Array
+    slots: Array  # [size], -1 = padding
+    known: Array  # [size], the token; -1 = what the slot sampled last
+    scales: Array  # [size] float32, one over the temperature; 0 = greedy
+    keys: Array  # [size, 2], of the noise
+    where: Array  # [1], the place of the step's first result
+    append_slots: Array  # [capacity], -1 = nothing is appended
+    append_places: Array  # beside append_slots, in the slot's page table
+    append_pages: Array  # beside append_slots
+    prefix_tokens: Array | None  # [size], 0 = none; None without groups
+    tiles: Array | None  # [tiles, TILE_FIELDS] of the groups; tiles of zeros do nothing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of the block of a graph for ``size`` rows, and with groups for ``tiles`` tiles of them."""
+
+    size: int
+    tiles: int | None
+
+    def empty(self, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+        """A block of padding."""
+        block = torch.zeros(self._cuts()[-1][1], dtype=torch.int32, device=device, pin_memory=pinned)
+        fields = self.fields(block)
+        for field in (fields.append_slots, fields.slots, fields.known):
+            field.fill_(-1)
+        return block
+
+    def fields(self, block: Array) -> Fields:
+        """Of a block as ``empty`` makes them."""
+        float32 = torch.float32 if torch.is_tensor(block) else np.float32
+        parts = [block[begin:end] for begin, end in self._cuts()]
+        positions, slots, known, scales, keys, *appended = parts[:9]
+        grouped = (None, None) if self.tiles is None else (parts[9], parts[10].reshape(-1, TILE_FIELDS))
+        return Fields(positions, slots, known, scales.view(float32), keys.reshape(-1, 2), *appended, *grouped)
+
+    def _cuts(self) -> list[tuple[int, int]]:
+        """Where each field begins and ends."""
+        capacity = _aligned(self.size)
+        lengths = [*[self.size] * 4, 2 * self.size, 1, *[capacity] * 3]
+        if self.tiles is not None:
+            lengths += [self.size, self.tiles * TILE_FIELDS]
+        cuts, begin = [], 0
+        for length in lengths:
+            cuts.append((begin, begin + length))
+            begin = _aligned(begin + length)
+        return cuts
+
+
+def fill_in(fields: Fields, where: int, slots: np.ndarray, begins: np.ndarray, table: SlotTable) -> None:
+    """The rows of a step: each computes one token, at ``begins [rows]`` of ``slots [rows]``, and samples the next."""
+    count = len(slots)
+    fields.where[0] = where
+    fields.slots[:count] = slots
+    fields.positions[:count] = begins
+    fields.known[:] = -1
+    for row in np.flatnonzero(begins < table.given[slots]).tolist():
+        fields.known[row] = table.prompts[slots[row]][begins[row]]
+    fields.scales[:count] = table.scales[slots]
+    fields.keys[:count] = keys_at(table.stems[slots], begins + 1)
+    if count < len(fields.slots):
+        fields.slots[count:] = -1
+        fields.scales[count:] = 0
+
+
+def fill_in_groups(fields: Fields, prefix_tokens: np.ndarray, tiles: np.ndarray) -> None:
+    """``prefix_tokens [rows]`` and the tiles of a step with groups."""
+    fields.prefix_tokens[: len(prefix_tokens)] = prefix_tokens
+    fields.prefix_tokens[len(prefix_tokens) :] = 0
+    fields.tiles[: len(tiles)] = tiles
+    fields.tiles[len(tiles) :] = 0
+
+
+def append(fields: Fields, changes: PageChanges) -> bool:
+    """Have the graph make ``changes``; False where they are too many, and it makes none."""
+    count = len(changes) if len(changes) <= len(fields.append_slots) else 0
+    fields.append_slots[count:] = -1
+    if count:
+        fields.append_slots[:count] = changes.slots
+        fields.append_places[:count] = changes.places
+        fields.append_pages[:count] = changes.pages
+    return count == len(changes)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED

@@ -1,0 +1,85 @@
+"""What one RunSteps stream sends, and when."""
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.worker.api import stream as module
+from services.worker.api.stream import Stream
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2
+
+
+def stream(together: bool = True, plans_in_flight: int = 4) -> Stream:
+    return Stream(worker_pb2.Hello(plans_in_flight=plans_in_flight, takes_results_together=together))
+
+
+def answer(stream: Stream, *steps: int) -> None:
+    for step in steps:
+        stream.answer(plan_pb2.StepResult(step=step))
+
+
+def steps_of(message: worker_pb2.RunStepsResponse) -> list[int]:
+    if message.WhichOneof("payload") == "result":
+        return [message.result.step]
+    return [result.step for result in message.results.results]
+
+
+def plans(*steps: int) -> worker_pb2.RunStepsRequest:
+    together = [plan_pb2.StepPlan(step=step) for step in steps]
+    return worker_pb2.RunStepsRequest(plans=worker_pb2.StepPlans(plans=together))
+
+
+def test_answers_that_are_there_go_in_one_message():
+    sender = stream()
+    answer(sender, 1, 2, 3)
+    assert steps_of(sender.next_message()) == [1, 2, 3]
+    answer(sender, 4)
+    assert sender.next_message().WhichOneof("payload") == "result"
+
+
+def test_an_older_scheduler_gets_them_one_by_one():
+    sender = stream(together=False)
+    answer(sender, 1, 2)
+    messages = [sender.next_message() for _ in range(2)]
+    assert [message.result.step for message in messages] == [1, 2]
+
+
+def test_a_large_answer_ends_its_message(monkeypatch):
+    monkeypatch.setattr(module, "_LARGE", 100)
+    sender = stream()
+    answer(sender, 1)
+    sender.answer(plan_pb2.StepResult(step=2, token_ids=range(50)))
+    answer(sender, 3, 4)
+    assert [steps_of(sender.next_message()) for _ in range(2)] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("error", [None, InvalidRequest("wrong")])
+def test_the_end_comes_behind_the_answers(error):
+    sender = stream()
+    answer(sender, 1, 2)
+    sender.finish() if error is None else sender.fail(error)
+    assert steps_of(sender.next_message()) == [1, 2]
+    for _ in range(2):
+        if error is None:
+            assert sender.next_message() is None
+        else:
+            with pytest.raises(InvalidRequest, match="wrong"):
+                sender.next_message()
+
+
+def test_plans_are_counted_one_by_one():
+    receiver = stream(plans_in_flight=4)
+    assert [plan.step for plan in receiver.plans_of(plans(1, 2, 3))] == [1, 2, 3]
+    assert [plan.step for plan in receiver.plans_of(worker_pb2.RunStepsRequest(plan=plan_pb2.StepPlan(step=4)))] == [4]
+    answer(receiver, 1, 2)
+    receiver.next_message()
+    receiver.plans_of(plans(5, 6))
+    with pytest.raises(InvalidRequest, match="more plans unanswered than the hello's plans_in_flight=4"):
+        receiver.plans_of(plans(7))
+
+
+@pytest.mark.parametrize(
+    "message", [worker_pb2.RunStepsRequest(), worker_pb2.RunStepsRequest(hello=worker_pb2.Hello())]
+)
+def test_only_plans_follow_the_hello(message):
+    with pytest.raises(InvalidRequest, match="every message must be a plan"):
+        stream().plans_of(message)
