@@ -1,15 +1,21 @@
-"""How many tokens one gateway process turns into answers: ``python -m bench.gateway_capacity [stream=T]``.
+"""How many tokens a gateway process turns into answers: ``python -m bench.gateway_capacity [stream=T]``. And how many
+requests it takes in: ``prompt_tokens=200 max_tokens=1``. Or several of them: ``gateways=4``.
 
-A fake worker that answers at once, a real scheduler, a real gateway, and a client that asks for many samples of few
-prompts. All of them are processes of this host: where cores are few, the CPU seconds of each say more than the rate.
-The last line is one JSON object.
+A fake worker that answers at once, a real scheduler, real gateways, and a client that asks for many samples of few
+prompts, or for one sample of each of many prompts. All of them are processes of this host: where cores are few, the CPU
+seconds of each say more than the rate. The last line is one JSON object.
 """
 
+import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -18,14 +24,20 @@ from bench.client import failures, makespan, send_all
 from bench.problems import few_shot_prompts, read_problems
 from bench.processes import Usage
 from bench.scheduler_capacity import processes
-from bench.server import free_port, report, wait_until_ready
+from bench.server import START_TIMEOUT_S, report
 from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int
+from services.common.handover import Handover, listen
 from services.common.model_files import read_card
+from services.gateway.metrics import RequestMetrics
+from services.gateway.numbers import Numbers
+from services.launcher.deployment import ChildSpec
+from services.launcher.readiness import wait_until_ready
 from tests.fakes.model import FakeShape
 
 MAX_TOKENS, LONGEST_PROMPT = 1024, 1024
 FIRST_MERGED_TOKEN = 261  # of the built-in model: before it are special tokens and single bytes
+VOCAB_SIZE = 2048  # of the built-in model, the smallest there is
 
 
 class GatewayConfig(Config):
@@ -33,42 +45,38 @@ class GatewayConfig(Config):
 
     model: str = Field("builtin", description="directory for names and text, no weights: e.g. of bench.model")
     sequences: Int = Field(8192, ge=1, description="running at once")
-    requests: Int | None = Field(None, ge=1, description="HTTP requests; default: 32, or 64 streams")
-    samples: Int | None = Field(None, ge=1, description="n of each; default: 1024, or 128 when streaming")
+    requests: Int | None = Field(None, ge=1, description="HTTP requests; default: 32, or 64 streams, or 2048 prompts")
+    samples: Int | None = Field(None, ge=1, description="n of each; default: 1024, or 128 when streaming, or 1")
     mean_tokens: Int = Field(153, ge=1, description="of an answer, whose length is geometric; a model's own ends count")
     stream: Bool = False
+    prompt_tokens: Int | None = Field(
+        None, ge=1, description="so many random token ids, others for each request; default: few-shot text"
+    )
+    max_tokens: Int = Field(MAX_TOKENS, ge=1, le=MAX_TOKENS)
+    gateways: Int = Field(1, ge=1, description="gateway processes that share a port")
     clients: Int = Field(1, ge=1, description="client processes")
 
 
 def main() -> None:
     config = from_command_line(GatewayConfig)
-    requests = config.requests or (64 if config.stream else 32)
-    samples = config.samples or (128 if config.stream else 1024)
-    prompts = few_shot_prompts(read_problems(), requests)
-    with gateway(config) as url:
-        name = read_card(config.model).name
-        bodies = [
-            {
-                "model": name, "prompt": prompt, "n": samples, "max_tokens": MAX_TOKENS, "temperature": 0.6,
-                "stop": ["Question:"], "seed": number,
-                **({"stream": True, "stream_options": {"include_usage": True}} if config.stream else {}),
-            }
-            for number, prompt in enumerate(prompts)
-        ]  # fmt: skip
+    with gateways(config) as (url, numbers):
+        bodies = ask_for(config)
         send_all(f"{url}/v1/completions", [body | {"n": 1, "max_tokens": 2} for body in bodies])  # warm up
         usage = Usage(os.getpid())
-        before = usage.seconds()
+        before, answered_before = usage.seconds(), answered(numbers)
         replies = send_all(f"{url}/v1/completions", bodies, config.clients)
-        after = usage.seconds()
+        after, answered_after = usage.seconds(), answered(numbers)
     seconds, failed = makespan(replies), failures(replies)
     tokens = sum(reply.completion_tokens for reply in replies)
     used = {name: after[name] - before[name] for name in ("gateway", "scheduler", "worker")}
 
+    requests, samples = len(bodies), bodies[0]["n"]
     table = Table(title=f"{requests} {'streams' if config.stream else 'requests'} of {samples} samples")
-    for column in ("process", "CPU seconds", "share of a core", "CPU seconds per million tokens"):
+    for column in ("process", "CPU seconds", "share of a core", "ms per request", "CPU seconds per million tokens"):
         table.add_column(column, justify="left" if column == "process" else "right")
     for name, value in used.items():
-        table.add_row(name, f"{value:.2f}", f"{value / seconds:.0%}", f"{value / tokens * 1e6:.2f}")
+        shares = (f"{value / seconds:.0%}", f"{value / requests * 1e3:.3f}", f"{value / tokens * 1e6:.2f}")
+        table.add_row(name, f"{value:.2f}", *shares)
     Console().print(table)
     print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tok/s")
     report(
@@ -77,27 +85,61 @@ def main() -> None:
             "tokens": tokens,
             "seconds": seconds,
             "failures": failed,
+            "requests_per_second": requests / seconds,
+            "cpu_ms_per_request": {name: value / requests * 1e3 for name, value in used.items()},
             "cpu_s_per_million_tokens": {name: value / tokens * 1e6 for name, value in used.items()},
+            "requests_by_gateway": [now - then for now, then in zip(answered_after, answered_before, strict=True)],
             "tokens_per_gateway_cpu_second": tokens / max(used["gateway"], 1e-9),
             "stream": config.stream,
         }
     )
 
 
+def ask_for(config: GatewayConfig) -> list[dict[str, Any]]:
+    """The bodies of all requests."""
+    if config.prompt_tokens is None:
+        requests = config.requests or (64 if config.stream else 32)
+        prompts = few_shot_prompts(read_problems(), requests)
+        common = {"n": config.samples or (128 if config.stream else 1024), "stop": ["Question:"]}
+    else:
+        requests = config.requests or 2048
+        shape = (requests, config.prompt_tokens)
+        prompts = np.random.default_rng(0).integers(FIRST_MERGED_TOKEN, VOCAB_SIZE, shape).tolist()
+        common = {"n": config.samples or 1}
+    common |= {"model": read_card(config.model).name, "max_tokens": config.max_tokens, "temperature": 0.6}
+    if config.stream:
+        common |= {"stream": True, "stream_options": {"include_usage": True}}
+    return [{"prompt": prompt, "seed": number, **common} for number, prompt in enumerate(prompts)]
+
+
 @contextmanager
-def gateway(config: GatewayConfig):
-    """Fake worker, scheduler and gateway; yields the gateway's base URL."""
-    port = free_port()
-    with processes(worker_shape(config), config.model) as scheduler:
-        flags = (f"model={config.model}", f"port={port}", f"scheduler_addresses={scheduler}")
-        process = subprocess.Popen([sys.executable, "-m", "services.gateway", *flags])
+def gateways(config: GatewayConfig):
+    """Fake worker, scheduler and gateways; yields the gateways' base URL and the files that they count in."""
+    with processes(worker_shape(config), config.model) as scheduler, tempfile.TemporaryDirectory() as directory:
+        flags = (f"model={config.model}", f"scheduler_addresses={scheduler}")
+        command = [sys.executable, "-m", "services.gateway", *flags]
+        specs, children = [], []
+        for index, listener in enumerate(listen("127.0.0.1", 0, config.gateways)):
+            with listener:
+                handover = Handover(directory, index, config.gateways, listener.fileno())
+                environment = os.environ | handover.environment
+                children.append(subprocess.Popen(command, env=environment, pass_fds=[handover.listener]))
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            specs.append(ChildSpec(handover.name, "gateway", url, flags, handover=handover))
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_ready(url, process)
-            yield url
+            for spec in specs:
+                asyncio.run(asyncio.wait_for(wait_until_ready(spec), START_TIMEOUT_S))
+            yield url, handover.numbers
         finally:
-            process.terminate()
-            process.wait()
+            for child in children:
+                child.terminate()
+            for child in children:
+                child.wait()
+
+
+def answered(numbers: list[Path]) -> list[int]:
+    """Requests that each gateway has answered so far; zeros for one alone, which keeps its numbers to itself."""
+    return [int(sum(RequestMetrics(Numbers.sum_of([path])).end_to_end.counts)) for path in numbers]
 
 
 def worker_shape(config: GatewayConfig) -> FakeShape:

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.flags import Bool, Config, FlagError, Float, Int, Strings, load, misspelt
+from services.common.flags import Bool, Config, FlagError, Float, Int, Ints, Strings, load, misspelt
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 PRIORITY_CLASSES = ("high", "normal", "low")
@@ -59,6 +59,15 @@ class WorkerConfig(ServiceConfig):
     )
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
+    tp_size: Int = Field(1, ge=1, le=64, description="tensor-parallel ranks of a replica")
+    tp_rank: Int = Field(0, ge=0, description="which of them this worker is")
+    pp_size: Int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
+    pp_rank: Int = Field(0, ge=0, description="which of them this worker is in")
+    pp_layers: Ints = Field((), description="layers of each pipeline stage, such as 10,11,11; default: equal times")
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="where a replica's workers meet: the host of tp_rank=0 pp_rank=0"
+    )
+    master_port: Int = Field(10510, ge=1, le=65535, description="the port there")
 
     @field_validator("kv_cache_num_tokens")
     @classmethod
@@ -83,6 +92,28 @@ class WorkerConfig(ServiceConfig):
             if not getattr(self, needed) and value != WorkerConfig.model_fields[name].default:
                 value = "T" if value is True else value
                 raise ValueError(f"flag {name}={value}: has no effect without {needed}=T; leave it out, or set both")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_are_there(self) -> "WorkerConfig":
+        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+            most = getattr(self, size)
+            if getattr(self, rank) >= most:
+                raise ValueError(
+                    f"flag {rank}={getattr(self, rank)}: ranks count from 0, and {size} is {most}; expected less, or a"
+                    f" larger {size}"
+                )
+        if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
+            raise ValueError(
+                f"flag pp_layers={','.join(map(str, self.pp_layers))}: expected a number of layers, 1 or more, for each"
+                f" of pp_size={self.pp_size} stages"
+            )
+        for name in ("master_addr", "master_port"):
+            value = getattr(self, name)
+            if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:
+                raise ValueError(
+                    f"flag {name}={value}: has no effect without tp_size=2 or pp_size=2 or more; leave it out"
+                )
         return self
 
     @property
@@ -168,8 +199,8 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     """What ``toka`` takes: everything its children take, and how many of them there are."""
 
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its worker each")
+    gateways: Int = Field(1, ge=1, le=64, description="gateway processes, which share one host and port")
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
-    tp_size: Int = Field(1, ge=1, description="tensor-parallel ranks of a replica")
     async_tp_threshold: Int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -190,7 +221,8 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
                 "flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at kv_cache_dtype=auto, or use"
                 " device=cuda"
             )
-        for name in ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank"):
+        chosen = ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank")
+        for name in (*chosen, "tp_rank", "pp_rank", "master_addr", "master_port"):
             if getattr(self, name) != fields[name].default:
                 raise ValueError(f"flag {name}: toka chooses the addresses of its children itself; leave it out")
         return self
@@ -202,6 +234,15 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     def _not_yet(self, name: str) -> str:
         default = type(self).model_fields[name].default
         return f"is not available in this version; leave it at its default ({name}={default})"
+
+    @model_validator(mode="after")
+    def _gateways_can_share_a_port(self) -> "DeploymentConfig":
+        if self.gateways > 1 and not sys.platform.startswith("linux"):
+            raise ValueError(
+                f"flag gateways={self.gateways}: only Linux spreads connections over the processes that share a port;"
+                " leave it at its default (gateways=1)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> "DeploymentConfig":

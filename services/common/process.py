@@ -19,8 +19,8 @@ from services.common.log import configure
 
 PARENT_PID = "TOKA_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
-# Objects made and not freed before the youngest are looked at, and how often that happens before older ones are.
-_COLLECT_AFTER = (100_000, 20, 20)
+_COLLECT_AFTER = 100_000
+_COLLECT_OLDER_AFTER = (20, 20)  # times that younger ones were looked at
 _own_process = False  # a service's, begun by run_service
 
 log = structlog.get_logger(__name__)
@@ -83,9 +83,10 @@ async def unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | None
         done.cancel()
 
 
-def collect_seldom() -> None:
+def collect_seldom(after: int = _COLLECT_AFTER) -> None:
     """To be called once a service is ready. Nearly all memory is freed by reference counts; looking for cycles among
-    what thousands of requests hold takes a gateway a third of its time, and holds up a worker's steps.
+    what thousands of requests hold takes a gateway a third of its time, and holds up a worker's steps. ``after``:
+    objects made and not freed before the youngest are looked at.
 
     Only in a process that ``run_service`` began: others, such as tests, have objects of their own.
     """
@@ -93,7 +94,7 @@ def collect_seldom() -> None:
         return
     gc.collect()
     gc.freeze()  # what is loaded stays
-    gc.set_threshold(*_COLLECT_AFTER)
+    gc.set_threshold(after, *_COLLECT_OLDER_AFTER)
 
 
 def die_with_parent() -> None:

@@ -2,14 +2,20 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
+import sys
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
+from services.common.handover import BACKLOG, Handover, listen
 from services.common.process import collect_seldom, run_service
 from services.gateway.app import make_app
 from services.gateway.gateway import Gateway
@@ -22,7 +28,20 @@ DRAIN_S = 5.0
 LAST_WORD_S = 2.0
 # Longer than the pools of clients keep an idle connection, so that none is closed under a request.
 KEEP_ALIVE_S = 120
-BACKLOG = 4096
+# Who asks a gateway that has just started is answered when it knows its schedulers, or after so long.
+FIRST_LOOK_S = 1.0
+# A request holds some 100 objects while it runs, and leaves no cycles of them behind.
+COLLECT_AFTER = 1_000_000
+
+
+class _Connection(HttpToolsProtocol):
+    """One client's connection."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        transport = self.transport
+        super().connection_lost(exc)
+        if sys.version_info < (3, 12):
+            transport._read_ready_cb = None  # its own method: a circle, which later versions open themselves
 
 
 class _Server(uvicorn.Server):
@@ -46,16 +65,18 @@ async def serve(
     config: GatewayConfig,
     stop: asyncio.Event,
     *,
+    handover: Handover | None = None,
     timings: Timings | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Run a gateway until ``stop`` is set. ``on_listening`` gets its base URL once requests are answered."""
-    gateway = Gateway.make(config, timings or Timings())
-    listener = _listen(config.host, config.port)
+    gateway = Gateway.make(config, timings or Timings(), handover)
+    allow_connections()
+    sockets = listen(config.host, config.port) if handover is None else _handed_over(handover)
     server = _Server(
         uvicorn.Config(
             make_app(gateway),
-            http="httptools",
+            http=_Connection,
             ws="none",
             loop="none",
             lifespan="off",
@@ -63,22 +84,39 @@ async def serve(
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(DRAIN_S + LAST_WORD_S),
         ),
-        lambda: _announce(listener, on_listening),
+        lambda: _announce(sockets[0], on_listening),
     )
     gateway.fleet.start()
-    collect_seldom()
+    collect_seldom(COLLECT_AFTER)
     drain = asyncio.create_task(_drain(stop, gateway, server))
     try:
-        await server.serve(sockets=[listener])
+        await gateway.fleet.known(FIRST_LOOK_S)
+        await server.serve(sockets=sockets)
     finally:
         drain.cancel()
         await gateway.fleet.stop()
         gateway.text.stop()
-        listener.close()
+        for each in sockets:
+            each.close()
+
+
+def _handed_over(handover: Handover) -> list[socket.socket]:
+    """The socket for clients, and the one on which ``toka`` asks this gateway and no other."""
+    handover.own_socket.unlink(missing_ok=True)  # of one that died
+    own = socket.socket(socket.AF_UNIX)
+    own.bind(str(handover.own_socket))
+    return [socket.socket(fileno=handover.listener), own]
+
+
+def allow_connections() -> None:
+    """Raise the process's limit of open files as far as it may: a connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _announce(listener: socket.socket, on_listening: Callable[[str], None]) -> None:
@@ -98,20 +136,10 @@ async def _drain(stop: asyncio.Event, gateway: Gateway, server: uvicorn.Server) 
     gateway.fleet.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error}; choose another host= or port=") from error
-    return listener
-
-
 def main() -> None:
     """The ``toka-gateway`` command."""
-    run_service("gateway", GatewayConfig, serve)
+    handover = Handover.read(os.environ)
+    run_service("gateway" if handover is None else handover.name, GatewayConfig, partial(serve, handover=handover))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """All schedulers of this gateway: which models they serve, whether any is ready, and which gets a request."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from services.common.errors import NotFound, TokaError, Unavailable
 from services.gateway.generation import Generation
@@ -14,6 +16,8 @@ from services.gateway.routing import PrefixRouter
 from services.gateway.session.client import Timings
 from services.gateway.session.codec import ModelFacts
 from services.gateway.session.replica import Replica
+
+Found = TypeVar("Found")
 
 
 class Fleet:
@@ -44,6 +48,13 @@ class Fleet:
         """Begin to connect; no scheduler has to be up."""
         self._tasks = [asyncio.create_task(replica.run(), name=replica.address) for replica in self.replicas]
 
+    async def known(self, patience_s: float) -> None:
+        """Until each scheduler was found ready, or not ready, once; for ``patience_s`` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                for replica in self.replicas:
+                    await replica.known.wait()
+
     async def stop(self) -> None:
         """End every request and session."""
         self.fail_all(Unavailable("the gateway is shutting down; send the request again"))
@@ -70,24 +81,34 @@ class Fleet:
         """Every model known so far by id, those of lost schedulers too: they are expected back."""
         return {replica.model.id: replica.model for replica in self.replicas if replica.model is not None}
 
+    async def listed(self) -> list[ModelFacts]:
+        """Every model, once one is known: of several gateways that share a port, a client may have asked the one that
+        found its scheduler last. Waits a bounded time; then raises ``Unavailable``."""
+        return await self._once(lambda: list(self.models.values()))
+
     async def model(self, name: str | None) -> ModelFacts:
         """The model ``name`` (None: the only one), once a scheduler is ready for it.
 
         Waits a bounded time for one; then raises ``Unavailable``. Raises ``NotFound`` for a name nobody serves.
         """
+
+        def ready() -> ModelFacts | None:
+            facts = self._look_up(known, name) if (known := self.models) else None
+            return facts if facts is not None and self._ready(facts.id) else None
+
+        return await self._once(ready)
+
+    async def _once(self, find: Callable[[], Found | None]) -> Found:
+        """What ``find`` gives, as soon as it gives something."""
         give_up_at = time.monotonic() + self._wait_for_ready_s
-        while True:
-            known = self.models
-            if known:
-                facts = self._look_up(known, name)
-                if self._ready(facts.id):
-                    return facts
+        while not (found := find()):
             changed = self._changed
             try:
                 async with asyncio.timeout(give_up_at - time.monotonic()):
                     await changed.wait()
             except TimeoutError:
                 raise Unavailable(f"no scheduler is ready: {self.trouble or 'try again'}") from None
+        return found
 
     def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
         """Send ``jobs``, each to the replica that suits it. The caller closes what it gets. Raises ``TokaError``."""

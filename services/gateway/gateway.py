@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from services.common.config import GatewayConfig
+from services.common.handover import Handover
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.fleet import Fleet
 from services.gateway.metrics import RequestMetrics, make_registry
+from services.gateway.numbers import Numbers
 from services.gateway.replica_metrics import ReplicaMetrics
 from services.gateway.session.client import Timings
 from services.gateway.text import TextEngine
@@ -15,7 +17,8 @@ from services.gateway.text import TextEngine
 
 @dataclass(frozen=True)
 class Gateway:
-    """Made once, on the event loop it lives on. Holds nothing that may not be lost."""
+    """Made once, on the event loop it lives on. Holds nothing that may not be lost: what one of several gateways counts
+    lies in a file that outlives it."""
 
     config: GatewayConfig
     text: TextEngine
@@ -24,13 +27,13 @@ class Gateway:
     registry: CollectorRegistry
 
     @classmethod
-    def make(cls, config: GatewayConfig, timings: Timings) -> "Gateway":
+    def make(cls, config: GatewayConfig, timings: Timings, handover: Handover | None = None) -> "Gateway":
         """Load the tokenizer and make everything else around it. Raises ``InvalidRequest`` for a wrong model."""
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        metrics, registry = RequestMetrics(), make_registry()
+        paths = handover.numbers if handover is not None else []
+        metrics = RequestMetrics(Numbers.of_file(paths[handover.index]) if paths else None)
         fleet = Fleet(
             config.scheduler_addresses, tokenizer_fingerprint=tokenizer.fingerprint, metrics=metrics, timings=timings
         )
-        registry.register(metrics)
-        registry.register(ReplicaMetrics(fleet.replicas))
+        registry = make_registry(metrics, ReplicaMetrics(fleet.replicas), paths)
         return cls(config, TextEngine(tokenizer), fleet, metrics, registry)

@@ -75,15 +75,15 @@ class Generation:
         self._unfinished = len(self.choices)
         self._news: list[Choice] = []
         self._error: TokaError | None = None
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the handler
 
     # From the session.
 
     def accepted(self) -> None:
         """One of the calls is in a scheduler's queue."""
         self._unaccepted -= 1
-        if self._unaccepted == 0:
-            self._wake.set()
+        if self._unaccepted == 0 and self._streaming:
+            self._wake()
 
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
@@ -93,7 +93,7 @@ class Generation:
         if self._streaming and not choice.noticed:
             choice.noticed = True
             self._news.append(choice)
-            self._wake.set()
+            self._wake()
 
     def finish(self, choice: Choice, ending: Ending) -> None:
         """The end of one choice."""
@@ -107,18 +107,18 @@ class Generation:
             return
         self._news.append(choice)
         if self._unfinished == 0 or len(self._news) >= _ENDED_AT_ONCE:
-            self._wake.set()
+            self._wake()
 
     def fail(self, error: TokaError) -> None:
         """The request cannot be completed. The first error counts."""
         if self._error is None:
             self._error = error
-            self._wake.set()
+            self._wake()
 
     # From the HTTP handler.
 
     async def wait_accepted(self) -> None:
-        """Until every prompt is accepted. Raises why one was not."""
+        """Until every prompt is accepted. Raises why one was not. Streams only: others hear with their answers."""
         while self._unaccepted:
             await self._woken()
 
@@ -142,14 +142,23 @@ class Generation:
         return news
 
     def close(self) -> None:
-        """End what is still running. Whoever made the generation calls it when done with it, in any case."""
+        """End what is still running. Whoever made the generation calls it when done with it, in any case.
+
+        Choices and calls know their generation; it forgets them, so that all is freed without a search for cycles.
+        """
         if self._unfinished:
             for call in self.calls:
                 call.cancel()
+        self.calls, self.choices, self._news = [], [], []
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _woken(self) -> None:
+        """Until there may be something new. Whoever waits has looked before, so nothing is missed."""
         if self._error is None:
-            await self._wake.wait()
-            self._wake.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._error is not None:
             raise self._error

@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import re
-from collections.abc import Coroutine
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -58,28 +58,31 @@ def read_caller(request: Request) -> Caller:
     return Caller(trace if _TRACEPARENT.fullmatch(trace) else "", digest)
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, R]) -> R:
+async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
     """The result of ``work``, which is cancelled when the client goes away: ``ClientDisconnect`` then.
 
-    The request's body must have been read.
+    The request's body must have been read. ``work`` runs in the calling task: a second one only watches the client.
     """
-    worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(disconnected(request.receive))
-    try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            return worker.result()
-        raise ClientDisconnect
-    finally:
-        for task in (worker, watcher):
+    task, left, over = asyncio.current_task(), False, False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not over:
+            left = True
             task.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
 
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        over = True
+        watcher.cancel()
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

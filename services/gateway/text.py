@@ -1,10 +1,12 @@
 """Prompts to token ids, off the event loop: small texts of many requests in one batch, large ones by themselves."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
+
+import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
@@ -123,14 +125,14 @@ def context_exceeded(prompt_tokens: int | str, max_context_tokens: int, field: s
     )
 
 
-def check_token_ids(prompt: Sequence[int], vocab_size: int, max_context_tokens: int, field: str) -> None:
+def check_token_ids(prompt: np.ndarray, vocab_size: int, max_context_tokens: int, field: str) -> None:
     """Refuse a prompt that is empty, too long, or has ids the model does not know."""
-    if not prompt:
+    if not len(prompt):
         raise InvalidRequest("the prompt has no tokens; give at least one", field=field, reason="EMPTY_PROMPT")
     if len(prompt) >= max_context_tokens:
         raise context_exceeded(len(prompt), max_context_tokens, field)
-    if max(prompt) >= vocab_size:
-        wrong = next(token for token in prompt if token >= vocab_size)
+    if prompt.max() >= vocab_size:
+        wrong = prompt[prompt >= vocab_size][0]
         raise InvalidRequest(
             f"token id {wrong} does not exist: this model has ids 0 to {vocab_size - 1}",
             field=field,

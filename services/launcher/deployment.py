@@ -7,6 +7,7 @@ from typing import Literal
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.flags import ENV_PREFIX, Config
+from services.common.handover import Handover
 
 Role = Literal["gateway", "scheduler", "worker"]
 
@@ -20,6 +21,7 @@ class ChildSpec:
     address: str  # gRPC target, or the gateway's base URL
     flags: tuple[str, ...]  # key=value
     environment: dict[str, str] = field(default_factory=dict)
+    handover: Handover | None = None  # a gateway's
 
     @property
     def module(self) -> str:
@@ -27,7 +29,8 @@ class ChildSpec:
 
 
 def plan_children(config: DeploymentConfig, runtime_dir: Path) -> list[ChildSpec]:
-    """The workers, schedulers and gateway of ``config``. Workers listen on unix sockets in ``runtime_dir``."""
+    """The workers, schedulers and gateways of ``config``. Workers listen on unix sockets in ``runtime_dir``, gateways
+    on sockets that they are given at their start."""
     workers, schedulers = [], []
     for rank in range(config.dp_size):
         socket = f"unix:{runtime_dir}/worker-{rank}.sock"
@@ -41,8 +44,10 @@ def plan_children(config: DeploymentConfig, runtime_dir: Path) -> list[ChildSpec
         flags = _flags(SchedulerConfig, config, {"scheduler_listen": address, "worker_address": socket})
         schedulers.append(ChildSpec(f"scheduler-{rank}", "scheduler", address, flags))
     flags = _flags(GatewayConfig, config, {"scheduler_addresses": tuple(child.address for child in schedulers)})
-    gateway = ChildSpec("gateway", "gateway", f"http://{_reachable(config.host)}:{config.port}", flags)
-    return [*workers, *schedulers, gateway]
+    url = f"http://{_reachable(config.host)}:{config.port}"
+    handovers = [Handover(str(runtime_dir), index, config.gateways) for index in range(config.gateways)]
+    gateways = [ChildSpec(handover.name, "gateway", url, flags, handover=handover) for handover in handovers]
+    return [*workers, *schedulers, *gateways]
 
 
 def child_environment(spec: ChildSpec, environment: dict[str, str]) -> dict[str, str]:

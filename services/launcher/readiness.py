@@ -1,6 +1,7 @@
 """Waits until a child serves."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import httpx
@@ -13,11 +14,14 @@ _RETRY_S = 0.1
 
 
 async def wait_until_ready(spec: ChildSpec) -> None:
-    """Return once the child serves: grpc.health.v1 for workers and schedulers, ``/ready`` for the gateway.
+    """Return once the child serves: by grpc.health.v1, or by ``/ready`` on the own socket of a gateway.
 
     Waits for ever; the caller bounds it by the life of the child.
     """
-    await (_http_ready if spec.role == "gateway" else grpc_ready)(spec.address)
+    if spec.handover is not None:
+        await _http_ready(spec.handover.own_socket)
+    else:
+        await grpc_ready(spec.address)
 
 
 async def grpc_ready(address: str) -> None:
@@ -36,11 +40,11 @@ async def grpc_ready(address: str) -> None:
                 watch.cancel()
 
 
-async def _http_ready(base_url: str) -> None:
-    async with httpx.AsyncClient(trust_env=False) as client:
+async def _http_ready(own_socket: Path) -> None:
+    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(own_socket))) as client:
         while True:
             try:
-                if (await client.get(f"{base_url}/ready")).status_code == httpx.codes.OK:
+                if (await client.get("http://gateway/ready")).status_code == httpx.codes.OK:
                     return
             except httpx.TransportError:
                 pass  # it is not listening yet

@@ -8,10 +8,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -33,8 +35,10 @@ _LAST_WORDS_S = 1.0  # to read what a dead child wrote last
 class Child:
     """One child process and its restarts. Owned by the supervisor's asyncio loop."""
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ChildSpec, listener: socket.socket | None = None) -> None:
+        """``listener``: a gateway's, which it shares with this process."""
         self.spec = spec
+        self._listener = listener
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
         self._forwarding: asyncio.Task | None = None
@@ -82,6 +86,10 @@ class Child:
 
     async def _start(self) -> None:
         environment = child_environment(self.spec, dict(os.environ)) | {PARENT_PID: str(os.getpid())}
+        inherited = []
+        if self._listener is not None:
+            inherited.append(self._listener.fileno())
+            environment |= replace(self.spec.handover, listener=self._listener.fileno()).environment
         command = [sys.executable, "-m", self.spec.module, *self.spec.flags]
         # A session of its own: Ctrl-C reaches us alone, and we end the children in order.
         # A pipe of our own: asyncio's makes ``wait`` wait for everybody who has the child's stderr, not for the child.
@@ -92,7 +100,7 @@ class Child:
                 lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(reading, "rb")
             )
             self.process = await asyncio.create_subprocess_exec(
-                *command, env=environment, stderr=writing, start_new_session=True
+                *command, env=environment, stderr=writing, pass_fds=inherited, start_new_session=True
             )
         finally:
             os.close(writing)
@@ -124,12 +132,16 @@ class Child:
         return "".join(f"\n  {line}" for line in self._last_lines)
 
 
-async def supervise(specs: list[ChildSpec], stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
-    """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve.
+async def supervise(
+    specs: list[ChildSpec], listeners: list[socket.socket], stop: asyncio.Event, on_ready: Callable[[], None]
+) -> None:
+    """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve. Each gateway gets one of
+    ``listeners``, which are closed before the gateways are ended: whoever connects from then on shall hear of it.
 
-    Raises ``Unavailable`` with the reason when a child cannot be kept running. Ends the last started first.
+    Raises ``Unavailable`` with the reason when a child cannot be kept running. Ends gateways first and workers last.
     """
-    children = [Child(spec) for spec in specs]
+    waiting = iter(listeners)
+    children = [Child(spec, next(waiting) if spec.handover is not None else None) for spec in specs]
     runs = [asyncio.create_task(child.run()) for child in children]
     announce = asyncio.create_task(_announce(children, on_ready))
     stopped = asyncio.create_task(stop.wait())
@@ -143,8 +155,10 @@ async def supervise(specs: list[ChildSpec], stop: asyncio.Event, on_ready: Calla
         for run in runs:
             run.cancel()
         await asyncio.gather(*runs, announce, stopped, return_exceptions=True)
-        for child in reversed(children):
-            await child.stop()
+        for listener in listeners:
+            listener.close()
+        for role in reversed(dict.fromkeys(spec.role for spec in specs)):
+            await asyncio.gather(*(child.stop() for child in children if child.spec.role == role))
 
 
 async def _announce(children: list[Child], on_ready: Callable[[], None]) -> None:

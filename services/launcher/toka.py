@@ -1,6 +1,7 @@
 """``toka key=value ...``: a whole deployment on one host, as supervised child processes."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import tempfile
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
+from services.common.handover import listen
 from services.common.model_files import read_card
 from services.common.process import run_service, unless_stopped
 from services.launcher.deployment import plan_children
@@ -27,14 +29,19 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
     card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
     if card is None:
         return
-    config = _with_free_ports(config)
-    for port in (config.port, *(config.grpc_port + rank for rank in range(config.dp_size))):
-        _check_port_is_free(config.host if port == config.port else "127.0.0.1", port)
-    with tempfile.TemporaryDirectory(prefix="toka-") as runtime_dir:
+    listeners = listen(config.host, config.port, config.gateways)
+    with contextlib.ExitStack() as opened:
+        for listener in listeners:
+            opened.enter_context(listener)
+        runtime_dir = opened.enter_context(tempfile.TemporaryDirectory(prefix="toka-"))
+        config = _with_free_ports(config, listeners[0].getsockname()[1])
+        for rank in range(config.dp_size):
+            _check_port_is_free(config.grpc_port + rank)
         children = plan_children(config, Path(runtime_dir))
         url = children[-1].address
         schedulers = [child.address for child in children if child.role == "scheduler"]
-        await supervise(children, stop, on_ready=lambda: print(_banner(card.name, url, schedulers), flush=True))
+        banner = _banner(card.name, url, schedulers)
+        await supervise(children, listeners, stop, on_ready=lambda: print(banner, flush=True))
 
 
 def _check_may_write(record_plans: str) -> None:
@@ -50,14 +57,10 @@ def _check_may_write(record_plans: str) -> None:
         ) from error
 
 
-def _with_free_ports(config: DeploymentConfig) -> DeploymentConfig:
-    """Port 0 means any free one; children must be told which."""
-    changes = {}
-    if config.port == 0:
-        changes["port"] = _free_ports(1)
-    if config.grpc_port == 0:
-        changes["grpc_port"] = _free_ports(config.dp_size)
-    return config.model_copy(update=changes)
+def _with_free_ports(config: DeploymentConfig, port: int) -> DeploymentConfig:
+    """Port 0 means any free one; children must be told which. ``port`` is the one that was bound for the gateways."""
+    grpc_port = config.grpc_port or _free_ports(config.dp_size)
+    return config.model_copy(update={"port": port, "grpc_port": grpc_port})
 
 
 def _free_ports(count: int) -> int:
@@ -67,20 +70,18 @@ def _free_ports(count: int) -> int:
             first = probe.getsockname()[1]
         try:
             for port in range(first, first + count):
-                _check_port_is_free("127.0.0.1", port)
+                _check_port_is_free(port)
         except Unavailable:
             continue
         return first
 
 
-def _check_port_is_free(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _check_port_is_free(port: int) -> None:
     try:
-        socket.create_server((host, port), family=family).close()
+        socket.create_server(("127.0.0.1", port)).close()
     except (OSError, OverflowError) as error:
         raise Unavailable(
-            f"cannot listen on {host}:{port} ({error}): stop what runs there, or choose another port with"
-            " port= or grpc_port="
+            f"cannot listen on 127.0.0.1:{port} ({error}): stop what runs there, or choose another port with grpc_port="
         ) from error
 
 

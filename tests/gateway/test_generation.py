@@ -1,11 +1,16 @@
 """What a request's choices hold while their tokens come in."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 from services.common.errors import Unavailable
 from services.gateway.generation import Generation
 from services.gateway.job import Job, Settings
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session.client import Session, Timings
 from services.gateway.session.codec import Ending, TokenLogprob
 
 
@@ -85,3 +90,20 @@ async def test_closing_cancels_what_still_runs_and_nothing_else():
             running.finish(running.choices[0], ending())
         running.close()
     assert cancelled == [False]
+
+
+def test_what_is_closed_is_freed_without_a_search_for_cycles():
+    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    running = generation(n=2, streaming=False)
+    session.submit(running.calls[0])
+    parts = [weakref.ref(part) for part in (running, running.calls[0])]
+    session._end(0)
+    session._end(1)
+    session._unaccepted.clear()
+    gc.disable()
+    try:
+        running.close()
+        del running
+        assert [part() for part in parts] == [None, None]
+    finally:
+        gc.enable()

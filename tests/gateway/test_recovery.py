@@ -46,7 +46,8 @@ def test_a_gateway_without_a_scheduler_says_so_and_waits_for_it(tmp_path):
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "service_unavailable_error"
-        assert httpx.get(url + "/v1/models").json()["data"] == []
+        models = httpx.get(url + "/v1/models", timeout=60)
+        assert (models.status_code, models.json()["error"]["type"]) == (503, "service_unavailable_error")
         assert stop_and_wait(gateway) == 0
     finally:
         gateway.kill()
@@ -211,3 +212,19 @@ def test_sigterm_ends_what_takes_too_long_with_a_reason(fragile):
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
     assert fragile.gateway.wait() == 0
+
+
+def test_the_first_answer_of_a_gateway_knows_the_models(fragile):
+    fragile.gateway.stop()
+    fragile.gateway.start()
+    answers = []
+
+    def answered() -> bool:
+        try:
+            answers.append(httpx.get(fragile.url + "/v1/models", timeout=60))
+        except httpx.ConnectError:
+            return False
+        return True
+
+    eventually(answered)
+    assert [model["id"] for model in answers[0].json()["data"]] == ["tokasaurus-builtin"]

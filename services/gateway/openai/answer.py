@@ -30,13 +30,16 @@ class Answer:
     started_at: float
 
     async def respond(self, *, stream: bool) -> Response:
-        """The response: whole, or a stream once every prompt is accepted. Raises ``TokaError``."""
+        """The response: whole, or a stream once every prompt is accepted. Raises ``TokaError``.
+
+        A whole answer does not wait for the acceptance: it would only be woken twice.
+        """
         generation = self.gateway.fleet.generate(self.jobs, streaming=stream)
         handed_over = False
         try:
-            await generation.wait_accepted()
             headers = self.headers | {"x-request-id": self.shape.request_id}
             if stream:
+                await generation.wait_accepted()
                 handed_over = True
                 return EventStream(self._events(generation), partial(self._close, generation), headers)
             written = await self._write_all(generation)
@@ -100,7 +103,8 @@ class Answer:
 
     def _close(self, generation: Generation, disconnected: bool) -> None:
         generation.close()
-        self.gateway.metrics.disconnects += disconnected
+        if disconnected:
+            self.gateway.metrics.count_disconnect()
 
     def _measure(self, generation: Generation) -> None:
         metrics = self.gateway.metrics

@@ -1,7 +1,7 @@
 """``POST /v1/chat/completions``."""
 
+import secrets
 import time
-import uuid
 
 from fastapi import Request, Response
 
@@ -19,7 +19,7 @@ async def create_chat_completion(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request, _chat(gateway, raw, read_caller(request), started_at))
+    return await while_connected(request.receive, _chat(gateway, raw, read_caller(request), started_at))
 
 
 async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
@@ -33,7 +33,7 @@ async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float)
         add_generation_prompt=body.add_generation_prompt is not False,
         max_tokens=facts.max_context_tokens,
     )
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    request_id = f"chatcmpl-{secrets.token_hex(16)}"
     jobs = make_jobs(
         request_id,
         [prompt],

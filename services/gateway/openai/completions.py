@@ -1,7 +1,7 @@
 """``POST /v1/completions``."""
 
+import secrets
 import time
-import uuid
 
 from fastapi import Request, Response
 
@@ -21,7 +21,7 @@ async def create_completion(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request, _complete(gateway, raw, read_caller(request), started_at))
+    return await while_connected(request.receive, _complete(gateway, raw, read_caller(request), started_at))
 
 
 async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
@@ -32,7 +32,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     prompts = body.prompt
     if isinstance(prompts[0], str):
         prompts = await gateway.text.encode(prompts, max_tokens=facts.max_context_tokens, field="prompt")
-    request_id = f"cmpl-{uuid.uuid4().hex}"
+    request_id = f"cmpl-{secrets.token_hex(16)}"
     jobs = make_jobs(
         request_id,
         prompts,

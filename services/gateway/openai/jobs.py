@@ -63,7 +63,7 @@ def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
 
 def make_jobs(
     request_id: str,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | np.ndarray],
     settings: Settings,
     facts: ModelFacts,
     *,
@@ -81,8 +81,8 @@ def make_jobs(
     jobs = []
     seen: Counter[bytes] = Counter()
     for number, prompt in enumerate(prompts):
-        check_token_ids(prompt, facts.vocab_size, facts.max_context_tokens, field)
-        ids = np.array(prompt, dtype=np.uint32)
+        ids = np.asarray(prompt, np.uint32)
+        check_token_ids(ids, facts.vocab_size, facts.max_context_tokens, field)
         repeat = 0
         if seed is not None and len(prompts) > 1:
             key = ids.tobytes()

@@ -11,9 +11,9 @@ from services.gateway.session.codec import ModelFacts
 
 
 async def list_models(request: Request) -> Response:
-    """Every model that a scheduler serves."""
+    """Every model that a scheduler serves; waits for the first."""
     gateway: Gateway = request.app.state.gateway
-    return response(200, {"object": "list", "data": [_describe(facts) for facts in gateway.fleet.models.values()]})
+    return response(200, {"object": "list", "data": [_describe(facts) for facts in await gateway.fleet.listed()]})
 
 
 async def get_model(request: Request, model_id: str) -> Response:

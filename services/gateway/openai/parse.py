@@ -7,7 +7,7 @@ import orjson
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.gateway.openai.schemas import Body
+from services.gateway.openai.schemas import GenerationBody
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
 from services.gateway.text import TextEngine
 
@@ -17,7 +17,7 @@ _INLINE_BYTES = 64 * 1024  # a larger body is parsed in a thread: the event loop
 _LONGEST_HEADER = 1024
 _UNION_STEPS = ("str", "list[TextPart]")
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=GenerationBody)
 
 
 async def parse_large(text: TextEngine, raw: bytes, kind: type[B]) -> B:
@@ -46,13 +46,13 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise _describe(error) from None
 
 
-def ignored_header(body: Body) -> dict[str, str]:
+def ignored_header(body: GenerationBody) -> dict[str, str]:
     """The header that lists what the client sent and this server does not know; empty when there is nothing."""
     unknown = [name for name in body.model_extra or {} if name not in HARMLESS and name not in UNSUPPORTED]
-    for name in type(body).model_fields:
+    for name in body.nested:
         value = getattr(body, name)
         for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, Body):
+            if part is not None:
                 unknown += [f"{name}.{extra}" for extra in part.model_extra or {}]
     if not unknown:
         return {}

@@ -3,8 +3,11 @@
 What these do not name is in ``unsupported`` or unknown; unknown parameters end up in ``model_extra``.
 """
 
-from typing import Annotated, Any, Literal
+import contextlib
+from array import array
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 MAX_STOPS = 16
@@ -24,8 +27,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """A prompt in any of OpenAI's four forms, as a list of prompts."""
+def _prompts(value: Any) -> list[str] | list[np.ndarray]:
+    """A prompt in any of OpenAI's four forms, as a list of prompts; token ids as uint32."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -40,13 +43,22 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {number} has no tokens; give at least one")
-        for item in prompt:
-            if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
-                raise ValueError(
-                    "expected a string, a list of strings, a list of token ids, or a list of lists of token ids;"
-                    f" found {_short(item)} among them"
-                )
-    return prompts
+    return [_token_ids(prompt) for prompt in prompts]
+
+
+def _token_ids(prompt: list[Any]) -> np.ndarray:
+    """``prompt`` as uint32. A list is looked through item by item only when something may be wrong with it."""
+    with contextlib.suppress(TypeError, OverflowError):
+        ids = np.frombuffer(array("I", prompt), np.uint32)
+        if ids.min() > 1:  # else it may have been true or false
+            return ids
+    for item in prompt:
+        if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
+            raise ValueError(
+                "expected a string, a list of strings, a list of token ids, or a list of lists of token ids;"
+                f" found {_short(item)} among them"
+            )
+    return np.array(prompt, np.uint32)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -69,7 +81,7 @@ def _short(value: Any) -> str:
 
 
 Prompts = Annotated[
-    list[str] | list[list[int]],
+    list[str] | list[np.ndarray],
     PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
@@ -85,6 +97,8 @@ class StreamOptions(Body):
 
 class GenerationBody(Body):
     """What completions and chat have in common."""
+
+    nested: ClassVar[tuple[str, ...]] = ("stream_options",)  # fields with parameters of their own in them
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -161,6 +175,8 @@ class Message(Body):
 
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
+
+    nested = ("stream_options", "messages")
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None

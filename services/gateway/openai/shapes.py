@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -34,8 +35,14 @@ class Shape(ABC):
             "model": facts.id,
             "system_fingerprint": f"fp_{facts.tokenizer_fingerprint[:12]}",
         }
-        self._chunk_head = self._head | {"object": self.chunk_object}
-        self._template = Template(self._chunk_head, "choices", {"usage": None} if include_usage else None)
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(self._chunk_head, "choices", {"usage": None} if self._include_usage else None)
+
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head | {"object": self.chunk_object}
 
     def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
         """The body of an answer that is not streamed. ``written``: what ``choice`` made of each."""

@@ -6,11 +6,12 @@ from typing import Any
 
 import orjson
 import structlog
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import Internal, TokaError
-from services.gateway.http import disconnected
+from services.gateway.http import while_connected
 from services.gateway.openai.errors import to_body
 
 log = structlog.get_logger(__name__)
@@ -51,17 +52,13 @@ class EventStream(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send_all(send))
-        watcher = asyncio.create_task(disconnected(receive))
+        left = False
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
+            await while_connected(receive, self._send_all(send))
+        except ClientDisconnect:
+            left = True
         finally:
-            self._close(not sender.done())
-            for task in (sender, watcher):
-                task.cancel()
-            await asyncio.gather(sender, watcher, return_exceptions=True)
+            self._close(left)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import numpy as np
@@ -77,7 +78,7 @@ class Session:
         handle = message.submit.handle = self._seats.take(len(call.choices), stored=not call.generation.fed)
         self._samples.update(enumerate(call.choices, handle))
         self._unaccepted[handle] = call
-        call.cancel = lambda: self._cancel(handle, call.choices)
+        call.cancel = partial(self._cancel, handle, call.choices)
         self.unreported_tokens += call.job.most_tokens
         self._outbox.append(message)
         self._has_mail.set()

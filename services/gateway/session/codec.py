@@ -1,7 +1,7 @@
 """Session messages to and from the gateway's own types: the only place that knows both."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from services.gateway.job import Job, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR = "1"
+
+FinishReason = Literal["stop", "length", "error"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 _PRIORITIES = {
     Priority.HIGH: generate_pb2.PRIORITY_CLASS_HIGH,
@@ -42,7 +45,7 @@ class ModelFacts:
 class Ending:
     """How one sample ended. ``error`` is set when it did not end as its request asked."""
 
-    reason: Literal["stop", "length", "error"]
+    reason: FinishReason
     at_stop_token: bool  # the last token is not part of the answer
     trailing_bytes: int  # at the end of the text, not part of the answer
     prompt_tokens: int

@@ -39,6 +39,7 @@ class Replica:
         self.model: codec.ModelFacts | None = None
         self.scheduler_id = ""
         self.load: observe_pb2.Load | None = None
+        self.known = asyncio.Event()  # whether it is ready, for the first time
         self._client_id = client_id
         self._fingerprint = tokenizer_fingerprint
         self._metrics = metrics
@@ -139,6 +140,7 @@ class Replica:
 
     def _loaded(self, load: observe_pb2.Load) -> None:
         was_ready, self.load = self.ready, load
+        self.known.set()
         if self.ready != was_ready:
             log.info("scheduler ready" if self.ready else "scheduler not ready", scheduler=self.address)
             self._on_change()
@@ -148,6 +150,7 @@ class Replica:
         if reason != self._trouble or session is not None:
             log.warning("scheduler not available", scheduler=self.address, reason=reason)
         self._trouble = reason
+        self.known.set()
         if session is not None:
             session.fail_all(Unavailable(f"the scheduler was lost: {reason}; send the request again"))
             self._on_change()
