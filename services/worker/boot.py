@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import structlog
@@ -13,6 +14,7 @@ from services.common import model_files
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import matmul_cpu, weights
+from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
 from services.worker.compilation import (
     compile_model,
@@ -24,15 +26,30 @@ from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import LayerKernels
+from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
-from services.worker.rehearsal import PLAIN, decodes, every_feature, step
+from services.worker.parallel.exchange import make_exchanges
+from services.worker.parallel.group import RankGroup
+from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.parallel.shares import local_config, refuse_unshareable
+from services.worker.parallel.stage_runner import StageRunner
+from services.worker.parallel.stages import layers_of
+from services.worker.rehearsal import PLAIN, decodes, every_feature, mixed, step
 from services.worker.runner.base import Runner
 from services.worker.runner.plan import Admission, Batch, Limits
 from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
 
 MAX_TOP_LOGPROBS = 20
+# More parts of a step than any schedule for a pipeline has.
+_MAX_MICRO_BATCHES = 128
+# What all workers of a replica must have alike: they run the same plans.
+_SHARED_FLAGS = (
+    *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
+    *("kv_cache_num_tokens", "kv_cache_dtype", "page_size", "max_tokens_per_forward", "max_seqs_per_forward"),
+    *("max_context_tokens", "torch_compile", "use_cudagraphs", "cudagraph_max_size"),
+)
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +62,8 @@ class Booted:
     model: str
     device: str
     dtype: str
+    ranks: Ranks = ALONE
+    group: RankGroup | None = None  # the other workers of the replica; closed with the runner
 
 
 def boot(config: WorkerConfig) -> Booted:
@@ -52,38 +71,48 @@ def boot(config: WorkerConfig) -> Booted:
     started = time.perf_counter()
     device = _device(config)
     dtype = _dtype(config, device)
-    threads = _threads(config, device)
+    ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
+    threads = _threads(config, device, ranks)
     dummy = config.load_format == "dummy"
     card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
     described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
     max_context = _max_context(config, described.max_context_tokens)
-
-    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
-    linear = make_linear(described, dtype, device, config.quantization)
-    adds_in_product = device.type == "cuda" and config.quantization == "none"
-    model = DecoderModel(described, dtype, device, kernels, linear, adds_in_product=adds_in_product)
-    if dummy:
-        weights.load_dummy(model, seed=0)
-    else:
-        weights.load(card.directory, model.targets(), tied_embeddings=described.tied_embeddings)
-    log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-    if config.torch_compile:
-        compile_model(model)
-    with refusing_what_cannot_be_compiled() if config.torch_compile else contextlib.nullcontext():
-        if device.type == "cuda":
-            from services.worker.boot_cuda import make_runner  # loads Triton
-
-            runner = make_runner(config, model, max_context)
+    layers = _layers(config, described, ranks, device)
+    with contextlib.ExitStack() as undo:
+        group = _join_replica(config, ranks, device)
+        if group is not None:
+            undo.callback(group.close)
+        kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+        local = local_config(described, ranks, len(layers))
+        linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
+        adds_in_product = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
+        model = DecoderModel(
+            described, dtype, device, kernels, linear, adds_in_product=adds_in_product, ranks=ranks, layers=layers
+        )
+        if dummy:
+            weights.load_dummy(model, seed=0)
         else:
-            runner = _make_cpu_runner(config, model, kernels, threads, max_context)
-    mark_ready()
-    if config.fail_on_recompile:
-        forbid_recompilation()
+            tied = described.tied_embeddings
+            weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
+        log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
+        if config.torch_compile:
+            compile_model(model)
+        with refusing_what_cannot_be_compiled() if config.torch_compile else contextlib.nullcontext():
+            if device.type == "cuda":
+                from services.worker.boot_cuda import make_runner  # loads Triton
+
+                runner = make_runner(config, model, max_context)
+            else:
+                runner = _make_cpu_runner(config, model, kernels, threads, max_context, group)
+        mark_ready()
+        if config.fail_on_recompile:
+            forbid_recompilation()
+        undo.pop_all()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."))
+    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."), ranks, group)
 
 
-def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: bool) -> Limits:
+def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any) -> Limits:
     """What plans must fit into, with a cache of ``page_count`` pages."""
     return Limits(
         page_size=config.page_size,
@@ -99,25 +128,30 @@ def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_
 
 def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> KvCache:
     """A cache for ``model``, on its device."""
-    described = model.config
+    local = model.local
     return KvCache(
-        layers=described.layers,
+        layers=local.layers,
         page_count=page_count,
         page_size=config.page_size,
-        kv_heads=described.kv_heads,
-        head_dim=described.head_dim,
+        kv_heads=local.kv_heads,
+        head_dim=local.head_dim,
         dtype=cache_dtype(config, model),
-        device=model.embedding.device,
+        device=model.device,
     )
 
 
 def cache_dtype(config: WorkerConfig, model: DecoderModel) -> torch.dtype:
     """What keys and values are kept as."""
-    return FP8 if config.kv_cache_dtype == "fp8" else model.embedding.dtype
+    return FP8 if config.kv_cache_dtype == "fp8" else model.dtype
 
 
 def _make_cpu_runner(
-    config: WorkerConfig, model: DecoderModel, kernels: LayerKernels, threads: ShardThreads, max_context: int
+    config: WorkerConfig,
+    model: DecoderModel,
+    kernels: LayerKernels,
+    threads: ShardThreads,
+    max_context: int,
+    group: RankGroup | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
     for name, value, instead in (
@@ -134,7 +168,9 @@ def _make_cpu_runner(
     from services.worker.models.fused_cpu import FusedDecoder
 
     cache = make_cache(config, model, config.page_count)
-    attention = make_attention(cache, model.config.heads, compiled=config.torch_compile)
+    attention = make_attention(cache, model.local.heads, compiled=config.torch_compile)
+    if group is not None:
+        return _make_stage_runner(config, model, cache, attention, max_context, group)
     fused = None
     # It reads weights where they are, as float32.
     if isinstance(kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
@@ -142,6 +178,29 @@ def _make_cpu_runner(
     limits = make_limits(config, model, config.page_count, max_context)
     runner = StepRunner(model, cache, attention, limits, threads, fused)
     warm_up(runner)
+    return runner
+
+
+def _make_stage_runner(
+    config: WorkerConfig,
+    model: DecoderModel,
+    cache: KvCache,
+    attention: AttentionBackend,
+    max_context: int,
+    group: RankGroup,
+) -> StepRunner:
+    """One of several ranks, all of which have run every kind of step together."""
+    parts = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
+    limits = make_limits(config, model, config.page_count, max_context, max_micro_batches=parts)
+    exchanges = make_exchanges(group.ranks)
+    runner = StageRunner(model, cache, attention, limits, group, exchanges)
+    group.wait_for_all()
+    warm_up(runner)
+    longest = min(limits.max_context_tokens, limits.max_tokens_per_step)
+    if exchanges.few is not exchanges.many and exchanges.fewest_many <= longest:
+        for plan in mixed(limits, 0, 1, exchanges.fewest_many, PLAIN):
+            runner.run(plan)
+        runner.reset()
     return runner
 
 
@@ -178,11 +237,34 @@ def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, automatic if config.dtype == "auto" else config.dtype)
 
 
-def _threads(config: WorkerConfig, device: torch.device) -> ShardThreads:
+def _layers(config: WorkerConfig, described: ModelConfig, ranks: Ranks, device: torch.device) -> range:
+    """The layers that this worker has; refuses what ranks cannot share."""
+    for name in ("tp_size", "pp_size"):
+        if device.type == "cuda" and getattr(config, name) > 1:
+            raise InvalidRequest(
+                f"flag {name}={getattr(config, name)}: in this version only on cpu; use {name}=1", field=name
+            )
+    refuse_unshareable(described, ranks.tp_size)
+    return layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
+
+
+def _join_replica(config: WorkerConfig, ranks: Ranks, device: torch.device) -> RankGroup | None:
+    """The other workers of the replica, once all have come; None = there are none."""
+    if ranks.alone:
+        return None
+    settings = config.model_dump(mode="json", include=set(_SHARED_FLAGS))
+    return RankGroup(ranks, config.master_addr, config.master_port, device, settings)
+
+
+def _threads(config: WorkerConfig, device: torch.device, ranks: Ranks) -> ShardThreads:
     """On a CPU each part of a batch has a thread of its own, so torch's operators need no more."""
     if device.type != "cpu":
         return ShardThreads(1)
-    wanted = config.torch_num_threads or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    if not ranks.alone:  # one thread calls the collectives, on all ranks in one order
+        torch.set_num_threads(config.torch_num_threads or max(1, cores // ranks.size))
+        return ShardThreads(1)
+    wanted = config.torch_num_threads or cores
     if config.torch_compile:  # one compiled graph for the whole batch
         torch.set_num_threads(wanted)
         return ShardThreads(1)

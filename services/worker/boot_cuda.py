@@ -34,11 +34,12 @@ log = structlog.get_logger(__name__)
 
 def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> CudaRunner:
     """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice."""
-    device = model.embedding.device
+    device = model.device
     _refuse_sizes(config, model)
     peak = _measure(config, model, max_context)
+    local = model.local
     bytes_per_page = KvCache.bytes_per_page(
-        model.config.layers, config.page_size, model.config.kv_heads, model.config.head_dim, cache_dtype(config, model)
+        local.layers, config.page_size, local.kv_heads, local.head_dim, cache_dtype(config, model)
     )
     free, total = torch.cuda.mem_get_info(device)
     largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
@@ -71,7 +72,7 @@ def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
         raise InvalidRequest(
             f"config.json: head_dim={head_dim} is not supported on cuda; 16, 32, 64, 128 and 256 are", field="model"
         )
-    device = model.embedding.device
+    device = model.device
     if config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise InvalidRequest(
             f"flag kv_cache_dtype=fp8: {torch.cuda.get_device_name(device)} does not convert fp8, devices of compute"
@@ -113,7 +114,7 @@ def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int
 def _assemble(config: WorkerConfig, model: DecoderModel, cache: KvCache, max_context: int) -> CudaRunner:
     limits = make_limits(config, model, cache.page_count, max_context, hydragen=True)
     attention = make_cuda_attention(
-        cache, model.config.heads, model.rotary, dtype=model.embedding.dtype, compiled=config.torch_compile
+        cache, model.local.heads, model.rotary, dtype=model.dtype, compiled=config.torch_compile
     )
     state = DeviceState.empty(limits, cache.all_keys.device)
     sampler = FusedSampler(

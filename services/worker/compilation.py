@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from services.common.errors import InvalidRequest
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.exchange import ALONE, Exchange
 
 # Compilers treat sizes 0 and 1 as constants.
 _SMALLEST_DYNAMIC = 2
@@ -36,7 +37,8 @@ _kernels = 0
 
 
 def compile_model(model: DecoderModel) -> None:
-    """Compile ``model`` in place, in two graphs, without and with ``keep``, each for any number of tokens from 2 on.
+    """Compile ``model`` in place, in two graphs, without and with ``keep``, each for any number of tokens from 2 on;
+    where ranks exchange activations in several ways, in two for each of these.
 
     It happens at the first calls, which are the warm-up's. A number of tokens or of kept ones below 2 is a further
     graph: on CUDA batches are padded.
@@ -44,16 +46,17 @@ def compile_model(model: DecoderModel) -> None:
     compiled = torch.compile(model.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
 
     def forward(
-        token_ids: torch.Tensor,
+        inputs: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionStep | RotatingAttentionStep,
         keep: torch.Tensor | None = None,
+        exchange: Exchange = ALONE,
     ) -> torch.Tensor:
-        for tensor in (token_ids, positions, keep):
+        for tensor in (inputs, positions, keep):
             # Sizes that are equal by chance at the first call are so taken for different ones.
             if tensor is not None and tensor.shape[0] >= _SMALLEST_DYNAMIC:
                 torch._dynamo.mark_dynamic(tensor, 0)
-        return compiled(token_ids, positions, attention, keep)
+        return compiled(inputs, positions, attention, keep, exchange)
 
     model.forward = forward
 

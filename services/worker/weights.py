@@ -1,7 +1,7 @@
 """Fills a model: from a safetensors checkpoint, one file and one tensor at a time, or with random numbers."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,10 @@ _DEVIATION = 0.02
 
 
 class Target(Protocol):
-    """What a tensor of a checkpoint is copied into: a tensor, or something that keeps it in another form."""
+    """What a tensor of a checkpoint is copied into: a tensor, or something that keeps it in another form.
+
+    One that needs but a part of the tensor has ``read``, too: it is given what ``safetensors`` has for ``get_slice``.
+    """
 
     shape: torch.Size
     device: torch.device
@@ -27,13 +30,15 @@ class Target(Protocol):
     def copy_(self, tensor: torch.Tensor) -> Any: ...
 
 
-def load(directory: Path, targets: Mapping[str, Target], *, tied_embeddings: bool) -> None:
+def load(
+    directory: Path, targets: Mapping[str, Target], *, tied_embeddings: bool, elsewhere: Collection[str] = ()
+) -> None:
     """Fill every tensor of ``targets`` (checkpoint name -> tensor) from the checkpoint in ``directory``.
 
-    Converts to each target's dtype and device. Raises ``InvalidRequest`` naming what is missing, left over, or shaped
-    otherwise than the config says.
+    Converts to each target's dtype and device. ``elsewhere``: names of tensors that are other ranks' to load. Raises
+    ``InvalidRequest`` naming what is missing, left over, or shaped otherwise than the config says.
     """
-    ignored = {"lm_head.weight"} if tied_embeddings else set()
+    ignored = {*elsewhere, *(["lm_head.weight"] if tied_embeddings else ())}
     missing = set(targets)
     unexpected: list[str] = []
     for path in _files(directory):
@@ -41,7 +46,7 @@ def load(directory: Path, targets: Mapping[str, Target], *, tied_embeddings: boo
             with safetensors.safe_open(path, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
                     if name in targets:
-                        _copy(shard.get_tensor(name), targets[name], name, path)
+                        _fill(targets[name], shard, name, path)
                         missing.discard(name)
                     elif name not in ignored and not name.endswith(_DERIVED):
                         unexpected.append(name)
@@ -62,8 +67,8 @@ def load(directory: Path, targets: Mapping[str, Target], *, tied_embeddings: boo
 
 
 def load_dummy(model: DecoderModel, seed: int) -> None:
-    """Random weights, the same for the same ``seed`` (any integer) and device: matrices normal(0, 0.02), norms one,
-    biases zero."""
+    """Random weights, the same for the same ``seed`` (any integer) and device, however many ranks share the model:
+    matrices normal(0, 0.02), norms one, biases zero."""
     for name, target in model.targets().items():
         # Drawn as in a checkpoint, whatever form the target keeps it in.
         tensor = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
@@ -85,9 +90,13 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _copy(tensor: torch.Tensor, target: Target, name: str, path: Path) -> None:
-    if tensor.shape != target.shape:
+def _fill(target: Target, shard: safetensors.safe_open, name: str, path: Path) -> None:
+    shape = shard.get_slice(name).get_shape()
+    if shape != list(target.shape):
         raise InvalidRequest(
-            f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}", field="model"
+            f"{path}: {name} has shape {shape}, config.json asks for {list(target.shape)}", field="model"
         )
-    target.copy_(tensor)
+    if hasattr(target, "read"):
+        target.read(shard.get_slice(name))
+    else:
+        target.copy_(shard.get_tensor(name))

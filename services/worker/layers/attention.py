@@ -8,19 +8,23 @@ from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import LinearMaker
 from services.worker.models.config import ModelConfig
+from services.worker.parallel.exchange import Exchange
 
 
 class Attention(nn.Module):
     """Grouped-query attention with q, k and v as one matrix. The output projection is the caller's to apply: not every
     token needs it."""
 
-    def __init__(self, config: ModelConfig, index: int, kernels: LayerKernels, linear: LinearMaker) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
+    ) -> None:
+        """``config``: of what this rank has. ``adds_bias``: the output's, where it has one, is added here."""
         super().__init__()
         self.index, self.kernels, self.eps = index, kernels, config.norm_eps
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.qkv = linear(config.hidden_size, widths, config.qkv_bias)
-        self.output = linear(widths[0], config.hidden_size, config.output_bias)
+        self.output = linear(widths[0], config.hidden_size, config.output_bias and adds_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
@@ -32,12 +36,14 @@ class Attention(nn.Module):
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         attention: AttentionStep | RotatingAttentionStep,
+        exchange: Exchange,
+        tokens: int,
     ) -> torch.Tensor:
-        """``x [tokens, hidden_size]`` -> ``[tokens, heads * head_dim]``, for ``output``.
+        """``x [rows, hidden_size]``, this rank's rows -> ``[tokens, heads * head_dim]``, for ``output``.
 
         ``cos``/``sin [tokens, 1, head_dim]``: None for attention that rotates by itself.
         """
-        projected = self.qkv(x)
+        projected = exchange.column(x, self.qkv, tokens)
         if attention.rotates:
             return attention.run_qkv(self.index, projected, self.q_norm, self.k_norm, self.eps)
         kernels = self.kernels

@@ -10,10 +10,13 @@ from services.worker.layers.linear import Linear, LinearMaker
 from services.worker.models.config import ModelConfig
 
 
-def make_linear(config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str) -> LinearMaker:
-    """``quantization``: ``none`` or ``fp8``. Raises ``InvalidRequest`` where fp8 cannot be used."""
+def make_linear(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str, tp_size: int = 1
+) -> LinearMaker:
+    """``quantization``: ``none`` or ``fp8``. Raises ``InvalidRequest`` where fp8 cannot be used. ``config``: of what
+    each of ``tp_size`` ranks has."""
     if quantization == "fp8":
-        refuse_unquantizable(config, dtype, device)
+        refuse_unquantizable(config, dtype, device, tp_size)
         return partial(Fp8Linear, dtype=dtype)
     # As in the checkpoint: both factors run along their rows, which is what tensor cores read best.
     return partial(Linear, transposed=True) if device.type == "cuda" else Linear

@@ -119,8 +119,11 @@ class Copies:
             target.copy_(tensor)
 
 
-def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ``InvalidRequest`` for a model, dtype or device that ``quantization=fp8`` cannot be used with."""
+def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp_size: int = 1) -> None:
+    """Raises ``InvalidRequest`` for a model, dtype or device that ``quantization=fp8`` cannot be used with.
+
+    ``config``: of what each of ``tp_size`` ranks has.
+    """
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -131,8 +134,10 @@ def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.
     for name, size in sizes.items():
         if size % _BLOCK:
             raise InvalidRequest(
-                f"flag quantization=fp8: the model's {name} is {size}, which is not a multiple of {_BLOCK};"
-                " use quantization=none",
+                f"flag quantization=fp8: the model's {name} is {size}"
+                + (f" on each of tp_size={tp_size} ranks" if tp_size > 1 else "")
+                + f", which is not a multiple of {_BLOCK}; use quantization=none"
+                + (" or a lower tp_size" if tp_size > 1 else ""),
                 field="quantization",
             )
     if device.type != "cuda":

@@ -6,25 +6,27 @@ from torch import nn
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import LinearMaker
+from services.worker.models.config import ModelConfig
+from services.worker.parallel.exchange import Exchange
 
 
 class Mlp(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, gate and up as one matrix."""
+    """``down(silu(gate(x)) * up(x))``, gate and up as one matrix. ``down`` is the caller's to apply."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool, kernels: LayerKernels, linear: LinearMaker
+        self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
     ) -> None:
+        """``config``: of what this rank has. ``adds_bias``: that of ``down``, where it has one, is added here."""
         super().__init__()
+        size, bias = config.intermediate_size, config.mlp_bias
         self.kernels = kernels
-        self.gate_up = linear(hidden_size, (intermediate_size, intermediate_size), bias)
-        self.down = linear(intermediate_size, hidden_size, bias)
+        self.gate_up = linear(config.hidden_size, (size, size), bias)
+        self.down = linear(size, config.hidden_size, bias and adds_bias)
 
-    def forward(self, x: torch.Tensor | Quantized, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [tokens, hidden_size]`` -> the same shape, added to ``onto`` in place where that is given."""
-        gate_up = self.gate_up(x)
-        if self.down.quantizes:
-            return self.down(self.kernels.gate_quantized(gate_up), onto)
-        return self.down(self.kernels.gate(gate_up), onto)
+    def forward(self, x: torch.Tensor | Quantized, exchange: Exchange, tokens: int) -> torch.Tensor | Quantized:
+        """``x [rows, hidden_size]``, this rank's rows -> ``[tokens, intermediate_size]``, for ``down``."""
+        gate_up = exchange.column(x, self.gate_up, tokens)
+        return self.kernels.gate_quantized(gate_up) if self.down.quantizes else self.kernels.gate(gate_up)
 
     def targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint name -> view."""

@@ -1,17 +1,25 @@
 """The decoder-only transformer that every architecture here is, over a flattened batch of tokens."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.layers.attention import Attention
-from services.worker.layers.fp8 import Copies, Quantized
+from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import Linear, LinearMaker
 from services.worker.layers.mlp import Mlp
 from services.worker.layers.rotary import Rotary
 from services.worker.models.config import ModelConfig
+from services.worker.models.vocabulary import Vocabulary
+from services.worker.parallel.exchange import ALONE, Exchange
+from services.worker.parallel.ranks import ALONE as ONE_RANK
+from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.shares import local_config
+from services.worker.parallel.slices import slice_targets
 
 
 def _norm_weight(config: ModelConfig) -> nn.Parameter:
@@ -26,13 +34,22 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, index: int, kernels: LayerKernels, linear: LinearMaker, adds_in_product: bool
+        self,
+        config: ModelConfig,
+        index: int,
+        kernels: LayerKernels,
+        linear: LinearMaker,
+        adds_in_product: bool,
+        *,
+        adds_bias: bool = True,
     ) -> None:
+        """``config``: of what this rank has. ``adds_bias``: of several ranks, one adds the biases of the products that
+        end on the residual stream."""
         super().__init__()
         self.kernels, self.eps, self.adds_in_product = kernels, config.norm_eps, adds_in_product
         self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
-        self.attention = Attention(config, index, kernels, linear)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, kernels, linear)
+        self.attention = Attention(config, index, kernels, linear, adds_bias=adds_bias)
+        self.mlp = Mlp(config, kernels, linear, adds_bias=adds_bias)
         self.quantizes = self.attention.qkv.quantizes
 
     def forward(
@@ -43,18 +60,24 @@ class DecoderLayer(nn.Module):
         sin: torch.Tensor | None,
         attention: AttentionStep | RotatingAttentionStep,
         keep: torch.Tensor | None,
+        exchange: Exchange,
+        tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``x [tokens, hidden_size]``, changed in place, lacks ``delta``; returns both as they are after this layer.
+        """``x [rows, hidden_size]``, this rank's rows of ``tokens`` tokens, changed in place, lacks ``delta``; returns
+        both as they are after this layer.
 
-        ``keep [samples]``: the rows that go on after the attention and are returned; None is all.
+        ``keep [samples]``: the tokens that go on after the attention and are returned; None is all.
         """
-        attended = self.attention(self._normed(x, delta, self.attention_norm), cos, sin, attention)
+        normed = self._normed(x, delta, self.attention_norm)
+        attended = self.attention(normed, cos, sin, attention, exchange, tokens)
         if keep is not None:
-            x, attended = x.index_select(0, keep), attended.index_select(0, keep)
+            x, attended = exchange.select(x, keep, tokens), attended.index_select(0, keep)
+            exchange, tokens = exchange.kept, keep.shape[0]
         if self.quantizes:
             attended = self.kernels.quantize(attended)
-        delta = self._add(self.attention.output, attended, x)
-        return x, self._add(self.mlp, self._normed(x, delta, self.mlp_norm), x)
+        delta = self._add(self.attention.output, attended, x, exchange)
+        gated = self.mlp(self._normed(x, delta, self.mlp_norm), exchange, tokens)
+        return x, self._add(self.mlp.down, gated, x, exchange)
 
     def _normed(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | Quantized:
         """As the products that follow take it."""
@@ -62,10 +85,12 @@ class DecoderLayer(nn.Module):
             return self.kernels.norm_quantized(x, delta, weight, self.eps)
         return normed(self.kernels, x, delta, weight, self.eps)
 
-    def _add(self, last: nn.Module, values: torch.Tensor | Quantized, x: torch.Tensor) -> torch.Tensor | None:
+    def _add(
+        self, last: nn.Module, values: torch.Tensor | Quantized, x: torch.Tensor, exchange: Exchange
+    ) -> torch.Tensor | None:
         """What ``x`` lacks after ``last(values)``."""
         if not self.adds_in_product:
-            return last(values)
+            return exchange.row(values, last)
         last(values, x)
         return None
 
@@ -80,7 +105,8 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Weights are uninitialised until ``services.worker.weights`` fills them; read-only afterwards."""
+    """What one rank has of it. Weights are uninitialised until ``services.worker.weights`` fills them; read-only
+    afterwards."""
 
     def __init__(
         self,
@@ -91,67 +117,101 @@ class DecoderModel(nn.Module):
         linear: LinearMaker = Linear,
         *,
         adds_in_product: bool = False,
+        ranks: Ranks = ONE_RANK,
+        layers: range | None = None,
     ) -> None:
-        """``adds_in_product``: products that end on the residual stream add to it themselves, instead of the norm
-        that follows; the same up to rounding."""
+        """``config``: of the whole model. ``adds_in_product``: products that end on the residual stream add to it
+        themselves, instead of the norm that follows; the same up to rounding, and for one rank only. ``layers``: which
+        of the model's this stage has; None = all."""
         super().__init__()
-        self.config, self.kernels = config, kernels
+        if adds_in_product and ranks.tp_size > 1:
+            raise ValueError("partial sums must be reduced before they meet the residual stream: adds_in_product=False")
+        own = layers or range(config.layers)
+        self.config, self.kernels, self.ranks, self.dtype, self.device = config, kernels, ranks, dtype, device
+        self.local = local_config(config, ranks, len(own))  # sizes of what is here
+        self.first, self.last = own.start == 0, own.stop == config.layers
+        self._own, self._everywhere = own, frozenset[str]()
         with torch.device("meta"):
-            self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, index, kernels, linear, adds_in_product) for index in range(config.layers)
+                DecoderLayer(self.local, index, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0)
+                for index in range(len(own))
             )
-            self.norm = _norm_weight(config)
-            # A quantised head is a copy of the embedding even where the two are one: rows are looked up as they are.
+            self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
-            separate = self.quantizes or not config.tied_embeddings
-            self.head = linear(config.hidden_size, config.vocab_size, False) if separate else None
+            self.vocabulary = Vocabulary(config, ranks, linear, self.quantizes, looks_up=self.first, heads=self.last)
+            if not ranks.alone:
+                whole = DecoderLayer(self.local, 0, kernels, linear, adds_in_product)
+                self._everywhere = _checkpoint_names(config, whole.targets(""))
         for parameter in self.parameters():  # buffers have a dtype of their own
             parameter.data = parameter.data.to(dtype)
         self.to_empty(device=device)
+        self.vocabulary.clear_padding()
         self.rotary = Rotary(config.rope, config.head_dim, config.max_context_tokens, dtype, device)
+
+    @property
+    def embedding(self) -> torch.Tensor | None:
+        """``[rows of the vocabulary, hidden_size]``; None on a stage that needs none."""
+        return self.vocabulary.embedding
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The vocabulary head where it is not the embedding."""
+        return self.vocabulary.head
 
     def forward(
         self,
-        token_ids: torch.Tensor,
+        inputs: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionStep | RotatingAttentionStep,
         keep: torch.Tensor | None = None,
+        exchange: Exchange = ALONE,
     ) -> torch.Tensor:
-        """``token_ids`` and ``positions [tokens]`` int64 -> normed hidden states ``[tokens, hidden_size]``.
+        """Token ids and ``positions``, ``[tokens]`` int64 -> normed hidden states ``[tokens, hidden_size]``.
 
         ``keep [samples]`` int32 or int64: the tokens that are sampled from, in any order; only theirs are computed and
         returned then, ``[samples, hidden_size]``, while the keys and values of all are stored.
+
+        Stages behind the first take what the stage before returned as ``inputs``, and change it. Stages before the last
+        keep all tokens and return the residual stream: this rank's rows of it, ``[rows, hidden_size]``.
         """
-        x, delta = F.embedding(token_ids, self.embedding), None
+        x, delta = exchange.row(inputs, self.vocabulary.look_up) if self.first else inputs, None
         cos, sin = (None, None) if attention.rotates else self.rotary.at(positions)
-        last = len(self.layers) - 1
+        last, tokens = len(self.layers) - 1, positions.shape[0]
+        keep = keep if self.last else None
         for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, cos, sin, attention, keep if index == last else None)
-        return normed(self.kernels, x, delta, self.norm, self.config.norm_eps)
+            kept = keep if index == last else None
+            x, delta = layer(x, delta, cos, sin, attention, kept, exchange, tokens)
+        if not self.last:
+            return x if delta is None else x.add_(delta)
+        hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)
+        return hidden if keep is not None else exchange.complete(hidden, tokens)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` -> logits ``[rows, vocab_size]`` in the model's dtype."""
-        if self.head is None:
-            return F.linear(hidden, self.embedding)
-        return self.head(self.kernels.quantize(hidden) if self.quantizes else hidden)
+        """``[rows, hidden_size]`` -> logits ``[rows, vocab_size]`` in the model's dtype, the same on all ranks; they
+        may be columns of a wider tensor."""
+        return self.vocabulary.project(self.kernels.quantize(hidden) if self.quantizes else hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden_size]`` -> ``[rows, vocab_size]`` float32."""
         return self.project(hidden).float()
 
-    def targets(self) -> dict[str, torch.Tensor]:
+    def targets(self) -> dict[str, Any]:
         """Checkpoint name -> what it is copied into (a tensor, a view of one, or something with its ``shape``,
-        ``device`` and ``copy_``): exactly what a checkpoint must hold."""
-        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        for index, layer in enumerate(self.layers):
+        ``device`` and ``copy_``): exactly what this rank needs of a checkpoint."""
+        found = {} if self.norm is None else {"model.norm.weight": self.norm}
+        for index, layer in zip(self._own, self.layers, strict=True):
             found |= layer.targets(f"model.layers.{index}")
-        if self.head is not None:
-            head = self.head.targets("lm_head")
-            if self.config.tied_embeddings:
-                head = {"model.embed_tokens.weight": Copies(self.embedding, *head.values())}
-            found |= head
-        return found
+        return slice_targets(found | self.vocabulary.targets(), self.config, self.ranks)
+
+    def elsewhere(self) -> set[str]:
+        """Names of the checkpoint's other tensors: only other ranks need them."""
+        return set(self._everywhere - self.targets().keys())
+
+
+def _checkpoint_names(config: ModelConfig, of_layer: Iterable[str]) -> frozenset[str]:
+    """``of_layer``: what stands behind a layer's number."""
+    ends = ["model.embed_tokens.weight", "model.norm.weight", *([] if config.tied_embeddings else ["lm_head.weight"])]
+    return frozenset([*ends, *(f"model.layers.{index}{name}" for index in range(config.layers) for name in of_layer)])
 
 
 def normed(

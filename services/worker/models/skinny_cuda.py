@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.layers.linear import Linear
-from services.worker.layers.triton_skinny import MOST_ROWS, Handed, skinny_product, skinny_sum
+from services.worker.layers.triton_skinny import MOST_ROWS, Handed, skinny_norm, skinny_product, skinny_sum
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 
@@ -20,7 +20,7 @@ class SkinnyDecoder:
 
     def __init__(self, model: DecoderModel) -> None:
         if not suits(model):
-            raise ValueError("this model's products are not all of transposed Linear in bfloat16 or float16")
+            raise ValueError("the products must all be of transposed Linear, in bfloat16 or float16, and whole")
         self._model = model
 
     def __call__(
@@ -39,7 +39,7 @@ class SkinnyDecoder:
                 x, handed = self._layer(index, layer, x, handed, None, attention, keep)
             else:
                 x, handed = self._layer(index, layer, x, handed, model.layers[index + 1], attention, None)
-        return model.kernels.norm(x, model.norm, model.config.norm_eps)
+        return skinny_norm(x, model.norm, model.config.norm_eps)
 
     def _layer(
         self,
@@ -75,7 +75,7 @@ def suits(model: DecoderModel) -> bool:
         for layer in model.layers
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
     )
-    return all(
+    return model.ranks.alone and all(
         isinstance(linear, Linear) and linear.transposed and linear.weight.dtype in (torch.bfloat16, torch.float16)
         for linear in linears
     )

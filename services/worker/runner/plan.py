@@ -47,6 +47,15 @@ class Batch:
 NO_ROWS = Batch(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
+def micro_batches(batch: Batch, rows: tuple[int, ...]) -> list[Batch]:
+    """The parts of ``batch``, of ``rows`` rows each, in order, but for those that have none; no ``rows`` = one part."""
+    if not rows:
+        return [batch] if len(batch.slots) else []
+    ends = np.cumsum(rows).tolist()
+    runs = (slice(end - count, end) for count, end in zip(rows, ends, strict=True) if count)
+    return [Batch(batch.slots[run], batch.token_counts[run]) for run in runs]
+
+
 @dataclass(frozen=True)
 class Groups:
     """Rows [starts[i], starts[i] + counts[i]) of the batch share the first prefix_pages[i] pages of their tables."""
@@ -90,6 +99,7 @@ class Limits:
     vocab_size: int
     max_top_logprobs: int
     hydragen: bool = False  # whether plans may have groups
+    max_micro_batches: int = 1  # parts that a step may be cut into
 
     @property
     def max_pages_per_slot(self) -> int:

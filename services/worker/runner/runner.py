@@ -35,7 +35,7 @@ class StepRunner:
         self.limits = limits
         self._model, self._cache, self._attention, self._threads = model, cache, attention, threads
         self._fused = fused
-        self._device = model.embedding.device
+        self._device = model.device
         self._slots = SlotTable(limits, self._device)
         self._step = 0
         self._batch: Batch = NO_ROWS
@@ -72,7 +72,8 @@ class StepRunner:
         timing.prepare = time.perf_counter_ns() - started
         parts = self._compute(inputs, token_ids, positions, timing)
         sampled = parts[0] if len(parts) == 1 else concatenate(parts)
-        self._advance(sampled)
+        self._keep_sampled(sampled)
+        self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
         return StepOutput(plan.step, sampled, timing)
 
     def _apply(self, plan: Plan) -> None:
@@ -136,11 +137,18 @@ class StepRunner:
             attention = self._attention.step(shard.attention, _nothing if barrier is None else barrier.wait)
             hidden = self._model(token_ids, positions, attention)
         timing.forward = time.perf_counter_ns() - started
+        sampled = self._sample(shard, hidden)
+        if len(sampled.slots):
+            timing.sample = time.perf_counter_ns() - started - timing.forward
+        return sampled
+
+    def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
+        """From ``hidden [tokens, hidden_size]`` of the shard."""
         if len(shard.sample_slots) == 0:
             return NOTHING
         if len(shard.sample_slots) < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(shard.sample_tokens).to(self._device)]
-        sampled = sample(
+        return sample(
             hidden,
             self._model.logits,
             shard.sample_slots,
@@ -149,16 +157,16 @@ class StepRunner:
             self.limits.vocab_size,
             self._cache.tokens,
         )
-        timing.sample = time.perf_counter_ns() - started - timing.forward
-        return sampled
 
-    def _advance(self, sampled: Sampled) -> None:
+    def _keep_sampled(self, sampled: Sampled) -> torch.Tensor:
+        """The slots' last tokens from here on, which are returned, ``[samples]`` int64."""
         # A failed row goes on with token 0, so that plans on their way stay right; it fails until it is released.
         tokens = np.where(sampled.finite, sampled.token_ids, 0)
         self._slots.failed[sampled.slots] = ~sampled.finite
         index = torch.from_numpy(sampled.slots).to(self._device)
-        self._slots.last_tokens[index] = torch.from_numpy(tokens).to(self._device)
-        self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
+        last = torch.from_numpy(tokens).to(self._device)
+        self._slots.last_tokens[index] = last
+        return last
 
 
 def _nothing() -> None:

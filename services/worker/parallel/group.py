@@ -1,0 +1,125 @@
+"""The connections of one worker to the others of its replica."""
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from services.worker.parallel import operators
+from services.worker.parallel.channel import Receiver, Sender
+from services.worker.parallel.errors import ParallelError, lost_peer
+from services.worker.parallel.exchange import TENSOR_RANKS
+from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.rendezvous import meet
+from services.worker.parallel.watch import PeerWatch
+
+# Workers are started one after the other, and models are loaded at different speeds.
+START_S = 1800.0
+# A worker that is there but does not answer: longer than any step, or compiling, takes.
+STEP_S = 300.0
+# Activations on their way to the next stage, at most: a stage runs ahead of the next by no more micro-batches.
+_MOST_SENDS = 8
+
+
+class RankGroup:
+    """Made by the compute thread, which uses all of it. A process has one at a time.
+
+    The parts that a rank does not have are None: ``from_previous`` and ``to_next`` carry activations between stages,
+    ``tokens_out`` and ``tokens_in`` what was sampled from the last stage to the first; all of them between ranks with
+    the same ``tp_rank``. Each is a group of two: in a larger one, sends may wait for each other.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        address: str,
+        port: int,
+        device: torch.device,
+        settings: Mapping[str, object],
+        *,
+        start_s: float = START_S,
+        step_s: float = STEP_S,
+    ) -> None:
+        """Waits until all ranks have come to ``address:port``. ``settings``: flags that must be the same everywhere.
+
+        Raises ``InvalidRequest`` for flags that do not fit together, and ``ParallelError`` for ranks that do not come.
+        """
+        self.ranks = ranks
+        self._store = meet(ranks, address, port, settings, start_s)
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._step = timedelta(seconds=step_s)
+        with lost_peer("a worker"):
+            # Over the host's network: small messages, and waits for what takes long. Its end shows at once.
+            dist.init_process_group(
+                "gloo", store=self._store, rank=ranks.index, world_size=ranks.size, timeout=timedelta(seconds=start_s)
+            )
+            try:
+                self._connect(device)
+                names = [ranks.name(index) for index in range(ranks.size)]
+                self._watch = PeerWatch(dist.new_group(backend="gloo"), ranks.index, names)
+            except BaseException:
+                self._leave()
+                raise
+
+    def _connect(self, device: torch.device) -> None:
+        """Every rank makes every group, in the same order: that is how they are told apart."""
+        ranks, everyone = self.ranks, range(self.ranks.tp_size)
+        for pp_rank in range(ranks.pp_size if ranks.tp_size > 1 else 0):
+            stage = self._group([ranks.at(tp_rank, pp_rank) for tp_rank in everyone], device)
+            if pp_rank == ranks.pp_rank:
+                operators.register(TENSOR_RANKS, stage)
+        self.to_next = self.from_previous = self.tokens_out = self.tokens_in = None
+        for pp_rank in range(ranks.pp_size - 1):
+            for tp_rank in everyone:
+                sender, receiver = self._channel(ranks.at(tp_rank, pp_rank), ranks.at(tp_rank, pp_rank + 1), device)
+                self.to_next, self.from_previous = sender or self.to_next, receiver or self.from_previous
+        for tp_rank in everyone if ranks.pp_size > 1 else ():
+            sender, receiver = self._channel(ranks.at(tp_rank, ranks.pp_size - 1), ranks.at(tp_rank, 0), device)
+            self.tokens_out, self.tokens_in = sender or self.tokens_out, receiver or self.tokens_in
+
+    def _channel(self, source: int, target: int, device: torch.device) -> tuple[Sender | None, Receiver | None]:
+        """One end of the way from ``source`` to ``target``, of whichever this rank is one."""
+        pair = sorted((source, target))
+        group, ranks = self._group(pair, device), self.ranks
+        if ranks.index == source:
+            return Sender(group, pair.index(target), ranks.name(target), _MOST_SENDS), None
+        if ranks.index == target:
+            return None, Receiver(group, pair.index(source), ranks.name(source))
+        return None, None
+
+    def _group(self, members: list[int], device: torch.device) -> dist.ProcessGroup:
+        device_id = device if self._backend == "nccl" else None
+        return dist.new_group(members, backend=self._backend, timeout=self._step, device_id=device_id)
+
+    def wait_for_all(self) -> None:
+        """Until every rank has come as far as this. Raises ``ParallelError`` as soon as one of them has gone."""
+        with lost_peer("a worker"):
+            dist.barrier()
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' ``value``."""
+        smallest = torch.tensor(value)
+        with lost_peer("a worker"):
+            dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest)
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way any more from or to this rank: all ranks have run the same steps then."""
+        for end in (self.from_previous, self.tokens_in, self.to_next, self.tokens_out):
+            if end is not None:
+                end.drain()
+
+    def watch(self, on_lost: Callable[[ParallelError], None]) -> None:
+        """Have ``on_lost`` called once, in whatever thread, when another rank has left or its process has ended: at
+        once, also while nothing is computed. Any thread."""
+        self._watch.tell(on_lost)
+
+    def close(self) -> None:
+        """Leave. The other ranks cannot run steps from here on, and are told."""
+        self._watch.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        operators.forget(TENSOR_RANKS)
+        dist.destroy_process_group()

@@ -1,0 +1,133 @@
+"""Runs plans on one of several ranks, on CPUs: its layers, its heads, and what it hands to the next stage.
+
+Every rank gets the same plans and keeps the same state on the host, because lengths do not depend on what is sampled.
+So each knows from a plan alone what the others send and receive. A rank waits for nothing but: its stage's ranks in a
+collective; activations of this micro-batch from the stage before; tokens of earlier micro-batches from the last stage;
+and the next stage to have come within a few micro-batches. Followed back, each leads to the same micro-batch on an
+earlier stage or to an earlier micro-batch: no waits go round in a circle.
+"""
+
+import time
+
+import torch
+
+from services.worker.attention.base import AttentionBackend
+from services.worker.kv_cache import KvCache
+from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.errors import ParallelError
+from services.worker.parallel.exchange import Exchanges
+from services.worker.parallel.group import RankGroup
+from services.worker.parallel.owed import OwedTokens
+from services.worker.runner.checks import check_plan
+from services.worker.runner.inputs import Shard, StepInputs, build
+from services.worker.runner.plan import NO_GROUPS, Batch, Limits, Plan, Sampled, StepOutput, Timing, micro_batches
+from services.worker.runner.runner import StepRunner
+from services.worker.runner.shards import ShardThreads
+from services.worker.sampling.sampler import NOTHING, concatenate
+
+
+class StageRunner(StepRunner):
+    """As ``StepRunner``, in one thread: all ranks call their collectives in the same order.
+
+    ``run`` returns when this rank's part of a step is done, while later stages may still be at theirs. Only the output
+    of the rank that reports has tokens.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        attention: AttentionBackend,
+        limits: Limits,
+        group: RankGroup,
+        exchanges: Exchanges,
+    ) -> None:
+        super().__init__(model, cache, attention, limits, ShardThreads(1))
+        self._group, self._exchanges = group, exchanges
+        self._parts: list[Batch] = []  # of the batch that was said last
+        self._owed = None if group.tokens_in is None else OwedTokens(group.tokens_in, self._slots.last_tokens)
+
+    def reset(self) -> None:
+        """Also waits until nothing is on its way between ranks: all of them run the same steps before they reset."""
+        if self._owed is not None:
+            self._owed.forget()
+        self._group.drain()
+        super().reset()
+        self._parts = []
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        super().close()
+        self._group.close()
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepOutput:
+        """Raises as ``StepRunner.run``, on all ranks alike, and ``ParallelError`` when this replica cannot go on."""
+        started = time.perf_counter_ns()
+        check_plan(plan, self._step, self._batch, NO_GROUPS, self._slots, self.limits)
+        try:
+            return self._run_checked(plan, started)
+        except ParallelError:
+            raise
+        except Exception as error:
+            # The others wait for this rank.
+            raise ParallelError(f"step {plan.step} failed on {self._group.ranks.name()}: {error}") from error
+
+    def _run_checked(self, plan: Plan, started: int) -> StepOutput:
+        self._apply(plan)
+        if plan.batch is not None:
+            self._parts = micro_batches(plan.batch, plan.micro_batch_rows)
+        parts = [(part, build(part, self._slots, threads=1)) for part in self._parts]
+        if self._group.from_previous is not None:
+            for _, inputs in parts:
+                self._expect(len(inputs.positions))
+        timing = Timing(prepare=time.perf_counter_ns() - started)
+        sampled = [self._run_part(part, inputs, timing) for part, inputs in parts]
+        sampled = [each for each in sampled if len(each.slots)] if self._group.ranks.reports else []
+        return StepOutput(plan.step, concatenate(sampled) if sampled else NOTHING, timing)
+
+    def _expect(self, tokens: int) -> None:
+        """The residual stream of a micro-batch, as the stage before has it."""
+        shape = self._exchanges.of(tokens).rows(tokens), self._model.config.hidden_size
+        self._group.from_previous.expect(shape, self._model.dtype, self._device)
+
+    def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Sampled:
+        """One micro-batch."""
+        started = time.perf_counter_ns()
+        model, group, (shard,) = self._model, self._group, inputs.shards
+        if self._owed is not None:
+            self._owed.settle(inputs.last_slots)
+        token_ids, positions = self._to_device(inputs)
+        if model.last:
+            self._keep_tokens(inputs, token_ids)
+        entering = token_ids if model.first else group.from_previous.take()
+        prepared = time.perf_counter_ns()
+        attention = self._attention.step(shard.attention, _nothing)
+        leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))
+        forwarded = time.perf_counter_ns()
+        sampled = self._finish(leaving, shard) if model.last else self._hand_on(leaving, shard)
+        self._slots.advance(part.slots, part.token_counts, shard.sample_slots)
+        timing.prepare += prepared - started
+        timing.forward += forwarded - prepared
+        timing.sample += time.perf_counter_ns() - forwarded
+        return sampled
+
+    def _hand_on(self, leaving: torch.Tensor, shard: Shard) -> Sampled:
+        """Activations to the next stage; the first stage also makes room for what will be sampled from them."""
+        self._group.to_next.send(leaving)
+        if self._owed is not None and len(shard.sample_slots):
+            self._owed.expect(shard.sample_slots)
+        return NOTHING
+
+    def _finish(self, hidden: torch.Tensor, shard: Shard) -> Sampled:
+        """Sample, and tell the first stage."""
+        sampled = self._sample(shard, hidden)
+        if len(sampled.slots):
+            last = self._keep_sampled(sampled)
+            if self._group.tokens_out is not None:
+                self._group.tokens_out.send(last)
+        return sampled
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""

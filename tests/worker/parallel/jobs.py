@@ -1,0 +1,82 @@
+"""What ranks do in tests."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from services.common.config import WorkerConfig
+from services.worker.boot import Booted, boot
+from services.worker.parallel import exchange
+from services.worker.parallel.ranks import Ranks
+from services.worker.runner.plan import Limits, Plan, StepOutput
+from services.worker.runner.runner import StepRunner
+
+FLAGS = {
+    "page_size": 16,
+    "kv_cache_num_tokens": 16 * 128,
+    "max_tokens_per_forward": 256,
+    "max_seqs_per_forward": 8,
+    "torch_num_threads": 1,
+}
+
+# Of this process, while a replica is up.
+_booted: Booted | None = None
+
+
+def make_config(ranks: Ranks, port: int, directory: Path, flags: dict) -> WorkerConfig:
+    """Of one worker."""
+    grid = {"tp_size": ranks.tp_size, "tp_rank": ranks.tp_rank, "pp_size": ranks.pp_size, "pp_rank": ranks.pp_rank}
+    return WorkerConfig(**{"model": str(directory), "master_port": port} | FLAGS | grid | flags)
+
+
+def start(ranks: Ranks, port: int, directory: Path, flags: dict, fewest_sharded: int) -> Limits:
+    """``fewest_sharded``: tokens from which on activations are sharded."""
+    global _booted
+    exchange.FEWEST_SHARDED = fewest_sharded
+    _booted = boot(make_config(ranks, port, directory, flags))
+    return _booted.runner.limits
+
+
+def run(ranks: Ranks, plans: list[Plan]) -> list["Step"]:
+    """One step after the other, without waiting for other ranks."""
+    return run_on(_booted.runner, plans)
+
+
+def reset(ranks: Ranks) -> None:
+    _booted.runner.reset()
+
+
+def stop(ranks: Ranks) -> None:
+    """Leave the others, as the end of the process does."""
+    global _booted
+    _booted.runner.close()
+    _booted = None
+    gc.collect()
+
+
+Step = tuple[StepOutput, torch.Tensor | None]
+
+
+def run_on(runner: StepRunner, plans: list[Plan]) -> list[Step]:
+    """Outputs, each with the logits ``[samples, vocab_size]`` that it was sampled from. A runner that does not cut
+    steps gets the plans without their cuts."""
+    seen: list[torch.Tensor] = []
+    model, steps = runner._model, []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = type(model).logits(model, hidden)
+        seen.append(found.clone())
+        return found
+
+    model.logits = logits
+    try:
+        for plan in plans:
+            cut = plan if runner.limits.max_micro_batches > 1 else replace(plan, micro_batch_rows=())
+            output = runner.run(cut)
+            steps.append((output, torch.cat(seen) if seen else None))
+            seen.clear()
+    finally:
+        del model.logits
+    return steps

@@ -1,0 +1,117 @@
+"""Processes that stand for a replica's workers: spawned once, given one job after the other."""
+
+import contextlib
+import multiprocessing
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from services.worker.parallel.ranks import Ranks
+
+# Longer than any job takes on a busy machine; one that hangs must not take the whole test's time.
+JOB_S = 60.0
+# What the others get to notice that one has failed.
+_GRACE_S = 10.0
+
+
+class Member:
+    """One process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+
+    def ask(self, job: Callable[..., Any], *arguments: Any) -> None:
+        self.pipe.send_bytes(pickle.dumps((job, arguments)))
+
+    def answer(self) -> Any:
+        """What the job returned, or the exception that it raised."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except EOFError as error:
+            return error
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class RankPool:
+    """``size`` processes. A job is a function, importable by name, that all ranks of a grid call."""
+
+    def __init__(self, size: int) -> None:
+        self.members = [Member() for _ in range(size)]
+
+    def run(self, job: Callable[..., Any], tp_size: int, pp_size: int, *arguments: Any) -> list[Any]:
+        """What ``job(ranks, *arguments)`` returned on each rank, by their index. Raises the first failure."""
+        grid = [Ranks(tp, tp_size, pp, pp_size) for pp in range(pp_size) for tp in range(tp_size)]
+        for ranks in grid:
+            self.members[ranks.index].ask(job, ranks, *arguments)
+        answers: dict[int, Any] = {}
+        failures = []
+        while len(answers) < len(grid):
+            waiting = {self.members[ranks.index].pipe: ranks.index for ranks in grid if ranks.index not in answers}
+            ready = wait(list(waiting), _GRACE_S if failures else JOB_S)
+            for pipe in ready:
+                answers[waiting[pipe]] = self.members[waiting[pipe]].answer()
+            failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
+            if not ready:
+                for index in waiting.values():
+                    self.kill(index)
+                names = ", ".join(grid[index].name() for index in waiting.values())
+                raise failures[0] if failures else TimeoutError(f"{names} did not answer within {JOB_S} s")
+        if failures:
+            raise failures[0]
+        return [answers[index] for index in range(len(grid))]
+
+    def ask(self, job: Callable[..., Any], ranks: Ranks, *arguments: Any) -> Any:
+        """What the job returned on one rank, or the exception that it raised."""
+        self.members[ranks.index].ask(job, ranks, *arguments)
+        return self.answer(ranks)
+
+    def answer(self, ranks: Ranks) -> Any:
+        """To what its process was asked."""
+        member = self.members[ranks.index]
+        if not member.pipe.poll(JOB_S):
+            self.kill(ranks.index)
+            raise TimeoutError(f"{ranks.name()} did not answer within {JOB_S} s")
+        return member.answer()
+
+    def kill(self, index: int) -> None:
+        """End the process of a rank; another one takes its place in the pool."""
+        self.members[index].close()
+        self.members[index] = Member()
+
+    def close(self) -> None:
+        """End the processes."""
+        for member in self.members:
+            member.close()
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(pipe) -> None:
+    torch.set_num_threads(1)  # there are more processes than cores
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job, arguments = pickle.loads(pipe.recv_bytes())
+            try:
+                answer = job(*arguments)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                answer = error
+            pipe.send_bytes(pickle.dumps(answer))
