@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from services.common.errors import Unavailable
+
 _COUNT = 8192  # more than the metrics need
 
 
@@ -26,8 +28,11 @@ class Numbers:
         """Those in ``path``, for this process to count in; the file is made if it is not there."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, 8 * _COUNT)
+            # Not sparse: where the disk is full later, writing to a page that it does not have would kill the process.
+            os.posix_fallocate(descriptor, 0, 8 * _COUNT)
             numbers = cls(mmap.mmap(descriptor, 8 * _COUNT))
+        except OSError as error:
+            raise Unavailable(f"no room for metrics in {path} ({error.strerror}); free some space") from error
         finally:
             os.close(descriptor)
         numbers.take(1)[0] = os.getpid()

@@ -14,7 +14,7 @@ import structlog
 from services.common.errors import Internal, TokaError
 from services.worker.api.codec import decode_plan, encode_result
 from services.worker.boot import Booted
-from services.worker.runner.base import Runner
+from services.worker.runner.base import DeviceLost, Runner
 from services.worker.runner.plan import StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -127,6 +127,8 @@ class Engine:
             plan = decode_plan(message)
             decoded_ns = time.perf_counter_ns() - started
             step = self._runner.start(plan)
+        except DeviceLost:  # no later step would do better: the thread ends, and with it the process
+            raise
         except TokaError as error:
             self._refuse(client, error)
         except Exception as error:

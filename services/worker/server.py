@@ -55,6 +55,8 @@ async def serve(
         collect_seldom()
         watch = asyncio.create_task(_watch(engine, server))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            watch.result()
         watch.cancel()
         if ended.done():
             await ended

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.common.errors import Unavailable
 from services.gateway.metrics import RequestMetrics, make_registry
 from services.gateway.numbers import Numbers, counting_process
 from services.gateway.session.codec import Ending
@@ -107,3 +108,18 @@ def test_more_numbers_than_there_are_is_an_error():
     numbers = Numbers()
     with pytest.raises(ValueError, match="there is no room for 1000000 more numbers"):
         numbers.take(1_000_000)
+
+
+def test_a_full_disk_is_said_at_the_start(paths, monkeypatch):
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(Unavailable, match="no room for metrics in .* .No space left on device.; free some space"):
+        Numbers.of_file(paths[0])
+
+
+def test_a_file_has_all_its_room_from_the_start(paths):
+    Numbers.of_file(paths[0])
+    found = os.stat(paths[0])
+    assert found.st_blocks * 512 >= found.st_size > 0

@@ -9,6 +9,7 @@ from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.server import SchedulerServer, serve
+from services.scheduler.workers import link
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeWorker
 from tests.scheduler.service import PROMPT, Service, session, start, status_of
@@ -90,6 +91,19 @@ async def test_a_first_worker_that_can_never_be_used_ends_the_start_with_the_rea
         await asyncio.wait_for(serve(config, asyncio.Event()), 30)
     assert worker.streams == 0
     await worker.stop()
+
+
+async def test_a_link_that_cannot_go_on_ends_the_scheduler_with_the_reason(monkeypatch):
+    def fail(result) -> None:
+        raise MemoryError("no room for a result")
+
+    monkeypatch.setattr(link, "decode_result", fail)
+    worker = FakeWorker()
+    async with start(worker=worker) as service:
+        asking = service.stub.Generate(g.GenerateRequest(**request(1)))
+        with pytest.raises(FailedPrecondition, match="the link to the worker failed: MemoryError"):
+            await asyncio.wait_for(service.server.wait(asyncio.Event()), 30)
+        asking.cancel()
 
 
 @pytest.mark.parametrize("together", [True, False])

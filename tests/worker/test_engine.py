@@ -10,6 +10,7 @@ import pytest
 from services.common.errors import FailedPrecondition, TokaError
 from services.worker.boot import Booted
 from services.worker.engine import Engine
+from services.worker.runner.base import DeviceLost
 from services.worker.runner.plan import Plan, Sampled, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -185,6 +186,19 @@ async def test_a_step_that_the_device_fails_with_ends_the_engine(engine, ended, 
             await ended
     assert client.told == [1]
     assert not runner.closed  # it would wait for the device
+
+
+async def test_a_device_that_is_lost_at_launch_ends_the_engine(engine, ended, runner, monkeypatch):
+    def lose(plan: Plan) -> Step:
+        raise DeviceLost("the device is lost")
+
+    monkeypatch.setattr(runner, "start", lose)
+    client = Listener()
+    engine.open(client)
+    engine.submit(client, plan_pb2.StepPlan(step=1))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(DeviceLost):
+            await ended
 
 
 async def test_a_stopped_engine_answers_what_runs_and_closes_the_runner(engine, ended, runner):

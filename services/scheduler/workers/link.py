@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
     result: Result
     message: plan_pb2.StepResult  # as it came, for the record
-    received_s: float  # monotonic
+    received_s: float  # monotonic; of several that came together, as if one by one
 
 
 class WorkerStream:
@@ -103,7 +103,7 @@ class WorkerLink:
 
         ``check`` raises ``ValueError`` for a worker that this scheduler cannot use. When that is the first worker there
         ever was, ``useless`` is told the reason, from the link's thread: both were started with flags that do not go
-        together, and waiting would not help.
+        together, and waiting would not help. So it is when the thread itself cannot go on.
         """
         self._address = address
         self._scheduler_id = scheduler_id
@@ -137,7 +137,14 @@ class WorkerLink:
         backoff = _FIRST_BACKOFF_S
         said = ""
         while not self._stopping.is_set():
-            reason, was_up = self._connect_once()
+            try:
+                reason, was_up = self._connect_once()
+            except Exception as error:  # such as no memory, or no more threads: nobody would connect again
+                if self._stopping.is_set():
+                    return
+                log.error("the link to the worker failed", exc_info=error)
+                self._useless(f"the link to the worker failed: {error!r}")
+                return
             if was_up:
                 backoff = _FIRST_BACKOFF_S
             if reason != said and not self._stopping.is_set():
@@ -161,6 +168,7 @@ class WorkerLink:
                 unanswered = threading.Timer(_READY_TIMEOUT_S, stream.end)
                 unanswered.daemon = True
                 unanswered.start()
+                last_s = time.monotonic()
                 for response in stream.call:
                     kind = response.WhichOneof("payload")
                     if kind == "ready":
@@ -170,10 +178,13 @@ class WorkerLink:
                         log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
                         self._events.worker_connected(stream)
                         continue
-                    received_s = time.monotonic()
-                    for result in [response.result] if kind == "result" else response.results.results:
-                        answer = Answer(decode_result(result), result, received_s)
-                        self._events.worker_answered(stream, answer)
+                    results = [response.result] if kind == "result" else response.results.results
+                    before_s, now_s = last_s, time.monotonic()
+                    for index, result in enumerate(results, 1):
+                        # Those that came together ended one after the other since the last that came.
+                        ended_s = before_s + (now_s - before_s) * index / len(results)
+                        self._events.worker_answered(stream, Answer(decode_result(result), result, ended_s))
+                    last_s = now_s
                 reason = "the worker ended the stream"
             except grpc.RpcError as error:
                 reason = f"{error.code().name}: {error.details()}"

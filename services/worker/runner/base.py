@@ -5,6 +5,10 @@ from typing import Protocol
 from services.worker.runner.plan import Limits, Plan, StepOutput
 
 
+class DeviceLost(RuntimeError):
+    """The device computes nothing any more; the process has to be started again."""
+
+
 class RunningStep(Protocol):
     """A step that a device computes while the next one is prepared."""
 
@@ -22,7 +26,7 @@ class Runner(Protocol):
 
     def start(self, plan: Plan) -> StepOutput | RunningStep:
         """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
-        contract."""
+        contract; ``DeviceLost`` ends the engine."""
 
     def reset(self) -> None:
         """Free every slot and expect step 1 next."""

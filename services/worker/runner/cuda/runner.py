@@ -9,6 +9,7 @@ import torch
 
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.kv_cache import KvCache
+from services.worker.runner.base import DeviceLost
 from services.worker.runner.checks import check_plan
 from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
 from services.worker.runner.cuda.graphs import DecodeGraph, DecodeGraphs, Forward
@@ -87,8 +88,11 @@ class CudaRunner:
         place = self._ring.next()
         try:
             step = self._run(plan, place)
-        except BaseException:
-            place.abandon()
+        except BaseException as error:
+            try:
+                place.abandon()
+            except Exception as lost:
+                raise DeviceLost(f"the device is lost: {lost}") from error
             raise
         step.timing.prepare = time.perf_counter_ns() - began
         return step
