@@ -115,7 +115,7 @@ def test_a_full_disk_is_said_at_the_start(paths, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Unavailable, match="no room for metrics in .* .No space left on device.; free some space"):
+    with pytest.raises(Unavailable, match=r"no room for metrics in .* \(No space left on device\); free some space"):
         Numbers.of_file(paths[0])
 
 
