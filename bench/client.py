@@ -8,7 +8,6 @@ import asyncio
 import json
 import multiprocessing
 import re
-import resource
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
+
+from services.common.process import allow_connections
 
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -95,13 +96,6 @@ def failures(replies: Sequence[Reply]) -> int:
 def makespan(replies: Sequence[Reply]) -> float:
     """Seconds from the first request to the last answer."""
     return max(reply.ended_at for reply in replies) - min(reply.sent_at for reply in replies)
-
-
-def allow_connections() -> None:
-    """Raise this process's limit of open files, which its children inherit: a connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _client(pipe: Connection) -> None:

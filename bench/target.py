@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 from pydantic import Field, field_validator
 
-from bench.client import allow_connections
 from bench.server import serve
 from services.common.flags import Config, Int, Strings
+from services.common.process import allow_connections
 
 # One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance.md.
 # Throughput in output tokens per second; latency in milliseconds per output token, at so many concurrent streams.

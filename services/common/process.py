@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -95,6 +96,13 @@ def collect_seldom(after: int = _COLLECT_AFTER) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays
     gc.set_threshold(after, *_COLLECT_OLDER_AFTER)
+
+
+def allow_connections() -> None:
+    """Raise this process's limit of open files as far as it may, for its children, too: a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def die_with_parent() -> None:

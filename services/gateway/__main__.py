@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
 from services.common.handover import BACKLOG, Handover, listen
-from services.common.process import collect_seldom, run_service
+from services.common.process import allow_connections, collect_seldom, run_service
 from services.gateway.app import make_app
 from services.gateway.gateway import Gateway
 from services.gateway.session.client import Timings
@@ -111,12 +110,6 @@ def _handed_over(handover: Handover) -> list[socket.socket]:
     own = socket.socket(socket.AF_UNIX)
     own.bind(str(handover.own_socket))
     return [socket.socket(fileno=handover.listener), own]
-
-
-def allow_connections() -> None:
-    """Raise the process's limit of open files as far as it may: a connection is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _announce(listener: socket.socket, on_listening: Callable[[str], None]) -> None:

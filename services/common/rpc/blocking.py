@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import Unavailable
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
-from services.common.rpc.interceptor import HANDLERS, status_of
+from services.common.rpc.interceptor import guarded_handler, status_of
 
 # Calls at once, watchers of health among them. One more is refused: without a thread it would hang.
 _MOST_CALLS = 64
@@ -72,15 +72,7 @@ class _ErrorInterceptor(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation, handler_call_details):
         handler = continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        if handler.response_streaming:
-            behavior = _guard_stream(handler.unary_stream or handler.stream_stream, method)
-        else:
-            behavior = _guard_unary(handler.unary_unary or handler.stream_unary, method)
-        make = HANDLERS[handler.request_streaming, handler.response_streaming]
-        return make(behavior, handler.request_deserializer, handler.response_serializer)
+        return guarded_handler(handler, handler_call_details.method, _guard_unary, _guard_stream)
 
 
 def _guard_unary(behavior, method: str):

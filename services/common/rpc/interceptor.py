@@ -6,6 +6,7 @@ without its text, which may hold a user's data.
 
 import asyncio
 import functools
+from collections.abc import Callable
 
 import grpc
 import structlog
@@ -17,7 +18,7 @@ from services.common.rpc.status import to_status
 log = structlog.get_logger(__name__)
 
 # By whether requests and whether answers are streamed.
-HANDLERS = {
+_HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -30,15 +31,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        if handler.response_streaming:
-            behavior = _guard_stream(handler.unary_stream or handler.stream_stream, method)
-        else:
-            behavior = _guard_unary(handler.unary_unary or handler.stream_unary, method)
-        make = HANDLERS[handler.request_streaming, handler.response_streaming]
-        return make(behavior, handler.request_deserializer, handler.response_serializer)
+        return guarded_handler(handler, handler_call_details.method, _guard_unary, _guard_stream)
+
+
+def guarded_handler(
+    handler: grpc.RpcMethodHandler | None, method: str, unary: Callable, stream: Callable
+) -> grpc.RpcMethodHandler | None:
+    """``handler``, None = there is none, with its behavior inside ``unary`` or ``stream``, by how it answers; either
+    is called with behavior and ``method``."""
+    if handler is None:
+        return None
+    if handler.response_streaming:
+        behavior = stream(handler.unary_stream or handler.stream_stream, method)
+    else:
+        behavior = unary(handler.unary_unary or handler.stream_unary, method)
+    make = _HANDLERS[handler.request_streaming, handler.response_streaming]
+    return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
 def _guard_unary(behavior, method: str):

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.attention.triton_decode import as_dtype
-from services.worker.attention.triton_store import _rounded
+from services.worker.attention.triton_store import rounded
 from services.worker.kv_cache import KvCache
 from services.worker.layers.fp8 import LARGEST
 from services.worker.layers.triton_overlap import overlapping, overlaps
@@ -221,8 +221,8 @@ def _attend(
     places = source + (HEADS + head + one) * HEAD_DIM
     own_key = _turned(places, one == 0, k_norm, eps, cosines, sines, HEAD_DIM, NORM)
     own_value = tl.load(source + (HEADS + KV_HEADS + head + one) * HEAD_DIM + dims[None, :])
-    own_key = _rounded(own_key, keys.dtype.element_ty, LARGEST)
-    own_value = _rounded(own_value, values.dtype.element_ty, LARGEST)
+    own_key = rounded(own_key, keys.dtype.element_ty, LARGEST)
+    own_value = rounded(own_value, values.dtype.element_ty, LARGEST)
     first = split == 0
     stored = own_page * PAGE_STRIDE + head_place + (position % PAGE) * HEAD_DIM + one * HEAD_DIM + dims[None, :]
     tl.store(keys + stored, own_key, first & (one == 0))

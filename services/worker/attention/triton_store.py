@@ -28,7 +28,7 @@ def _turned(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.const
 
 
 @triton.jit
-def _rounded(found, dtype: tl.constexpr, LARGEST: tl.constexpr):
+def rounded(found, dtype: tl.constexpr, LARGEST: tl.constexpr):
     """``found`` as the cache's ``dtype``. Fp8 has no infinity: what is beyond its largest becomes that, NaN stays."""
     if dtype == found.dtype:
         return found
@@ -94,14 +94,14 @@ def _rotate_and_store(
     first, second = _turned(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM)
     stored = page * (KV_HEADS * PAGE * HEAD_DIM) + (position % PAGE) * HEAD_DIM
     places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + dims[None, :]
-    tl.store(keys + places, _rounded(first, cached, LARGEST), inside[:, None])
-    tl.store(keys + places + HALF, _rounded(second, cached, LARGEST), inside[:, None])
+    tl.store(keys + places, rounded(first, cached, LARGEST), inside[:, None])
+    tl.store(keys + places + HALF, rounded(second, cached, LARGEST), inside[:, None])
 
     source += KV_HEADS * HEAD_DIM
     all_dims = tl.arange(0, HEAD_DIM)
     found = tl.load(source + kv_heads[:, None] * HEAD_DIM + all_dims[None, :], inside[:, None])
     places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + all_dims[None, :]
-    tl.store(values + places, _rounded(found, cached, LARGEST), inside[:, None])
+    tl.store(values + places, rounded(found, cached, LARGEST), inside[:, None])
 
 
 def rotate_and_store(
