@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -43,6 +44,8 @@ def compile_model(model: DecoderModel) -> None:
     It happens at the first calls, which are the warm-up's. A number of tokens or of kept ones below 2 is a further
     graph: on CUDA batches are padded.
     """
+    # The compiler would have float32 computed with fewer bits; who asks for float32 wants them all.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     compiled = torch.compile(model.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
 
     def forward(
