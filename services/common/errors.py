@@ -16,11 +16,14 @@
 gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.openai.errors``.
 """
 
+PEER_LOST_STATUS = 3  # exit status of a worker that could not go on without another of its replica
+
 
 class TokaError(Exception):
     """Base of everything a service raises on purpose. ``reason`` is a stable, machine-readable token."""
 
     reason = "ERROR"
+    exit_status = 1  # of a process that cannot go on because of it
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)

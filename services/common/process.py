@@ -34,7 +34,7 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, asyncio.Event], Co
     """The ``main()`` of a service: read flags, set up logs, run ``serve(config, stop)`` until it returns.
 
     ``stop`` is set at the first SIGTERM or SIGINT; ``serve`` then ends in good order. Exit status: 0 after a signal or
-    a normal return, 2 for a wrong flag, 1 with the reason in the log for anything else.
+    a normal return, 2 for a wrong flag, the error's own with the reason in the log for anything else.
     """
     global _own_process
     _own_process = True
@@ -45,7 +45,7 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, asyncio.Event], Co
         asyncio.run(_until_signalled(config, serve))
     except TokaError as error:
         log.error("cannot go on", reason=error.message)
-        sys.exit(1)
+        sys.exit(error.exit_status)
 
 
 async def _until_signalled(config: K, serve: Callable[[K, asyncio.Event], Coroutine[Any, Any, None]]) -> None:

@@ -11,9 +11,10 @@ from typing import Protocol
 
 import structlog
 
-from services.common.errors import Internal, TokaError
+from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
 from services.worker.api.codec import decode_plan, encode_result
 from services.worker.boot import Booted
+from services.worker.parallel.group import RankGroup
 from services.worker.runner.base import DeviceLost, Runner
 from services.worker.runner.plan import StepOutput
 from tokasaurus.worker.v1 import plan_pb2
@@ -25,6 +26,7 @@ class Client(Protocol):
     """Who sent plans; called in the compute thread."""
 
     closed: bool  # nothing more is wanted
+    stream_id: str  # the same on all ranks of a replica
 
     def answer(self, result: plan_pb2.StepResult) -> None: ...
 
@@ -39,17 +41,21 @@ class Engine:
     def __init__(self, boot: Callable[[], Booted]) -> None:
         self._boot = boot
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._queued_plans = 0  # written under the lock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows, and of the order of work
+        self._queued_plans = 0
+        self._sender: Client | None = None  # of whom plans are taken
+        self._received = 0  # its plans
         self._client: Client | None = None  # of the compute thread
         self._runner: Runner | None = None  # of the compute thread
+        self._group: RankGroup | None = None  # there are other ranks
         self._busy_since: dict[str, float] = {}  # by thread, while it is at work
         # What is owed to clients, in order, and waits for the device.
         self._owed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None  # what the answering thread ended with
 
     def start(self) -> tuple["asyncio.Future[Booted]", "asyncio.Future[None]"]:
-        """Start the thread from an asyncio loop. The futures: the boot is done; the thread has ended."""
+        """Start the thread from an asyncio loop. The futures: the boot is done; the thread has ended, or it never will,
+        because the other ranks of its replica are lost."""
         loop = asyncio.get_running_loop()
         booted, ended = loop.create_future(), loop.create_future()
         threading.Thread(target=self._serve, args=(loop, booted, ended), name="compute", daemon=True).start()
@@ -61,22 +67,31 @@ class Engine:
 
     def open(self, client: Client) -> None:
         """From here on plans come from ``client``; every slot is free and step 1 is next."""
-        self._work.put(lambda: self._take_over(client))
+        with self._lock:
+            self._end(self._sender)
+            self._sender, self._received = client, 0
+            self._work.put(lambda: self._take_over(client))
 
     def submit(self, client: Client, plan: plan_pb2.StepPlan) -> None:
         """Queue a plan of ``client``, which gets one answer, unless it is closed or fails before."""
-        with self._lock:
-            self._queued_plans += 1
         arrived = time.perf_counter_ns()
-        self._work.put(lambda: self._run(client, plan, arrived))
+        with self._lock:
+            if self._sender is client:
+                self._received += 1
+                self._queued_plans += 1
+                self._work.put(lambda: self._run(client, plan, arrived))
 
     def finish(self, client: Client) -> None:
         """``client`` sends no more plans: tell it when its last one is answered."""
-        self._work.put(lambda: self._owed.put(client.finish))
+        with self._lock:
+            self._end(client)
+            self._work.put(lambda: self._owed.put(client.finish))
 
     def close(self, client: Client) -> None:
         """``client`` is gone: free its slots."""
-        self._work.put(lambda: self._leave(client))
+        with self._lock:
+            self._end(client)
+            self._work.put(lambda: self._leave(client))
 
     def busy_s(self) -> float:
         """For how many seconds the piece of work at hand has been running; 0 when idle."""
@@ -84,12 +99,19 @@ class Engine:
         return time.monotonic() - min(since) if since else 0.0
 
     def _serve(self, loop: asyncio.AbstractEventLoop, booted: asyncio.Future, ended: asyncio.Future) -> None:
+        def end(error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                for future in (booted, ended):
+                    loop.call_soon_threadsafe(_settle, future, None, error)
+
         try:
             made = self._boot()
-            self._runner = made.runner
+            self._runner, self._group = made.runner, made.group
             answering = threading.Thread(target=self._answer_all, name="answers", daemon=True)
             answering.start()
             loop.call_soon_threadsafe(_settle, booted, made, None)
+            if self._group is not None:
+                self._group.watch(end)
             while (work := self._work.get()) is not None and self._broken is None:
                 self._busy_since["compute"] = time.monotonic()
                 work()
@@ -99,14 +121,25 @@ class Engine:
             outcome = self._broken
         except BaseException as error:
             outcome = error
+        if outcome is not None and self._group is not None:
+            end(self._group.cause(outcome))  # nothing to close: the process ends
+            return
         try:
             if self._runner is not None and self._broken is None:
                 self._runner.close()
         except BaseException as error:  # the device fails at last: whoever waits must still hear of the end
             outcome = outcome or error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            for future in (booted, ended):
-                loop.call_soon_threadsafe(_settle, future, None, outcome)
+        end(outcome)
+
+    def _end(self, client: Client | None, *, refused: bool = False) -> None:
+        """Under the lock: what was received of ``client`` so far is all that will be run, and without the plan at hand
+        if that is ``refused``."""
+        if client is None or self._sender is not client:
+            return
+        self._sender = None
+        if self._group is not None:
+            run = self._received - self._queued_plans - 1 if refused else self._received
+            self._group.agreement.settle(client.stream_id, run, refused=refused)
 
     def _take_over(self, client: Client) -> None:
         self._runner.reset()
@@ -121,7 +154,8 @@ class Engine:
         started = time.perf_counter_ns()
         with self._lock:
             self._queued_plans -= 1
-        if client.closed or self._client is not client:
+        # The other ranks run all that was received, too.
+        if self._client is not client or (client.closed and self._group is None):
             return
         try:
             plan = decode_plan(message)
@@ -129,11 +163,16 @@ class Engine:
             step = self._runner.start(plan)
         except DeviceLost:  # no later step would do better: the thread ends, and with it the process
             raise
-        except TokaError as error:
+        except (InvalidRequest, FailedPrecondition) as error:
             self._refuse(client, error)
         except Exception as error:
-            log.error("step failed", step=message.step, exc_info=error)
-            self._refuse(client, Internal(f"step {message.step} failed; the worker's log has the details"))
+            ours = not isinstance(error, TokaError)
+            if ours:
+                log.error("step failed", step=message.step, exc_info=error)
+            if self._group is not None:  # the other ranks wait for this one
+                raise
+            details = f"step {message.step} failed; the worker's log has the details"
+            self._refuse(client, Internal(details) if ours else error)
         else:
             answer = partial(self._answer, client, started - arrived, decoded_ns)
             if isinstance(step, StepOutput):
@@ -142,6 +181,8 @@ class Engine:
                 self._owed.put(lambda: answer(step.result()))
 
     def _refuse(self, client: Client, error: TokaError) -> None:
+        with self._lock:
+            self._end(client, refused=True)
         self._leave(client)
         self._owed.put(lambda: client.fail(error))
 

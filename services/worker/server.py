@@ -1,7 +1,10 @@
 """The worker's process: a server that listens at once, a compute thread that loads, and what health says of both."""
 
 import asyncio
+import atexit
 import contextlib
+import os
+import sys
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -9,17 +12,18 @@ from functools import partial
 import structlog
 
 from services.common.config import WorkerConfig
-from services.common.errors import Internal, InvalidRequest
+from services.common.errors import Internal
 from services.common.process import collect_seldom
 from services.common.rpc.blocking import BlockingRpcServer
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot import Booted, boot
 from services.worker.compilation import kernel_compilations, recompilations
 from services.worker.engine import Engine
+from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.2"
+CONTRACT_VERSION = "1.3"
 MAX_PLANS_IN_FLIGHT = 16
 # A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
 STUCK_AFTER_S = 120.0
@@ -37,7 +41,6 @@ async def serve(
 ) -> None:
     """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
     ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for."""
-    _refuse_ranks(config)
     engine = Engine(load or partial(boot, config))
     servicer, server = WorkerServicer(engine), BlockingRpcServer(SERVICE)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc_server)
@@ -58,38 +61,44 @@ async def serve(
         if watch.done():
             watch.result()
         watch.cancel()
-        if ended.done():
+        if ended.done() and not stop.is_set():
             await ended
             raise Internal("the compute thread has ended")
+    except ParallelError as error:
+        servicer.fail(error)
+        raise
     finally:
+        stopped = stop.is_set()
         stopping.cancel()
         await asyncio.to_thread(server.stop)
         engine.stop()
         # A step in progress may end; a model that is still loading goes with the process.
         await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
+        if config.tp_size * config.pp_size > 1:
+            _exit_past_connections(0 if stopped else getattr(sys.exception(), "exit_status", 1))
         for future in (booted, ended):
             if not future.cancel():
                 future.exception()  # seen: it was raised above, or stopping came first
 
 
-def _refuse_ranks(config: WorkerConfig) -> None:
-    """The runner knows what to do as one rank of several; schedulers drive one worker each so far."""
-    for name in ("tp_size", "pp_size"):
-        if (size := getattr(config, name)) > 1:
-            raise InvalidRequest(
-                f"flag {name}={size}: a scheduler drives a single worker in this version; leave it at its default"
-                f" ({name}=1)",
-                field=name,
-            )
+def _exit_past_connections(status: int) -> None:
+    """Have the process end with ``status`` as soon as the main thread is done. The interpreter would take connections
+    to other ranks down, which wait for threads that wait for ranks which may be lost."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    atexit.register(leave)  # called before that, and when the reason is logged
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
-    """The answer of GetWorkerInfo, under a new incarnation id."""
-    limits = booted.runner.limits
-    alone = worker_pb2.Rank(rank=0, size=1)
+    """The answer of GetWorkerInfo, under a new incarnation id, or under that of the replica."""
+    limits, ranks = booted.runner.limits, booted.ranks
     return worker_pb2.WorkerInfo(
         model=booted.model,
-        incarnation_id=uuid.uuid4().hex,
+        incarnation_id=uuid.uuid4().hex if booted.group is None else booted.group.incarnation_id,
         contract_version=CONTRACT_VERSION,
         page_size=limits.page_size,
         page_count=limits.page_count,
@@ -100,8 +109,9 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
         max_top_logprobs=min(limits.max_top_logprobs, limits.vocab_size),
         max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
         hydragen=limits.hydragen,
-        tensor_parallel=alone,
-        pipeline_parallel=alone,
+        max_micro_batches=limits.max_micro_batches,
+        tensor_parallel=worker_pb2.Rank(rank=ranks.tp_rank, size=ranks.tp_size),
+        pipeline_parallel=worker_pb2.Rank(rank=ranks.pp_rank, size=ranks.pp_size),
         data_parallel_rank=config.dp_rank,
         device=booted.device,
         dtype=booted.dtype,

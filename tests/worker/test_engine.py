@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from services.common.errors import FailedPrecondition, TokaError
+from services.common.errors import FailedPrecondition, TokaError, Unavailable
 from services.worker.boot import Booted
 from services.worker.engine import Engine
+from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
 from services.worker.runner.plan import Plan, Sampled, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
@@ -58,7 +59,8 @@ class LateRunner:
 class Listener:
     """A client that writes down what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream_id: str = "") -> None:
+        self.stream_id = stream_id
         self.closed = False
         self.told: list[int | str] = []
 
@@ -72,15 +74,41 @@ class Listener:
         self.told.append("finished")
 
 
+class OtherRanks:
+    """Stands for a replica's connections: keeps what they are told."""
+
+    def __init__(self) -> None:
+        self.agreement = self
+        self.settled: list[tuple[str, int, bool]] = []
+
+    def watch(self, on_lost: Callable[[ParallelError], None]) -> None:
+        self.lose = on_lost
+
+    def cause(self, error: BaseException) -> ParallelError:
+        return ParallelError(f"because of {error}")
+
+    def settle(self, stream_id: str, plans: int, *, refused: bool = False) -> None:
+        self.settled.append((stream_id, plans, refused))
+
+
 @pytest.fixture
 def runner() -> LateRunner:
     return LateRunner()
 
 
 @pytest.fixture
-async def started(runner):
+def group(request) -> OtherRanks | None:
+    """None, but for tests that are marked ``in_a_group``."""
+    return OtherRanks() if hasattr(request, "param") else None
+
+
+in_a_group = pytest.mark.parametrize("group", ["others"], indirect=True)
+
+
+@pytest.fixture
+async def started(runner, group):
     """The engine, serving, and the future of its end."""
-    engine = Engine(lambda: Booted(runner, "late", "none", "none"))
+    engine = Engine(lambda: Booted(runner, "late", "none", "none", group=group))
     booted, ended = engine.start()
     await booted
     yield engine, ended
@@ -254,3 +282,101 @@ async def test_the_time_of_a_step_that_does_not_end_grows(engine, runner):
     runner.steps[1].may_end.set()
     await until(lambda: client.told == [1])
     await until(lambda: engine.busy_s() < 0.001)
+
+
+async def test_the_plans_of_a_client_that_is_gone_are_dropped(engine, runner):
+    gone, here = Listener(), Listener()
+    gone.closed = True
+    engine.open(gone)
+    engine.submit(gone, plan_pb2.StepPlan(step=1))
+    engine.open(here)
+    await submit(engine, here, runner, 2)
+    assert runner.steps.keys() == {2}
+
+
+@in_a_group
+async def test_a_rank_runs_what_it_has_received_of_a_client_that_is_gone(engine, runner, group):
+    gone = Listener("a stream")
+    gone.closed = True
+    engine.open(gone)
+    for step in (1, 2):
+        engine.submit(gone, plan_pb2.StepPlan(step=step))
+    engine.close(gone)
+    engine.submit(gone, plan_pb2.StepPlan(step=3))  # is not counted, and so not run
+    await until(lambda: runner.resets == 2)  # the takeover's, and behind the plans the close's
+    assert runner.steps.keys() == {1, 2}
+    assert group.settled == [("a stream", 2, False)]
+
+
+@in_a_group
+@pytest.mark.parametrize("end", ["finish", "close", "open"])
+async def test_a_stream_is_settled_once_however_it_ends(end, engine, runner, group):
+    first, second = Listener("first"), Listener("second")
+    engine.open(first)
+    await submit(engine, first, runner, 1)
+    if end == "open":
+        engine.open(second)
+    else:
+        getattr(engine, end)(first)
+    assert group.settled == [("first", 1, False)]
+    engine.finish(first)
+    engine.close(first)
+    engine.open(second)
+    engine.close(second)
+    assert [stream for stream, _, _ in group.settled].count("first") == 1
+    assert group.settled[-1] == ("second", 0, False)
+
+
+@in_a_group
+async def test_a_refused_plan_is_none_of_those_that_all_ranks_run(engine, runner, group):
+    client = Listener("a stream")
+    runner.refused = {3}
+    engine.open(client)
+    for step in (1, 2, 3, 4):
+        engine.submit(client, plan_pb2.StepPlan(step=step))
+    await until(lambda: runner.resets == 2)
+    engine.close(client)
+    assert group.settled == [("a stream", 2, True)]
+    assert runner.steps.keys() == {1, 2}
+    again = Listener("another")
+    engine.open(again)
+    await submit(engine, again, runner, 5)
+
+
+@in_a_group
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), ParallelError("a loss"), Unavailable("a defect")])
+async def test_a_step_that_fails_on_one_rank_ends_it(error, engine, ended, runner, monkeypatch):
+    def fail(plan: Plan) -> Step:
+        raise error
+
+    monkeypatch.setattr(runner, "start", fail)
+    client = Listener("a stream")
+    engine.open(client)
+    engine.submit(client, plan_pb2.StepPlan(step=1))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(ParallelError, match=f"because of {error}"):
+            await ended
+    assert client.told == []
+
+
+@in_a_group
+async def test_a_loss_ends_an_engine_whose_step_does_not_end(engine, ended, runner, group, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hang(plan: Plan) -> Step:
+        begun.set()
+        assert may_end.wait(SECONDS)
+        return Step(plan.step)
+
+    monkeypatch.setattr(runner, "start", hang)
+    client = Listener("a stream")
+    engine.open(client)
+    engine.submit(client, plan_pb2.StepPlan(step=1))
+    await asyncio.to_thread(begun.wait)
+    group.lose(ParallelError("a rank is lost"))
+    try:
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(ParallelError, match="a rank is lost"):
+                await ended
+    finally:
+        may_end.set()

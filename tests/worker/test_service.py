@@ -7,8 +7,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from services.common.config import WorkerConfig
-from services.common.errors import InvalidRequest
 from services.worker import server
 from services.worker.boot import boot
 from services.worker.runner.slots import SlotTable
@@ -24,7 +22,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "1.2",
+        "contract_version": "1.3",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -33,6 +31,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
         "vocab_size": 400,
         "max_top_logprobs": 20,
         "max_plans_in_flight": 16,
+        "max_micro_batches": 1,
         "tensor_parallel": one,
         "pipeline_parallel": one,
         "device": "cpu",
@@ -233,9 +232,3 @@ async def test_calls_are_unavailable_while_the_model_loads(connect, worker, monk
     finally:
         loading.set()
     assert (await scheduler.info()).model == "llama"
-
-
-@pytest.mark.parametrize("name", ["tp_size", "pp_size"])
-async def test_one_rank_of_several_is_refused_before_it_listens(name):
-    with pytest.raises(InvalidRequest, match=f"flag {name}=2: a scheduler drives a single worker"):
-        await server.serve(WorkerConfig(**{name: 2}), asyncio.Event())

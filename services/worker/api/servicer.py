@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import grpc
 import structlog
 
-from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
+from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.worker.api.stream import Stream, Superseded
 from services.worker.engine import Engine
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -47,6 +47,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._close(stream)
 
+    def fail(self, error: TokaError) -> None:
+        """End the stream that is open, as nothing more will be answered."""
+        with self._lock:
+            if self._current is not None:
+                self._current.end(error)
+
     def _ready_info(self) -> worker_pb2.WorkerInfo:
         if self.info is None:
             raise Unavailable("the model is still loading")
@@ -66,6 +72,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest(
                 f"plans_in_flight={hello.plans_in_flight}: expected 1 to {info.max_plans_in_flight}",
                 field="hello.plans_in_flight",
+            )
+        if not hello.stream_id and info.tensor_parallel.size * info.pipeline_parallel.size > 1:
+            raise InvalidRequest(
+                "stream_id is empty: a replica of several ranks needs one, the same to all and new for each connection",
+                field="hello.stream_id",
             )
         stream = Stream(hello)
         with self._lock:

@@ -19,6 +19,7 @@ class Stream:
 
     def __init__(self, hello: worker_pb2.Hello) -> None:
         self.plans_in_flight, self.scheduler_id = hello.plans_in_flight, hello.scheduler_id
+        self.stream_id = hello.stream_id
         self.closed = False  # set under the servicer's lock, read by the engine's threads
         self._together = hello.takes_results_together
         self._outbox: queue.SimpleQueue[plan_pb2.StepResult | Exception | object] = queue.SimpleQueue()

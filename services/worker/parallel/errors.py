@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from services.common.errors import Unavailable
+from services.common.errors import PEER_LOST_STATUS, Unavailable
 
 
 class ParallelError(Unavailable):
@@ -11,6 +11,7 @@ class ParallelError(Unavailable):
     again. The process that gets it should end."""
 
     reason = "PEER_LOST"
+    exit_status = PEER_LOST_STATUS
 
 
 @contextlib.contextmanager

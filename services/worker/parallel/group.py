@@ -1,12 +1,15 @@
 """The connections of one worker to the others of its replica."""
 
+import os
+import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from services.worker.parallel import operators
+from services.worker.parallel import operators, peer_memory
+from services.worker.parallel.agreement import Agreement
 from services.worker.parallel.channel import Receiver, Sender
 from services.worker.parallel.errors import ParallelError, lost_peer
 from services.worker.parallel.exchange import TENSOR_RANKS
@@ -20,10 +23,24 @@ START_S = 1800.0
 STEP_S = 300.0
 # Activations on their way to the next stage, at most: a stage runs ahead of the next by no more micro-batches.
 _MOST_SENDS = 8
+_SETTINGS = {
+    # Each rank sees one device, its own, so that all are the first: they are no less different. It also leaves NVLink's
+    # multicast alone, which not every host has.
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    # Buffers that are registered when a graph is captured must not be of memory that grows: replays hang.
+    "NCCL_GRAPH_REGISTER": "0",
+    # Connections take memory and wait for each other: they are made here, and not in some step.
+    "NCCL_RUNTIME_CONNECT": "0",
+    # A channel sends in one direction only, so there is nothing that its sends could hold up.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
 
 
 class RankGroup:
     """Made by the compute thread, which uses all of it. A process has one at a time.
+
+    ``incarnation_id`` is the same on all ranks, and new whenever they are started again. ``agreement`` settles whether
+    all were given the same plans. ``shares_memory``: a stage's ranks can read each other's, on CUDA.
 
     The parts that a rank does not have are None: ``from_previous`` and ``to_next`` carry activations between stages,
     ``tokens_out`` and ``tokens_in`` what was sampled from the last stage to the first; all of them between ranks with
@@ -48,6 +65,8 @@ class RankGroup:
         self.ranks = ranks
         self._store = meet(ranks, address, port, settings, start_s)
         self._backend = "nccl" if device.type == "cuda" else "gloo"
+        for name, value in _SETTINGS.items():  # read when the first group is made
+            os.environ.setdefault(name, value)
         self._step = timedelta(seconds=step_s)
         with lost_peer("a worker"):
             # Over the host's network: small messages, and waits for what takes long. Its end shows at once.
@@ -58,17 +77,24 @@ class RankGroup:
                 self._connect(device)
                 names = [ranks.name(index) for index in range(ranks.size)]
                 self._watch = PeerWatch(dist.new_group(backend="gloo"), ranks.index, names)
+                # A store holds up others while it waits.
+                self.agreement = Agreement(self._store.clone(), ranks, self._watch)
+                self.incarnation_id = self._same_for_all("incarnation_id", uuid.uuid4().hex)
             except BaseException:
                 self._leave()
                 raise
 
     def _connect(self, device: torch.device) -> None:
         """Every rank makes every group, in the same order: that is how they are told apart."""
+        self.shares_memory, self._stage = False, ""
         ranks, everyone = self.ranks, range(self.ranks.tp_size)
         for pp_rank in range(ranks.pp_size if ranks.tp_size > 1 else 0):
             stage = self._group([ranks.at(tp_rank, pp_rank) for tp_rank in everyone], device)
             if pp_rank == ranks.pp_rank:
                 operators.register(TENSOR_RANKS, stage)
+                operators.connect(stage, device)
+                self._stage = stage.group_name
+                self.shares_memory = device.type == "cuda" and peer_memory.join(stage, device)
         self.to_next = self.from_previous = self.tokens_out = self.tokens_in = None
         for pp_rank in range(ranks.pp_size - 1):
             for tp_rank in everyone:
@@ -82,11 +108,20 @@ class RankGroup:
         """One end of the way from ``source`` to ``target``, of whichever this rank is one."""
         pair = sorted((source, target))
         group, ranks = self._group(pair, device), self.ranks
+        sender = receiver = None
         if ranks.index == source:
-            return Sender(group, pair.index(target), ranks.name(target), _MOST_SENDS), None
+            sender = Sender(group, pair.index(target), ranks.name(target), _MOST_SENDS)
+            sender.connect(device)
         if ranks.index == target:
-            return None, Receiver(group, pair.index(source), ranks.name(source))
-        return None, None
+            receiver = Receiver(group, pair.index(source), ranks.name(source), device)
+            receiver.connect()
+        return sender, receiver
+
+    def _same_for_all(self, name: str, value: str) -> str:
+        """The first rank's ``value``."""
+        if self.ranks.index == 0:
+            self._store.set(name, value)
+        return self._store.get(name).decode()
 
     def _group(self, members: list[int], device: torch.device) -> dist.ProcessGroup:
         device_id = device if self._backend == "nccl" else None
@@ -105,15 +140,21 @@ class RankGroup:
         return int(smallest)
 
     def drain(self) -> None:
-        """Wait until nothing is on its way any more from or to this rank: all ranks have run the same steps then."""
-        for end in (self.from_previous, self.tokens_in, self.to_next, self.tokens_out):
+        """Wait until all that this rank sent is received: all ranks have run the same steps then."""
+        for end in (self.to_next, self.tokens_out):
             if end is not None:
                 end.drain()
 
     def watch(self, on_lost: Callable[[ParallelError], None]) -> None:
-        """Have ``on_lost`` called once, in whatever thread, when another rank has left or its process has ended: at
-        once, also while nothing is computed. Any thread."""
+        """Have ``on_lost`` called once, in whatever thread, when another rank has left or its process has ended, or the
+        ranks cannot go on together: at once, also while nothing is computed. Any thread."""
         self._watch.tell(on_lost)
+
+    def cause(self, error: BaseException) -> ParallelError:
+        """What to end with when a step has failed with ``error`` here; the other ranks are told."""
+        if not isinstance(error, ParallelError):
+            error = ParallelError(f"a step failed on {self.ranks.name()}: {error}")
+        return self._watch.cause(error)
 
     def close(self) -> None:
         """Leave. The other ranks cannot run steps from here on, and are told."""
@@ -122,4 +163,5 @@ class RankGroup:
 
     def _leave(self) -> None:
         operators.forget(TENSOR_RANKS)
+        peer_memory.leave(self._stage)
         dist.destroy_process_group()

@@ -48,14 +48,11 @@ def exchange_all(ranks: Ranks, port: int) -> list:
             for number in range(20):  # more than may be on their way
                 group.to_next.send(torch.tensor([float(number), float(ranks.tp_rank)]))
         if group.from_previous is not None:
-            for _ in range(20):
-                group.from_previous.expect((2,), torch.float32, torch.device("cpu"))
-            found.append([group.from_previous.take().tolist() for _ in range(20)][-1])
+            found.append([group.from_previous.take((2,), torch.float32).tolist() for _ in range(20)][-1])
         if group.tokens_out is not None:
             group.tokens_out.send(torch.tensor([ranks.index]))
         if group.tokens_in is not None:
-            group.tokens_in.expect((1,), torch.int64, torch.device("cpu"))
-            found.append(group.tokens_in.take().tolist())
+            found.append(group.tokens_in.take((1,), torch.int64).tolist())
         group.drain()
         return found
     finally:
@@ -75,6 +72,19 @@ def wait_in_vain(ranks: Ranks, port: int, step_s: float) -> tuple[str, float] | 
     finally:
         group.close()
     return "nothing", 0.0
+
+
+def find_causes(ranks: Ranks, port: int) -> tuple[str, str, str]:
+    """Of a step that fails on rank 1 and, because of that, on rank 0; and the id under which they were started."""
+    group, told, lost = connect(ranks, port), threading.Event(), []
+    group.watch(lambda error: (lost.append(str(error)), told.set()))
+    if ranks.index == 1:
+        cause = group.cause(ZeroDivisionError("out of luck"))
+    else:
+        told.wait(SOON_S)
+        cause = group.cause(ParallelError("the connection has ended"))
+    group.close()
+    return str(cause), lost[0], group.incarnation_id
 
 
 def leave(ranks: Ranks, port: int) -> str | None:
@@ -121,21 +131,25 @@ def test_a_worker_that_leaves_says_so_and_is_told_nothing(pool):
     assert pool.run(leave, 1, 2, free_port()) == [told, None]
 
 
+def test_ranks_end_for_one_reason_and_have_one_id(pool):
+    (*first, one_id), (*second, other_id) = pool.run(find_causes, 2, 1, free_port())
+    assert first == second == ["a step failed on rank tp_rank=1 pp_rank=0: out of luck"] * 2
+    assert one_id == other_id != pool.run(find_causes, 2, 1, free_port())[0][2]
+
+
 @pytest.mark.parametrize("lost", [3, 0])
 def test_the_loss_of_a_worker_is_an_error_on_all_others(lost, pool, checkpoint):
-    """At once for the one that watches it, and for each that runs a step."""
+    """At once, whether they run a step or not."""
     directory, driver = checkpoint("llama", num_attention_heads=4, head_dim=16), Driver(None)
     grid = [Ranks(tp, 2, pp, 2) for pp in range(2) for tp in range(2)]
     pool.run(jobs.start, 2, 2, free_port(), directory, {}, 10**6)
     pool.kill(lost)
-    assert (
-        pool.ask(watch, grid[lost - 1])
-        == f"{grid[lost].name()} of this replica is lost; start all of its workers again"
-    )
+    survivors = [ranks for ranks in grid if ranks.index != lost]
+    told = f"{grid[lost].name()} of this replica is lost; start all of its workers again"
+    assert [pool.ask(watch, ranks) for ranks in survivors] == [told] * 3
     plans = [driver.plan(admissions=(admission(0, np.arange(9), [0]),), batch=batch([0], [9]))]
     driver.steps = 1
     plans.append(driver.plan(batch=batch([0])))
-    survivors = [ranks for ranks in grid if ranks.index != lost]
     started = time.monotonic()
     for ranks in survivors:
         pool.members[ranks.index].ask(run_and_leave, ranks, plans)
