@@ -219,7 +219,7 @@ def main() -> None:
     )  # fmt: skip
     messages = submits(config, card)
     at_worker, at_scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    flags = [f"scheduler_listen={at_scheduler}", f"worker_address={at_worker}", "model=builtin", "log_level=WARNING"]
+    flags = [f"scheduler_listen={at_scheduler}", f"worker_addresses={at_worker}", "model=builtin", "log_level=WARNING"]
     times = (config.token_us * 1e-6, config.step_ms * 1e-3)
     with child(worker_process, at_worker, shape, *times) as worker, child(scheduler_process, flags) as scheduler:
         asyncio.run(asyncio.wait_for(grpc_ready(at_scheduler), START_TIMEOUT_S))

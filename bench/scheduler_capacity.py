@@ -114,7 +114,7 @@ def processes(shape: FakeShape, model: str = "builtin"):
     """Worker and scheduler; yields the scheduler's address. Of ``model`` the scheduler reads all but the weights."""
     worker, scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     flags = [f"{name}={int(value)}" for name, value in asdict(shape).items()]
-    scheduler_flags = (f"model={model}", f"scheduler_listen={scheduler}", f"worker_address={worker}")
+    scheduler_flags = (f"model={model}", f"scheduler_listen={scheduler}", f"worker_addresses={worker}")
     children = [
         subprocess.Popen([sys.executable, "-m", "tests.fakes.worker", f"listen={worker}", *flags]),
         subprocess.Popen([sys.executable, "-m", "services.scheduler", *scheduler_flags]),

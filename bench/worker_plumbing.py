@@ -26,7 +26,8 @@ from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Int
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.workers.codec import encode_plan
-from services.scheduler.workers.link import Answer, WorkerLink, WorkerStream
+from services.scheduler.workers.link import WorkerLink
+from services.scheduler.workers.stream import Answer, WorkerStream
 from services.worker.runner.plan import Limits, Sampled, StepOutput
 from services.worker.runner.plan import Plan as WorkerPlan
 
@@ -125,7 +126,7 @@ def main() -> None:
         [sys.executable, "-m", "bench.worker_plumbing", *arguments], stdout=subprocess.PIPE, text=True
     )
     loop = StepLoop(config)
-    link = WorkerLink(address, "plumbing", config.in_flight, loop, lambda info: None, print)
+    link = WorkerLink([address], "plumbing", config.in_flight, loop, lambda info: None, print)
     link.start()
     try:
         figures = _measure(config, loop, psutil.Process(child.pid))

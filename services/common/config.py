@@ -64,6 +64,12 @@ class WorkerConfig(ServiceConfig):
     pp_size: Int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
     pp_rank: Int = Field(0, ge=0, description="which of them this worker is in")
     pp_layers: Ints = Field((), description="layers of each pipeline stage, such as 10,11,11; default: equal times")
+    async_tp_threshold: Int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a step from which on tensor-parallel products overlap with their exchange (cuda);"
+        " default: never",
+    )
     master_addr: str = Field(
         "127.0.0.1", min_length=1, description="where a replica's workers meet: the host of tp_rank=0 pp_rank=0"
     )
@@ -108,6 +114,11 @@ class WorkerConfig(ServiceConfig):
                 f"flag pp_layers={','.join(map(str, self.pp_layers))}: expected a number of layers, 1 or more, for each"
                 f" of pp_size={self.pp_size} stages"
             )
+        if self.async_tp_threshold is not None and self.tp_size == 1:
+            raise ValueError(
+                f"flag async_tp_threshold={self.async_tp_threshold}: has no effect without tp_size=2 or more; leave it"
+                " out, or set both"
+            )
         for name in ("master_addr", "master_port"):
             value = getattr(self, name)
             if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:
@@ -126,7 +137,9 @@ class SchedulerConfig(ServiceConfig):
     """One scheduler: one replica's queue, pages and plans."""
 
     scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
-    worker_address: str = Field("127.0.0.1:10410", description="the replica's worker")
+    worker_addresses: Strings = Field(
+        ("127.0.0.1:10410",), min_length=1, description="the replica's workers, one for each rank, in any order"
+    )
     scheduling_steps_ahead: Int = Field(2, ge=2, le=64, description="plans in flight to the worker")
     max_queued_sequences: Int = Field(65536, ge=1, description="accepted and not running; more are refused")
     max_samples_per_request: Int = Field(16384, ge=1, description="largest n")
@@ -153,6 +166,14 @@ class SchedulerConfig(ServiceConfig):
     )
     record_plans: str | None = Field(None, min_length=1, description="directory to record every plan and result in")
 
+    @field_validator("worker_addresses")
+    @classmethod
+    def _workers_differ(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise ValueError(f"{address} is named twice; name the address of each rank once")
+        return addresses
+
     @field_validator("guaranteed_classes")
     @classmethod
     def _classes_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -172,17 +193,13 @@ class SchedulerConfig(ServiceConfig):
         ):
             value = getattr(self, name)
             if not there and value != fields[name].default:
-                raise ValueError(f"flag {name}={value}: {self._advice(name, needed)}")
+                raise ValueError(f"flag {name}={value}: has no effect without {needed}; leave it out, or set both")
         if self.admission == "guaranteed" and self.guaranteed_classes:
             raise ValueError(
                 f"flag guaranteed_classes={','.join(self.guaranteed_classes)}: has no effect with admission=guaranteed,"
                 " by which every class is; leave one of them out"
             )
         return self
-
-    def _advice(self, name: str, needed: str) -> str:
-        """What to do about the flag ``name``, which was given without ``needed``."""
-        return f"has no effect without {needed}; leave it out, or set both"
 
 
 class GatewayConfig(ServiceConfig):
@@ -198,19 +215,13 @@ class GatewayConfig(ServiceConfig):
 class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     """What ``toka`` takes: everything its children take, and how many of them there are."""
 
-    dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its worker each")
+    dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
     gateways: Int = Field(1, ge=1, le=64, description="gateway processes, which share one host and port")
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
-    async_tp_threshold: Int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
-    def _refuse_what_is_not_there(self) -> "DeploymentConfig":
+    def _refuse_what_a_cpu_has_not(self) -> "DeploymentConfig":
         """A flag is honoured or refused, never ignored."""
-        fields = type(self).model_fields
-        for name in ("tp_size", "pp_size", "async_tp_threshold"):
-            value = getattr(self, name)
-            if value != fields[name].default:
-                raise ValueError(f"flag {name}={value}: {self._not_yet(name)}")
         if self.use_hydragen and self.device == "cpu":
             raise ValueError(
                 "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
@@ -221,19 +232,18 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
                 "flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at kv_cache_dtype=auto, or use"
                 " device=cuda"
             )
-        chosen = ("worker_listen", "worker_address", "scheduler_listen", "scheduler_addresses", "dp_rank")
-        for name in (*chosen, "tp_rank", "pp_rank", "master_addr", "master_port"):
-            if getattr(self, name) != fields[name].default:
-                raise ValueError(f"flag {name}: toka chooses the addresses of its children itself; leave it out")
         return self
 
-    def _advice(self, name: str, needed: str) -> str:
-        """Pipeline stages are refused here too."""
-        return self._not_yet(name) if needed.startswith("pp_size") else super()._advice(name, needed)
-
-    def _not_yet(self, name: str) -> str:
-        default = type(self).model_fields[name].default
-        return f"is not available in this version; leave it at its default ({name}={default})"
+    @model_validator(mode="after")
+    def _children_are_not_placed_by_hand(self) -> "DeploymentConfig":
+        addresses = ("worker_listen", "worker_addresses", "scheduler_listen", "scheduler_addresses")
+        for name in (*addresses, "master_addr", "master_port", "dp_rank", "tp_rank", "pp_rank"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"flag {name}: toka chooses the addresses and ranks of its children itself; leave it out, or start"
+                    " toka-worker, toka-scheduler and toka-gateway yourself"
+                )
+        return self
 
     @model_validator(mode="after")
     def _gateways_can_share_a_port(self) -> "DeploymentConfig":

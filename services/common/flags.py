@@ -33,6 +33,7 @@ _OPERATORS = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
     ast.USub: operator.neg,
 }
 _LARGEST = 2**63
@@ -52,7 +53,7 @@ def _evaluate(node: ast.expr) -> int | float:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             value = _OPERATORS[type(op)](_evaluate(operand))
         case _:
-            raise ValueError("only numbers and + - * / // ** are allowed in parentheses")
+            raise ValueError("only numbers and + - * / // % ** are allowed in parentheses")
     if isinstance(value, complex) or not abs(value) <= _LARGEST:
         raise ValueError("the result is too large, or no number")
     return value

@@ -20,7 +20,7 @@ from services.scheduler.reception import take_in
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.stats import Stats
 from services.scheduler.workers.codec import decode_shape, encode_plan
-from services.scheduler.workers.link import Answer, WorkerStream
+from services.scheduler.workers.stream import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
@@ -237,12 +237,12 @@ class EngineLoop:
     def _attach(self, stream: WorkerStream) -> None:
         if self._stream is not None:
             self._detach(self._stream, "a new stream began")
-        core = self._core
-        most = stream.plans_in_flight
-        self._ahead = min(core.state.policy.steps_ahead, most), most
+        core, most = self._core, stream.plans_in_flight
+        policy, stages = core.state.policy, stream.info.pipeline_parallel.size
+        self._ahead = min(policy.steps_ahead, most), most
         core.state.steps_ahead = self._ahead[0]
         core.attach(self.shape_of(stream.info))
-        self._pace.forget()
+        self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
         self._last_answer = time.monotonic()
         if self._recorder is not None:

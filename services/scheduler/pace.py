@@ -20,10 +20,13 @@ class Pace:
         self._full, self._light = _Kind(), _Kind()
         self._sent: deque[tuple[float, _Kind]] = deque()  # plans that the worker has not answered
         self._last_answer = 0.0
+        self._lead = 0.0
 
-    def forget(self) -> None:
-        """Another worker: none of its plans are in flight."""
+    def begin(self, lead: float = 0.0) -> None:
+        """Another worker: none of its plans are in flight. ``lead``: steps by which its first pipeline stage is before
+        the last, which answers; for the first to find a plan when it needs one, so many more must be in flight."""
         self._sent.clear()
+        self._lead = lead
 
     def sent(self, now: float, took_s: float, *, full: bool) -> None:
         """A plan went out that took ``took_s`` to build."""
@@ -43,9 +46,10 @@ class Pace:
         """How many plans should be in flight, from ``least`` to ``most``, when ``now`` may be: enough that short steps
         do not wait for their plans, and no more, since a sequence that ends wastes a row of each. One less than there
         are now is not worth a change."""
+        least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
-        wanted = max(least, min(math.ceil(_COVER_S / self.step_s), most))
+        wanted = max(least, min(math.ceil(_COVER_S / self.step_s + self._lead), most))
         return now if least < wanted == now - 1 else wanted
 
     def runs_dry(self, now: float, most_in_flight: int) -> bool:
@@ -60,7 +64,8 @@ class Pace:
         if most_in_flight == 1 or not self.step_s or light.plan_s * 2 > full.plan_s or full.step_s > full.plan_s:
             return False
         began = max(self._sent[0][0], self._last_answer) if self._sent else now
-        return sum(kind.step_s or self.step_s for _, kind in self._sent) - (now - began) < full.plan_s
+        left = sum(kind.step_s or self.step_s for _, kind in self._sent) - (now - began)
+        return left - self._lead * self.step_s < full.plan_s
 
 
 class _Kind:

@@ -85,7 +85,7 @@ class SchedulerServer:
             recorder=self._recorder,
         )
         self._link = WorkerLink(
-            config.worker_address,
+            config.worker_addresses,
             self.scheduler_id,
             max(config.scheduling_steps_ahead, MOST_AHEAD),
             self.engine,
@@ -100,7 +100,8 @@ class SchedulerServer:
         self._link.start()
         self._pulse = asyncio.create_task(self._watch_pulse())
         collect_seldom()
-        log.info("scheduler listening", address=self.address, model=card.name, worker=config.worker_address)
+        workers = ",".join(config.worker_addresses)
+        log.info("scheduler listening", address=self.address, model=card.name, workers=workers)
         return self.address
 
     async def wait(self, stop: asyncio.Event) -> None:
@@ -131,7 +132,12 @@ class SchedulerServer:
                 f"the worker's vocabulary has {info.vocab_size} tokens and that of model={self._config.model!r} has"
                 f" {card.vocab_size}: start both with the same model"
             )
-        policy = self._core.state.policy
+        policy, stages = self._core.state.policy, info.pipeline_parallel.size
+        if self._config.pp_size != stages:
+            raise ValueError(
+                f"flag pp_size={self._config.pp_size} of the scheduler and pp_size={stages} of its workers: start both"
+                " with the same pp_size"
+            )
         if policy.hydragen is not None and not info.hydragen:
             raise ValueError(
                 f"flag use_hydragen=T: the worker, on {info.device}, has no shared-prefix attention, only those on cuda"
@@ -141,7 +147,7 @@ class SchedulerServer:
             raise ValueError(
                 f"pp_size={self._config.pp_size} pp_num_buffer_stages={self._config.pp_num_buffer_stages} cut a step"
                 f" into {policy.micro_batches} micro-batches, and the worker takes {max(1, info.max_micro_batches)} at"
-                " most: start both with the same pp_size"
+                " most: lower pp_num_buffer_stages"
             )
         self.model.set_shape(self.engine.shape_of(info))
 

@@ -31,20 +31,29 @@ class FakeShape:
     max_plans_in_flight: int = 64
     hydragen: bool = True
     max_micro_batches: int = 8
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
     first_token: int = 16  # the hash chooses tokens from here up
     eos_token_id: int = 0
     eos_every: int = 0  # one token in so many is eos_token_id; 0 = never
 
+    @property
+    def reports(self) -> bool:
+        """Whether the tokens come from this rank."""
+        return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0
+
     def worker_info(self, incarnation_id: str = "") -> worker_pb2.WorkerInfo:
         """As a worker of this shape announces itself."""
-        rank = worker_pb2.Rank(rank=0, size=1)
         return worker_pb2.WorkerInfo(
             model="fake", incarnation_id=incarnation_id, contract_version="1.1", page_size=self.page_size,
             page_count=self.page_count, max_slots=self.max_slots, max_tokens_per_step=self.max_tokens_per_step,
             max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size,
             max_top_logprobs=self.max_top_logprobs, max_plans_in_flight=self.max_plans_in_flight,
             hydragen=bool(self.hydragen), max_micro_batches=self.max_micro_batches,
-            tensor_parallel=rank, pipeline_parallel=rank, device="fake", dtype="float32",
+            tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
+            pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip
 
 

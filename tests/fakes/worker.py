@@ -9,20 +9,26 @@ import asyncio
 import signal
 import sys
 import uuid
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import grpc
 
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.rpc.server import RpcServer
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, reply_script
-from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
 
 
+class _Plans(asyncio.Queue):
+    """Those of one stream that wait; None = no more."""
+
+    unanswered = 0
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """One worker at one address. Owned and driven by one asyncio loop.
+    """One worker at one address, alone or as one rank of several. Owned and driven by one asyncio loop.
 
     ``violations`` collects broken contracts: a test asserts that it stays empty.
     """
@@ -38,9 +44,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.plans = []  # every StepPlan received, when `record` is set
         self.record = False
         self.streams = 0
+        self.stream_ids: list[str] = []  # what the hellos said
+        self.farewells = 0  # streams whose client said that there are no more plans
+        self.at_rest = asyncio.Event()  # there is no stream
+        self.at_rest.set()
         self.answered = 0
+        self.most_unanswered = 0  # plans, of any stream
         self.fail_tokens: dict[int, str] = {}  # a prompt that begins with this token: its slot fails
-        self._incarnation = uuid.uuid4().hex
+        self.incarnation_id = uuid.uuid4().hex
         self._open = asyncio.Event()  # answers go out while it is set
         self._open.set()
         self._permits = 0
@@ -69,7 +80,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def crash(self) -> None:
         """End the stream without a word and forget everything, as a process that died and came back."""
-        self._incarnation = uuid.uuid4().hex
+        self.incarnation_id = uuid.uuid4().hex
         if self._end is not None and not self._end.done():
             self._end.set_exception(Unavailable("the fake worker crashed"))
 
@@ -92,28 +103,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     # -- the contract
 
     async def GetWorkerInfo(self, request, context):
-        return worker_pb2.GetWorkerInfoResponse(info=self.shape.worker_info(self._incarnation))
+        return worker_pb2.GetWorkerInfoResponse(info=self.shape.worker_info(self.incarnation_id))
 
     async def RunSteps(self, request_iterator, context):
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("payload") != "hello":
             raise InvalidRequest("the first message must be a hello")
         hello = first.hello
-        if hello.expected_incarnation_id != self._incarnation:
-            raise FailedPrecondition(f"this is incarnation {self._incarnation}")
+        if hello.expected_incarnation_id != self.incarnation_id:
+            raise FailedPrecondition(f"this is incarnation {self.incarnation_id}")
         if not 1 <= hello.plans_in_flight <= self.shape.max_plans_in_flight:
             raise InvalidRequest(f"plans_in_flight={hello.plans_in_flight}")
+        if self.shape.tp_size * self.shape.pp_size > 1 and not hello.stream_id:
+            raise InvalidRequest("a hello to one rank of several must have a stream_id")
         if self._end is not None and not self._end.done():
             self._end.set_exception(TokaError("a new hello ended this stream"))
         end = self._end = asyncio.get_running_loop().create_future()
         self.model = FakeModel(self.shape, self.script)
         self.model.fail_tokens = self.fail_tokens
         self.streams += 1
-        plans: asyncio.Queue = asyncio.Queue()
+        self.stream_ids.append(hello.stream_id)
+        self.at_rest.clear()
+        plans = _Plans()
         reader = asyncio.create_task(self._read(request_iterator, plans, hello.plans_in_flight))
         try:
             yield worker_pb2.RunStepsResponse(
-                ready=worker_pb2.Ready(incarnation_id=self._incarnation, takes_plans_together=self.takes_together)
+                ready=worker_pb2.Ready(incarnation_id=self.incarnation_id, takes_plans_together=self.takes_together)
             )
             together = self.takes_together and hello.takes_results_together
             while results := await self._next_results(plans, end, together):
@@ -129,8 +144,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             end.cancel()
             if end.done() and not end.cancelled():
                 end.exception()
+            if end is self._end:
+                self.at_rest.set()
 
-    async def _read(self, request_iterator, plans: asyncio.Queue, most: int) -> None:
+    async def _read(self, request_iterator, plans: _Plans, most: int) -> None:
         try:
             async for request in request_iterator:
                 kind = request.WhichOneof("payload")
@@ -143,15 +160,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self.plans.extend(arrived)
                 for plan in arrived:
                     plans.put_nowait(plan)
-                if plans.qsize() > most:
-                    plans.put_nowait(Violation(f"{plans.qsize()} plans in flight, {most} were announced"))
+                plans.unanswered += len(arrived)
+                self.most_unanswered = max(self.most_unanswered, plans.unanswered)
+                if plans.unanswered > most:
+                    plans.put_nowait(Violation(f"{plans.unanswered} plans in flight, {most} were announced"))
                 async with self._progress:
                     self._received += len(arrived)
                     self._progress.notify_all()
+            self.farewells += 1
         finally:
             plans.put_nowait(None)
 
-    async def _next_results(self, plans: asyncio.Queue, end: asyncio.Future, together: bool) -> list:
+    async def _next_results(self, plans: _Plans, end: asyncio.Future, together: bool) -> list:
         """One; all that there are, if they may go ``together`` and nothing holds them. None at the end."""
         results = []
         while (result := await self._next_result(plans, end)) is not None:
@@ -161,7 +181,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         plans.put_nowait(None)  # the end is behind these
         return results
 
-    async def _next_result(self, plans: asyncio.Queue, end: asyncio.Future):
+    async def _next_result(self, plans: _Plans, end: asyncio.Future):
         plan = await _first(plans.get(), end)
         if plan is None:
             return None
@@ -175,9 +195,30 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.step_s:
             await asyncio.sleep(self.step_s)
         result = self.model.apply(plan)
+        if not self.shape.reports:
+            result = plan_pb2.StepResult(step=result.step)
         result.queued_plans = plans.qsize()
         self.answered += 1
+        plans.unanswered -= 1
         return result
+
+
+class FakeReplica:
+    """A ``FakeWorker`` for each rank."""
+
+    def __init__(
+        self, shape: FakeShape | None = None, *, tp_size: int = 1, pp_size: int = 1, kind: type[FakeWorker] = FakeWorker
+    ) -> None:
+        sizes = replace(shape or FakeShape(), tp_size=tp_size, pp_size=pp_size)
+        ranks = [(tp_rank, pp_rank) for pp_rank in range(pp_size) for tp_rank in range(tp_size)]
+        self.workers = [kind(replace(sizes, tp_rank=tp_rank, pp_rank=pp_rank)) for tp_rank, pp_rank in ranks]
+        self.meet()
+
+    def meet(self) -> None:
+        """From now on all ranks are of one start."""
+        incarnation_id = uuid.uuid4().hex
+        for worker in self.workers:
+            worker.incarnation_id = incarnation_id
 
 
 async def _first(work, end: asyncio.Future):

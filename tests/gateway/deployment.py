@@ -84,7 +84,7 @@ class Deployment:
             directory / "scheduler.log",
             "services.scheduler",
             scheduler_listen=self.scheduler_address,
-            worker_address=worker_address,
+            worker_addresses=worker_address,
             **scheduler or {},
         )
         addresses = ",".join([self.scheduler_address, *other_schedulers])

@@ -1,4 +1,4 @@
-"""A scheduler and a fake worker over real gRPC, and a client that reads what a gateway would."""
+"""A scheduler and fake workers over real gRPC, and a client that reads what a gateway would."""
 
 import asyncio
 from collections import defaultdict
@@ -10,17 +10,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.config import SchedulerConfig
 from services.scheduler.server import SchedulerServer
 from tests.fakes.model import FakeShape
-from tests.fakes.worker import FakeWorker
+from tests.fakes.worker import FakeReplica, FakeWorker
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 PROMPT = [40 + index % 500 for index in range(43)]
 
 
 class Service:
-    """Both servers, a channel and a stub."""
+    """All servers, a channel and a stub. ``worker`` is the rank that reports."""
 
-    def __init__(self, worker: FakeWorker, server: SchedulerServer, channel: grpc.aio.Channel) -> None:
-        self.worker = worker
+    def __init__(self, workers: list[FakeWorker], server: SchedulerServer, channel: grpc.aio.Channel) -> None:
+        self.workers = workers
+        self.worker = next((worker for worker in workers if worker.shape.reports), None)
         self.server = server
         self.channel = channel
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -160,22 +161,24 @@ async def session(service: Service):
 
 
 @asynccontextmanager
-async def start(shape: FakeShape | None = None, *, worker: FakeWorker | None = None, **flags):
-    """Both servers, ready. At the end: no contract broken, nothing left behind."""
-    worker = worker or FakeWorker(shape)
-    server = SchedulerServer(
-        SchedulerConfig(worker_address=await worker.start(), scheduler_listen="127.0.0.1:0", **flags)
-    )
+async def start(
+    shape: FakeShape | None = None, *, worker: FakeWorker | None = None, replica: FakeReplica | None = None, **flags
+):
+    """All servers, ready. At the end: no contract broken, nothing left behind."""
+    workers = replica.workers if replica else [worker or FakeWorker(shape)]
+    addresses = tuple([await each.start() for each in workers])
+    server = SchedulerServer(SchedulerConfig(worker_addresses=addresses, scheduler_listen="127.0.0.1:0", **flags))
     async with grpc.aio.insecure_channel(await server.start()) as channel:
-        service = Service(worker, server, channel)
+        service = Service(workers, server, channel)
         await service.until_health(True)
         try:
             yield service
-            assert worker.violations == []
+            assert [each.violations for each in workers] == [[]] * len(workers)
             await nothing_left(service)
         finally:
             await server.stop()
-            await worker.stop()
+            for each in workers:
+                await each.stop()
 
 
 async def nothing_left(service: Service) -> None:

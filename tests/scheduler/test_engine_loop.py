@@ -14,7 +14,7 @@ from services.scheduler.engine_loop import _MOST_TAKEN_IN, EngineLoop
 from services.scheduler.inbox import Inbox
 from services.scheduler.news import Accepted, HeartbeatAnswer, Rejected
 from services.scheduler.workers.codec import decode_result
-from services.scheduler.workers.link import Answer
+from services.scheduler.workers.stream import Answer
 from tests.fakes.model import FakeModel, FakeShape
 
 SINK = 1

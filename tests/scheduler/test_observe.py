@@ -8,6 +8,7 @@ import pytest
 
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape
+from tests.fakes.worker import FakeReplica
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import observe_pb2 as o
@@ -95,7 +96,7 @@ async def test_plans_can_be_watched(service):
 
 async def test_watched_plans_and_counters_show_hydragen_groups_and_micro_batches():
     flags = {"use_hydragen": True, "hydragen_min_group_size": 8, "pp_size": 2, "pp_num_buffer_stages": 0}
-    async with start(**flags) as service:
+    async with start(replica=FakeReplica(pp_size=2), **flags) as service:
         call = service.stub.WatchPlans(o.WatchPlansRequest())
         while not service.server.engine.watchers:
             await service.generate(tokens=TOKENS, stopping=g.Stopping(max_tokens=1))

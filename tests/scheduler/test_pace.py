@@ -99,7 +99,7 @@ def test_with_one_plan_in_flight_the_worker_waits_by_choice():
 
 def test_another_worker_s_answers_are_not_awaited():
     loop = Loop(0.02, 0.001, 0.001).run(5)
-    loop.pace.forget()
+    loop.pace.begin()
     loop.due.clear()
     loop.now += 50
     loop.worker_free = loop.now
@@ -121,3 +121,65 @@ def test_before_the_first_step_and_within_bounds_nothing_changes():
     assert pace.plans_ahead(2, 2, 4) == 4
     pace.step_s = 0.035
     assert pace.plans_ahead(3, 2, 16) == 2
+
+
+class Pipeline:
+    """A scheduler and workers in ``stages`` that are equally fast; a step is cut into ``parts``. An answer, or a plan,
+    takes ``link_s``."""
+
+    def __init__(self, step_s: float, link_s: float, stages: int, parts: int) -> None:
+        self.pace = Pace()
+        self.lead = (stages - 1) / parts
+        self.pace.begin(self.lead)
+        self.step_s, self.link_s = step_s, link_s
+        self.now, self.ahead = 100.0, 2
+        self.first_free = self.now  # when the first stage is through with what it holds
+        self.due: list[float] = []
+        self.idle_s = 0.0  # of the first stage
+
+    def run(self, turns: int, extra: int = 0) -> "Pipeline":
+        """``extra``: plans in flight beyond those that the pace wants."""
+        for _ in range(turns):
+            self.ahead = self.pace.plans_ahead(self.ahead, 2, 16)
+            while len(self.due) < self.ahead + extra:
+                self.pace.sent(self.now, 0.0, full=True)
+                arrived = self.now + self.link_s
+                self.idle_s += max(0.0, arrived - self.first_free)
+                self.first_free = max(self.first_free, arrived) + self.step_s
+                self.due.append(self.first_free + self.lead * self.step_s + self.link_s)
+            self.now = self.due.pop(0)
+            self.pace.answered(self.now)
+        return self
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(1, 1), (2, 2), (2, 3), (3, 4), (4, 5), (8, 9), (2, 10)])
+@pytest.mark.parametrize("step_ms", [2.1, 4.1, 20])
+def test_the_first_of_several_stages_finds_a_plan_as_early_as_a_worker_alone(stages, parts, step_ms):
+    pipeline = Pipeline(step_ms / 1000, 0.001, stages, parts).run(60)
+    before = pipeline.idle_s
+    assert pipeline.run(60).idle_s == pytest.approx(before, abs=1e-6)
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(2, 2), (4, 5), (8, 9)])
+def test_as_many_plans_as_for_a_worker_alone_would_leave_the_first_stage_waiting(stages, parts):
+    pipeline = Pipeline(0.0041, 0.0015, stages, parts).run(60, extra=-1)
+    before = pipeline.idle_s
+    assert pipeline.run(60, extra=-1).idle_s > before + 60 * 0.0003
+
+
+@pytest.mark.parametrize(("step_ms", "plans"), [(35, 3), (4, 3), (2.5, 3), (0.9, 6), (0.1, 16)])
+def test_several_stages_get_one_plan_more(step_ms, plans):
+    assert Pipeline(step_ms / 1000, 0.0001, 4, 5).run(60).ahead == plans
+
+
+def test_the_first_stage_runs_dry_before_the_last_does():
+    paces = [Pace(), Pace()]
+    paces[1].begin(0.6)
+    for pace in paces:
+        for second in range(3):
+            pace.sent(second, 0.7, full=True)
+            pace.answered(second + 0.5)
+        pace._light.plan_s = 0.1
+        pace.sent(10.0, 0.7, full=True)
+        pace.sent(10.0, 0.7, full=True)
+    assert [pace.runs_dry(10.1, 3) for pace in paces] == [False, True]

@@ -65,9 +65,9 @@ async def test_requests_wait_for_a_worker_that_is_gone():
 
 
 async def test_without_a_worker_there_is_no_service_yet():
-    server = SchedulerServer(SchedulerConfig(worker_address="127.0.0.1:1", scheduler_listen="127.0.0.1:0"))
+    server = SchedulerServer(SchedulerConfig(worker_addresses=("127.0.0.1:1",), scheduler_listen="127.0.0.1:0"))
     async with grpc.aio.insecure_channel(await server.start()) as channel:
-        service = Service(None, server, channel)
+        service = Service([], server, channel)
         await service.until_health(False)
         error = await status_of(service.stub.Generate(g.GenerateRequest(**request(1))))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -86,7 +86,7 @@ async def test_without_a_worker_there_is_no_service_yet():
 )
 async def test_a_first_worker_that_can_never_be_used_ends_the_start_with_the_reason(shape, flags, reason):
     worker = FakeWorker(FakeShape(**shape))
-    config = SchedulerConfig(worker_address=await worker.start(), scheduler_listen="127.0.0.1:0", **flags)
+    config = SchedulerConfig(worker_addresses=(await worker.start(),), scheduler_listen="127.0.0.1:0", **flags)
     with pytest.raises(FailedPrecondition, match=reason):
         await asyncio.wait_for(serve(config, asyncio.Event()), 30)
     assert worker.streams == 0
@@ -215,4 +215,4 @@ async def test_a_step_loop_that_fails_ends_the_process(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "end_overdue", broken)
     with pytest.raises(Internal, match="boom"):
-        await serve(SchedulerConfig(worker_address="127.0.0.1:1", scheduler_listen="127.0.0.1:0"), asyncio.Event())
+        await serve(SchedulerConfig(worker_addresses=("127.0.0.1:1",), scheduler_listen="127.0.0.1:0"), asyncio.Event())

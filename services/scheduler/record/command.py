@@ -10,8 +10,8 @@ K = TypeVar("K", bound=Config)
 
 
 def read_flags(kind: type[K], meaning: str) -> K:
-    """The config from the command line alone: ``TOKA_WORKER_ADDRESS`` in the environment names the worker that serves,
-    and a replay must not take that over by accident. Ends the process with status 2 and the reason when it is wrong.
+    """The config from the command line alone: the environment is that of the services, and a replay must not take over
+    the worker that serves by accident. Ends the process with status 2 and the reason when it is wrong.
     """
     program, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
     if not arguments or any(argument in ("help", "-h", "--help") for argument in arguments):

@@ -93,7 +93,11 @@ def _next(answers: grpc.Call) -> worker_pb2.RunStepsResponse:
 
 def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
     """Sizes only: what a plan needs beyond them (Hydragen, micro-batches) the worker refuses itself."""
-    recorded = recording.info
+    recorded, ranks = recording.info, found.tensor_parallel.size * found.pipeline_parallel.size
+    if ranks > 1:
+        raise Unsuitable(
+            f"the worker is one of {ranks} ranks, which wait for one another: start one with tp_size=1 pp_size=1"
+        )
     for name in ("page_size", "vocab_size"):
         if getattr(found, name) != getattr(recorded, name):
             raise Unsuitable(

@@ -1,134 +1,81 @@
-"""The step stream to one worker, kept up: connect, say hello, carry plans and results, and begin again when lost."""
+"""The step streams to the workers of a replica, kept up: connect, say hello, carry plans and results, and begin again
+when one is lost."""
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import grpc
 import structlog
 
 from services.common.rpc.channel import CHANNEL_OPTIONS
-from services.scheduler.core.plan import Result
 from services.scheduler.workers.codec import decode_result
-from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
+from services.scheduler.workers.replica import Unready, as_one, reports
+from services.scheduler.workers.stream import Answer, RankStream, WorkerEvents, WorkerStream
+from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 _INFO_TIMEOUT_S = 10.0
 _READY_TIMEOUT_S = 30.0  # a hello that is not answered for so long never will be
-# Bytes of a plan that is not sent with others: what a message holds is limited.
-_LARGE = 1 << 20
+_FAREWELL_S = 2.0  # plans that were sent have reached the workers by then
 
-
-class WorkerEvents(Protocol):
-    """What the link reports, from its own thread. ``stream`` counts connections: late news of an old one shows."""
-
-    def worker_connected(self, stream: "WorkerStream") -> None: ...
-
-    def worker_answered(self, stream: "WorkerStream", answer: "Answer") -> None: ...
-
-    def worker_lost(self, stream: "WorkerStream", reason: str) -> None: ...
-
-
-class Answer(NamedTuple):
-    """A worker's answer to one plan, decoded here so that the step loop need not."""
-
-    result: Result
-    message: plan_pb2.StepResult  # as it came, for the record
-    received_s: float  # monotonic; of several that came together, as if one by one
-
-
-class WorkerStream:
-    """One connection. ``send`` may be called by one thread."""
-
-    def __init__(self, info: worker_pb2.WorkerInfo, plans_in_flight: int, scheduler_id: str) -> None:
-        self.info, self.plans_in_flight = info, plans_in_flight
-        self.call: grpc.Call | None = None
-        self.takes_together = False  # what the worker's ready said
-        self._scheduler_id = scheduler_id
-        self._plans: queue.SimpleQueue[plan_pb2.StepPlan | None] = queue.SimpleQueue()  # None = no more
-
-    def send(self, plan: plan_pb2.StepPlan) -> None:
-        """Send ``plan``, with others if they are there when a message can go out."""
-        self._plans.put(plan)
-
-    def messages(self) -> Iterator[worker_pb2.RunStepsRequest]:
-        """What goes out, for gRPC to take one by one."""
-        yield worker_pb2.RunStepsRequest(
-            hello=worker_pb2.Hello(
-                scheduler_id=self._scheduler_id,
-                expected_incarnation_id=self.info.incarnation_id,
-                plans_in_flight=self.plans_in_flight,
-                takes_results_together=True,
-            )
-        )
-        while (plan := self._plans.get()) is not None:
-            plans = [plan]
-            while self.takes_together and plans[-1].ByteSize() <= _LARGE and not self._plans.empty():
-                if (plan := self._plans.get()) is None:
-                    return
-                plans.append(plan)
-            if len(plans) == 1:
-                yield worker_pb2.RunStepsRequest(plan=plan)
-            else:
-                yield worker_pb2.RunStepsRequest(plans=worker_pb2.StepPlans(plans=plans))
-
-    def close(self) -> None:
-        """The call has ended."""
-        self._plans.put(None)
-        self.call.cancel()
-
-    def end(self) -> None:
-        """Give this connection up; the link begins a new one."""
-        if self.call is not None:
-            self.call.cancel()
+# What a rank's thread has to say: that it is ready (None), or how its stream ended.
+_Heard = queue.SimpleQueue[tuple[RankStream, str | Exception | None]]
 
 
 class WorkerLink:
-    """Runs on a thread of its own: the blocking API costs no event loop and disturbs none."""
+    """Runs on a thread of its own, and one for the answers of each rank: the blocking API costs no event loop and
+    disturbs none."""
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         scheduler_id: str,
         plans_in_flight: int,
         events: WorkerEvents,
         check: Callable[[worker_pb2.WorkerInfo], None],
         useless: Callable[[str], None],
     ) -> None:
-        """``plans_in_flight``: the most there will ever be, if the worker takes them.
+        """``plans_in_flight``: the most there will ever be, if the workers take them.
 
-        ``check`` raises ``ValueError`` for a worker that this scheduler cannot use. When that is the first worker there
-        ever was, ``useless`` is told the reason, from the link's thread: both were started with flags that do not go
-        together, and waiting would not help. So it is when the thread itself cannot go on.
+        ``check`` is given what ``as_one`` makes of the workers, and as that does it raises ``ValueError`` for workers
+        that this scheduler cannot use. When those are the first there ever were, ``useless`` is told the reason, from
+        the link's thread: all were started with flags that do not go together, and waiting would not help. So it is
+        when the thread itself cannot go on.
         """
-        self._address = address
+        self._addresses = addresses
         self._scheduler_id = scheduler_id
         self._plans_in_flight = plans_in_flight
         self._events = events
         self._check = check
         self._useless = useless
-        self._served = False  # some worker was connected
+        self._served = False  # some workers were connected
         self._stopping = threading.Event()
-        self._call: grpc.Future | None = None  # what the thread waits for
+        self._calls: list[grpc.Future] = []  # what the threads wait for
+        self._stream: WorkerStream | None = None  # the one that is up
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the stream and the thread."""
+        """End the streams, well if they are up, and the threads."""
         self._stopping.set()
-        if self._call is not None:
-            self._call.cancel()  # closing the channel under a running call, from here, would not be safe
+        if (stream := self._stream) is not None:
+            stream.finish()
+            self._thread.join(_FAREWELL_S)
+        for call in self._calls:
+            call.cancel()  # closing the channels under running calls, from here, would not be safe
         self._thread.join()
 
     def _waiting_for(self, call: grpc.Future) -> grpc.Future:
-        """``call``, which ``stop`` will cancel: it sets the flag first and looks for the call then."""
-        self._call = call
+        """``call``, which ``stop`` will cancel: it sets the flag first and looks for calls then."""
+        self._calls.append(call)
         if self._stopping.is_set():
             call.cancel()
         return call
@@ -148,64 +95,138 @@ class WorkerLink:
             if was_up:
                 backoff = _FIRST_BACKOFF_S
             if reason != said and not self._stopping.is_set():
-                log.warning("no worker", address=self._address, reason=reason)
+                log.warning("no worker", reason=reason)
             said = "" if was_up else reason
             self._stopping.wait(backoff)
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
 
     def _connect_once(self) -> tuple[str, bool]:
         """One connection from beginning to end: (why it ended, whether it was up)."""
-        stream, was_up, reason = None, False, ""
-        with grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._calls = []
+        with ExitStack() as channels:
+            stubs = {}
+            for address in self._addresses:
+                channel = channels.enter_context(grpc.insecure_channel(address, options=CHANNEL_OPTIONS))
+                stubs[address] = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
-                asking = stub.GetWorkerInfo.future(
-                    worker_pb2.GetWorkerInfoRequest(), timeout=_INFO_TIMEOUT_S, wait_for_ready=True
-                )
-                info = self._waiting_for(asking).result().info
+                infos = self._ask(stubs)
+                info = as_one(infos)
                 self._check(info)
-                stream = self._open(stub, info)
-                unanswered = threading.Timer(_READY_TIMEOUT_S, stream.end)
-                unanswered.daemon = True
-                unanswered.start()
-                last_s = time.monotonic()
-                for response in stream.call:
-                    kind = response.WhichOneof("payload")
-                    if kind == "ready":
-                        unanswered.cancel()
-                        was_up = self._served = True
-                        stream.takes_together = response.ready.takes_plans_together
-                        log.info("worker connected", address=self._address, incarnation=info.incarnation_id)
-                        self._events.worker_connected(stream)
-                        continue
-                    results = [response.result] if kind == "result" else response.results.results
-                    before_s, now_s = last_s, time.monotonic()
-                    for index, result in enumerate(results, 1):
-                        # Those that came together ended one after the other since the last that came.
-                        ended_s = before_s + (now_s - before_s) * index / len(results)
-                        self._events.worker_answered(stream, Answer(decode_result(result), result, ended_s))
-                    last_s = now_s
-                reason = "the worker ended the stream"
-            except grpc.RpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                    log.error("the worker refuses a plan", reason=error.details())
+                plans = min(self._plans_in_flight, info.max_plans_in_flight)
+                ranks = [RankStream(address, reports=reports(each)) for address, each in infos.items()]
+                stream = WorkerStream(info, plans, ranks, self._events)
+                reason = self._follow(stream, stubs)
+            except Unready as error:
+                reason = str(error)
             except grpc.FutureCancelledError:
                 reason = "stopping"
-            except ValueError as error:  # a worker we cannot use
+            except ValueError as error:  # workers we cannot use
                 reason = str(error)
                 if not self._served:
                     self._useless(reason)
-            finally:
-                if stream is not None:
-                    unanswered.cancel()
-                    stream.close()
-        if was_up:
-            self._events.worker_lost(stream, reason)
-        return reason, was_up
+        lost, self._stream = self._stream, None
+        if lost is not None:
+            self._events.worker_lost(lost, "the scheduler stops" if self._stopping.is_set() else reason)
+        return reason, lost is not None
 
-    def _open(self, stub: worker_pb2_grpc.WorkerServiceStub, info: worker_pb2.WorkerInfo) -> WorkerStream:
-        plans = min(self._plans_in_flight, info.max_plans_in_flight)
-        stream = WorkerStream(info, plans, self._scheduler_id)
-        stream.call = self._waiting_for(stub.RunSteps(stream.messages()))
-        return stream
+    def _ask(self, stubs: dict[str, worker_pb2_grpc.WorkerServiceStub]) -> dict[str, worker_pb2.WorkerInfo]:
+        """What each worker is."""
+        request, infos = worker_pb2.GetWorkerInfoRequest(), {}
+        calls = [
+            self._waiting_for(stub.GetWorkerInfo.future(request, timeout=_INFO_TIMEOUT_S, wait_for_ready=True))
+            for stub in stubs.values()
+        ]
+        try:
+            for address, call in zip(stubs, calls, strict=True):
+                infos[address] = call.result().info
+        except grpc.RpcError as error:
+            raise Unready(_named(address, error)) from error
+        finally:
+            for call in calls:
+                call.cancel()
+        return infos
+
+    def _follow(self, stream: WorkerStream, stubs: dict[str, worker_pb2_grpc.WorkerServiceStub]) -> str:
+        """Say the same hello to all ranks, and report what comes until the first of their streams ends: why. Then all
+        of them end."""
+        heard: _Heard = queue.SimpleQueue()
+        hello = worker_pb2.Hello(
+            scheduler_id=self._scheduler_id,
+            expected_incarnation_id=stream.info.incarnation_id,
+            plans_in_flight=stream.plans_in_flight,
+            takes_results_together=True,
+            stream_id=uuid.uuid4().hex,
+        )
+        readers = []
+        try:
+            for rank in stream.ranks:
+                rank.call = self._waiting_for(stubs[rank.address].RunSteps(rank.messages(hello)))
+                reader = threading.Thread(
+                    target=self._read, args=(stream, rank, heard), name="worker-answers", daemon=True
+                )
+                reader.start()
+                readers.append(reader)
+            return self._until_ready(stream, heard) or self._serve(stream, heard)
+        finally:
+            if not self._stopping.is_set():  # else ``stop`` ends them, in its own time
+                stream.end()
+            for reader in readers:
+                reader.join()
+            stream.finish()  # for gRPC's threads, which wait for plans
+
+    def _until_ready(self, stream: WorkerStream, heard: _Heard) -> str:
+        """Wait for every rank; empty, or why it was in vain."""
+        waiting = {rank.address for rank in stream.ranks}
+        until = time.monotonic() + _READY_TIMEOUT_S
+        while waiting:
+            try:
+                rank, ended = heard.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return f"worker {', '.join(sorted(waiting))}: no answer to the hello within {_READY_TIMEOUT_S:g} s"
+            if ended is not None:
+                return _reason(ended)
+            waiting.discard(rank.address)
+        return ""
+
+    def _serve(self, stream: WorkerStream, heard: _Heard) -> str:
+        """Until the end of the first stream: why."""
+        self._stream, self._served = stream, True
+        log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
+        self._events.worker_connected(stream)
+        return _reason(heard.get()[1])
+
+    def _read(self, stream: WorkerStream, rank: RankStream, heard: _Heard) -> None:
+        """The thread of one rank's answers."""
+        ended: str | Exception = f"worker {rank.address} ended the stream"
+        try:
+            last_s = time.monotonic()
+            for response in rank.call:
+                kind = response.WhichOneof("payload")
+                if kind == "ready":
+                    rank.takes_together = response.ready.takes_plans_together
+                    heard.put((rank, None))
+                    continue
+                results = [response.result] if kind == "result" else response.results.results
+                before_s, now_s = last_s, time.monotonic()
+                for index, result in enumerate(results, 1):
+                    # Those that came together ended one after the other since the last that came.
+                    ended_s = before_s + (now_s - before_s) * index / len(results)
+                    stream.answered(rank, Answer(decode_result(result), result, ended_s) if rank.reports else None)
+                last_s = now_s
+        except grpc.RpcError as error:
+            ended = _named(rank.address, error)
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                log.error("the worker refuses a plan", reason=ended)
+        except Exception as error:
+            ended = error
+        heard.put((rank, ended))
+
+
+def _reason(ended: str | Exception) -> str:
+    if isinstance(ended, Exception):
+        raise ended
+    return ended
+
+
+def _named(address: str, error: grpc.RpcError) -> str:
+    return f"worker {address}: {error.code().name}: {error.details()}"

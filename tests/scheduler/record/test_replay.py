@@ -147,6 +147,8 @@ async def test_a_larger_worker_will_do_and_a_smaller_one_will_not(tmp_path, fake
         await asyncio.to_thread(feed, recording, await fake_worker(smaller))
     with pytest.raises(Unsuitable, match="page_size=16, recorded was page_size=4"):
         await asyncio.to_thread(feed, recording, await fake_worker(FakeShape(vocab_size=64)))
+    with pytest.raises(Unsuitable, match="one of 2 ranks, which wait for one another: start one with tp_size=1"):
+        await asyncio.to_thread(feed, recording, await fake_worker(FakeShape(vocab_size=64, page_size=4, tp_size=2)))
 
 
 async def test_a_worker_that_refuses_a_plan_says_so(tmp_path, fake_worker):
@@ -261,11 +263,11 @@ async def test_the_cpu_worker_answers_the_same_token_for_token(tmp_path, cpu_wor
     """Sampling with noise; shared prefixes, forks and chunks in the plans."""
     plans = str(tmp_path / "plans")
     server = SchedulerServer(
-        SchedulerConfig(worker_address=cpu_worker, scheduler_listen="127.0.0.1:0", record_plans=plans)
+        SchedulerConfig(worker_addresses=(cpu_worker,), scheduler_listen="127.0.0.1:0", record_plans=plans)
     )
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         try:
-            running = service.Service(None, server, channel)
+            running = service.Service([], server, channel)
             await running.until_health(True)
             for prompt in (range(40, 83), range(40, 90)):
                 tokens = generate_pb2.TokenPrompt(token_ids=prompt)
