@@ -1,11 +1,14 @@
 """From one deployment config to the child processes it stands for. Pure: nothing is started here."""
 
+import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
 from services.common.handover import Handover
 
@@ -16,33 +19,30 @@ Role = Literal["gateway", "scheduler", "worker"]
 class ChildSpec:
     """One child: how to start it and where it answers."""
 
-    name: str  # e.g. "worker-0"
+    name: str  # e.g. "worker-0", or "worker-0-tp1-pp0" of several in a replica
     role: Role
     address: str  # gRPC target, or the gateway's base URL
     flags: tuple[str, ...]  # key=value
     environment: dict[str, str] = field(default_factory=dict)
     handover: Handover | None = None  # a gateway's
+    unit: str = ""  # children of the same one cannot go on without each other; "" = it is alone
 
     @property
     def module(self) -> str:
         return f"services.{self.role}"
 
 
-def plan_children(config: DeploymentConfig, runtime_dir: Path) -> list[ChildSpec]:
+def plan_children(config: DeploymentConfig, runtime_dir: Path, gpus: Sequence[str] = ()) -> list[ChildSpec]:
     """The workers, schedulers and gateways of ``config``. Workers listen on unix sockets in ``runtime_dir``, gateways
-    on sockets that they are given at their start."""
+    on sockets that they are given at their start. ``gpus``: see ``choose_gpus``."""
     workers, schedulers = [], []
-    for rank in range(config.dp_size):
-        socket = f"unix:{runtime_dir}/worker-{rank}.sock"
-        chosen = {"worker_listen": socket, "dp_rank": rank}
-        if config.dp_size > 1 and config.torch_num_threads is None:
-            chosen["torch_num_threads"] = max(1, (os.cpu_count() or 1) // config.dp_size)
-        flags = _flags(WorkerConfig, config, chosen)
-        workers.append(ChildSpec(f"worker-{rank}", "worker", socket, flags, _device_environment(config, rank)))
-
-        address = f"127.0.0.1:{config.grpc_port + rank}"
-        flags = _flags(SchedulerConfig, config, {"scheduler_listen": address, "worker_address": socket})
-        schedulers.append(ChildSpec(f"scheduler-{rank}", "scheduler", address, flags))
+    for replica in range(config.dp_size):
+        ranks = _plan_workers(config, replica, runtime_dir, gpus)
+        workers += ranks
+        address = f"127.0.0.1:{config.grpc_port + replica}"
+        sockets = tuple(rank.address for rank in ranks)
+        flags = _flags(SchedulerConfig, config, {"scheduler_listen": address, "worker_addresses": sockets})
+        schedulers.append(ChildSpec(f"scheduler-{replica}", "scheduler", address, flags))
     flags = _flags(GatewayConfig, config, {"scheduler_addresses": tuple(child.address for child in schedulers)})
     url = f"http://{_reachable(config.host)}:{config.port}"
     handovers = [Handover(str(runtime_dir), index, config.gateways) for index in range(config.gateways)]
@@ -50,9 +50,50 @@ def plan_children(config: DeploymentConfig, runtime_dir: Path) -> list[ChildSpec
     return [*workers, *schedulers, *gateways]
 
 
+def choose_gpus(config: DeploymentConfig, visible: str | None) -> list[str]:
+    """A GPU for each worker, as ``CUDA_VISIBLE_DEVICES`` names it; none where a worker needs no choice made for it.
+    ``visible``: the names of all, separated by commas; None = not known. Raises ``InvalidRequest`` for too few."""
+    workers = config.dp_size * config.tp_size * config.pp_size
+    if workers == 1 or config.device == "cpu":
+        return []
+    if visible is None:
+        return [str(index) for index in range(workers)]
+    gpus = [name for name in visible.split(",") if name not in ("", "-1")]
+    if not gpus and config.device == "auto":
+        return []
+    if len(gpus) < workers:
+        raise InvalidRequest(
+            f"flags dp_size={config.dp_size} tp_size={config.tp_size} pp_size={config.pp_size}: {workers} workers need"
+            f" a GPU each, and {len(gpus)} can be seen ({visible or 'none'}); lower them, show more in"
+            " CUDA_VISIBLE_DEVICES, or use device=cpu",
+            field="dp_size",
+        )
+    return gpus[:workers]
+
+
 def child_environment(spec: ChildSpec, environment: dict[str, str]) -> dict[str, str]:
     """The child's environment: flags travel on its command line only, so ours must not reach it a second time."""
     return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)} | spec.environment
+
+
+def _plan_workers(config: DeploymentConfig, replica: int, runtime_dir: Path, gpus: Sequence[str]) -> list[ChildSpec]:
+    """One replica's, in the order of their ranks."""
+    size = config.tp_size * config.pp_size
+    shared: dict[str, object] = {"dp_rank": replica}
+    if size > 1:
+        shared["master_port"] = config.master_port + replica
+    if config.dp_size * size > 1 and config.torch_num_threads is None:
+        shared["torch_num_threads"] = max(1, (os.cpu_count() or 1) // (config.dp_size * size))
+    workers = []
+    ranks = itertools.product(range(config.pp_size), range(config.tp_size))
+    for index, (pp_rank, tp_rank) in enumerate(ranks, start=replica * size):
+        name = f"worker-{replica}-tp{tp_rank}-pp{pp_rank}" if size > 1 else f"worker-{replica}"
+        socket = f"unix:{runtime_dir}/{name}.sock"
+        own = {"worker_listen": socket, "tp_rank": tp_rank, "pp_rank": pp_rank}
+        environment = {"CUDA_VISIBLE_DEVICES": gpus[index]} if gpus else {}
+        flags = _flags(WorkerConfig, config, shared | own)
+        workers.append(ChildSpec(name, "worker", socket, flags, environment, unit=f"worker-{replica}"))
+    return workers
 
 
 def _flags(kind: type[Config], config: DeploymentConfig, chosen: dict[str, object]) -> tuple[str, ...]:
@@ -70,18 +111,9 @@ def _as_text(value: object) -> str:
         case bool():
             return "T" if value else "F"
         case tuple():
-            return ",".join(value)
+            return ",".join(map(str, value))
         case _:
             return str(value)
-
-
-def _device_environment(config: DeploymentConfig, rank: int) -> dict[str, str]:
-    """Each replica sees one GPU of its own; a CPU replica needs none."""
-    if config.dp_size == 1 or config.device == "cpu":
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(config.dp_size)]
-    return {"CUDA_VISIBLE_DEVICES": devices[rank % len(devices)]}
 
 
 def _reachable(host: str) -> str:

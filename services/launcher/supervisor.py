@@ -1,7 +1,8 @@
 """Keeps the children of one deployment running, and leaves nothing behind.
 
-A child that dies after it has served is started again, with a growing delay. A child that dies before it ever served,
-or too often, ends the deployment with the reason.
+Children that cannot go on without each other, such as the workers of a replica, are a unit; any other is a unit of its
+own. When one that has served dies, its unit is started again, with a growing delay. A child that dies before it ever
+served, or a unit that fails too often, ends the deployment with the reason.
 """
 
 import asyncio
@@ -13,11 +14,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
-from services.common.errors import Unavailable
+from services.common.errors import PEER_LOST_STATUS, Unavailable
 from services.common.process import PARENT_PID
 from services.launcher.deployment import ChildSpec, child_environment
 from services.launcher.readiness import wait_until_ready
@@ -27,13 +28,35 @@ log = structlog.get_logger(__name__)
 RESTARTS_ALLOWED = 5
 RESTART_WINDOW_S = 60.0
 STOP_GRACE_S = 10.0
+PEER_GRACE_S = 5.0  # for those whose peer has died to notice
 _ERROR_LINES = 8
 _LONGEST_LINE = 1024 * 1024
 _LAST_WORDS_S = 1.0  # to read what a dead child wrote last
 
 
+@dataclass(frozen=True)
+class Death:
+    """How a child ended."""
+
+    at: float  # time.monotonic()
+    name: str
+    status: int  # of its exit; -N = signal N
+    served: bool
+    last_lines: tuple[str, ...]  # of its stderr
+
+    @property
+    def reason(self) -> str:
+        if self.status < 0:
+            return f"{self.name} was ended by {signal.Signals(-self.status).name}"
+        return f"{self.name} ended with exit status {self.status}"
+
+    @property
+    def tail(self) -> str:
+        return "".join(f"\n  {line}" for line in self.last_lines)
+
+
 class Child:
-    """One child process and its restarts. Owned by the supervisor's asyncio loop."""
+    """One child, a process at a time. Owned by the supervisor's asyncio loop."""
 
     def __init__(self, spec: ChildSpec, listener: socket.socket | None = None) -> None:
         """``listener``: a gateway's, which it shares with this process."""
@@ -42,27 +65,21 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
         self._forwarding: asyncio.Task | None = None
-        self._deaths: deque[float] = deque()
         self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
 
-    async def run(self) -> None:
-        """Start the process, and again whenever it dies. Raises ``Unavailable`` when there is no point any more."""
-        while True:
-            await self._start()
-            log.debug("child started", child=self.spec.name, pid=self.process.pid)
-            served = await self._watch()
-            reason = f"{self.spec.name} {_how_it_ended(self.process.returncode)}"
-            if not served:
-                raise Unavailable(f"{reason} before it was ready{self._tail()}")
-            self._deaths.append(time.monotonic())
-            while self._deaths[0] < time.monotonic() - RESTART_WINDOW_S:
-                self._deaths.popleft()
-            if len(self._deaths) > RESTARTS_ALLOWED:
-                raise Unavailable(
-                    f"{reason}, more than {RESTARTS_ALLOWED} times in {RESTART_WINDOW_S:.0f} s{self._tail()}"
-                )
-            log.error("child died and is started again", child=self.spec.name, reason=reason)
-            await asyncio.sleep(0.1 * 2 ** (len(self._deaths) - 1))
+    async def live(self) -> Death:
+        """Start the process; returns when it has died, and whatever it started with it."""
+        await self._start()
+        log.debug("child started", child=self.spec.name, pid=self.process.pid)
+        readiness = asyncio.create_task(self._note_ready())
+        try:
+            status = await self.process.wait()
+            at = time.monotonic()
+            await self._end_group()
+        finally:
+            readiness.cancel()
+        served, _ = self.ready.is_set(), self.ready.clear()
+        return Death(at, self.spec.name, status, served, tuple(self._last_lines))
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Ask the process to end; make it end after ``grace_s`` seconds. Idempotent."""
@@ -106,17 +123,6 @@ class Child:
             os.close(writing)
         self._forwarding = asyncio.create_task(self._forward_errors(stderr))
 
-    async def _watch(self) -> bool:
-        """Until the process has died; returns whether it served."""
-        readiness = asyncio.create_task(self._note_ready())
-        try:
-            await self.process.wait()
-            await self._end_group()
-        finally:
-            readiness.cancel()
-        served, _ = self.ready.is_set(), self.ready.clear()
-        return served
-
     async def _note_ready(self) -> None:
         await wait_until_ready(self.spec)
         self.ready.set()
@@ -128,8 +134,47 @@ class Child:
             sys.stderr.buffer.flush()
             self._last_lines.append(line.decode(errors="replace").rstrip())
 
-    def _tail(self) -> str:
-        return "".join(f"\n  {line}" for line in self._last_lines)
+
+class Unit:
+    """Children that are started together, and all of them again when one dies."""
+
+    def __init__(self, children: list[Child], peer_grace_s: float = PEER_GRACE_S) -> None:
+        self._children = children
+        self._peer_grace_s = peer_grace_s
+        self._failures: deque[float] = deque()
+
+    async def run(self) -> None:
+        """Start the processes, again and again. Raises ``Unavailable`` when there is no point any more."""
+        while True:
+            cause = await self._live()
+            if not cause.served:
+                raise Unavailable(f"{cause.reason} before it was ready{cause.tail}")
+            self._failures.append(time.monotonic())
+            while self._failures[0] < time.monotonic() - RESTART_WINDOW_S:
+                self._failures.popleft()
+            if len(self._failures) > RESTARTS_ALLOWED:
+                raise Unavailable(
+                    f"{cause.reason}, more than {RESTARTS_ALLOWED} times in {RESTART_WINDOW_S:.0f} s{cause.tail}"
+                )
+            peers = [child.spec.name for child in self._children if child.spec.name != cause.name]
+            log.error("child died and is started again", child=cause.name, reason=cause.reason, peers=peers)
+            await asyncio.sleep(0.1 * 2 ** (len(self._failures) - 1))
+
+    async def _live(self) -> Death:
+        """Until all have died; returns the death that was the others', too."""
+        lives = [asyncio.create_task(child.live()) for child in self._children]
+        try:
+            await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+            ended, stuck = await asyncio.wait(lives, timeout=self._peer_grace_s)
+            deaths = sorted((life.result() for life in ended), key=lambda death: death.at)
+            if stuck:
+                await asyncio.gather(*(child.stop() for child in self._children))
+                await asyncio.wait(stuck)
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+        return next((death for death in deaths if death.status != PEER_LOST_STATUS), deaths[0])
 
 
 async def supervise(
@@ -142,7 +187,8 @@ async def supervise(
     """
     waiting = iter(listeners)
     children = [Child(spec, next(waiting) if spec.handover is not None else None) for spec in specs]
-    runs = [asyncio.create_task(child.run()) for child in children]
+    units = [Unit(members) for members in _together(children)]
+    runs = [asyncio.create_task(unit.run()) for unit in units]
     announce = asyncio.create_task(_announce(children, on_ready))
     stopped = asyncio.create_task(stop.wait())
     try:
@@ -161,13 +207,15 @@ async def supervise(
             await asyncio.gather(*(child.stop() for child in children if child.spec.role == role))
 
 
+def _together(children: list[Child]) -> list[list[Child]]:
+    """The children of each unit."""
+    units: dict[str, list[Child]] = {}
+    for child in children:
+        units.setdefault(child.spec.unit or child.spec.name, []).append(child)
+    return list(units.values())
+
+
 async def _announce(children: list[Child], on_ready: Callable[[], None]) -> None:
     for child in children:
         await child.ready.wait()
     on_ready()
-
-
-def _how_it_ended(returncode: int) -> str:
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"ended with exit status {returncode}"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ from services.common.errors import InvalidRequest, Unavailable
 from services.common.handover import listen
 from services.common.model_files import read_card
 from services.common.process import run_service, unless_stopped
-from services.launcher.deployment import plan_children
+from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.supervisor import supervise
 
 
@@ -24,6 +25,7 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
     """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
     if config.record_plans is not None:
         _check_may_write(config.record_plans)
+    gpus = choose_gpus(config, _visible_gpus())
     # Fetched once, before the children ask.
     weights = config.load_format != "dummy"
     card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
@@ -35,9 +37,9 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
             opened.enter_context(listener)
         runtime_dir = opened.enter_context(tempfile.TemporaryDirectory(prefix="toka-"))
         config = _with_free_ports(config, listeners[0].getsockname()[1])
-        for rank in range(config.dp_size):
-            _check_port_is_free(config.grpc_port + rank)
-        children = plan_children(config, Path(runtime_dir))
+        for replica in range(config.dp_size):
+            _check_port_is_free(config.grpc_port + replica)
+        children = plan_children(config, Path(runtime_dir), gpus)
         url = children[-1].address
         schedulers = [child.address for child in children if child.role == "scheduler"]
         banner = _banner(card.name, url, schedulers)
@@ -57,10 +59,20 @@ def _check_may_write(record_plans: str) -> None:
         ) from error
 
 
+def _visible_gpus() -> str | None:
+    """As ``CUDA_VISIBLE_DEVICES`` lists them, or those of NVIDIA's driver; None where there is neither."""
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))) or None)
+
+
 def _with_free_ports(config: DeploymentConfig, port: int) -> DeploymentConfig:
-    """Port 0 means any free one; children must be told which. ``port`` is the one that was bound for the gateways."""
-    grpc_port = config.grpc_port or _free_ports(config.dp_size)
-    return config.model_copy(update={"port": port, "grpc_port": grpc_port})
+    """Port 0 means any free one; children must be told which, and ranks where they meet. ``port`` is the one that was
+    bound for the gateways."""
+    free = _free_ports(2 * config.dp_size)
+    ports = {"port": port, "grpc_port": config.grpc_port or free}
+    if config.tp_size * config.pp_size > 1:
+        ports["master_port"] = free + config.dp_size
+    return config.model_copy(update=ports)
 
 
 def _free_ports(count: int) -> int:

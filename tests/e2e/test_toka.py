@@ -19,10 +19,13 @@ TOKA = [sys.executable, "-m", "services.launcher.toka"]
 QUESTION = "Question: Tom has 3 bags with 4 apples each. How many apples does Tom have?\nAnswer:"
 
 
+def children_running(parent: int, module: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(parent).children() if module in child.cmdline()]
+
+
 def child_running(parent: int, module: str) -> psutil.Process:
-    for child in psutil.Process(parent).children():
-        if module in child.cmdline():
-            return child
+    for child in children_running(parent, module):
+        return child
     raise LookupError(f"no child runs {module}")
 
 
@@ -67,16 +70,30 @@ def test_a_killed_child_is_replaced(server, service):
     assert child_running(server.process.pid, f"services.{service}").pid != victim.pid
 
 
+def answer_over_a_crash(server, victim: psutil.Process) -> str:
+    """A long answer, during which ``victim`` is killed."""
+    stream = complete(server, max_tokens=100, stream=True, extra_body={"ignore_eos": True})
+    text = next(stream).choices[0].text
+    victim.kill()
+    return text + "".join(chunk.choices[0].text for chunk in stream)
+
+
 def test_a_stream_outlives_a_crash_of_the_worker(server):
     expected = complete(server, max_tokens=100, extra_body={"ignore_eos": True}).choices[0].text
-    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
-    stream = client.completions.create(
-        model=server.model, prompt=QUESTION, max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
-    )
-    text = next(stream).choices[0].text
-    child_running(server.process.pid, "services.worker").kill()
-    text += "".join(chunk.choices[0].text for chunk in stream)
-    assert text == expected
+    assert answer_over_a_crash(server, child_running(server.process.pid, "services.worker")) == expected
+
+
+def test_four_ranks_answer_as_one_worker_does_and_are_restarted_together(builtin_server):
+    questions = [QUESTION, f"Now think. {QUESTION}", "Question: What is 2+2?\nAnswer:"]
+    expected = [complete(builtin_server, prompt=question).choices[0].text for question in questions]
+    long = complete(builtin_server, max_tokens=100, extra_body={"ignore_eos": True}).choices[0].text
+    with serve(device="cpu", dtype="float32", tp_size=2, pp_size=2) as server:
+        assert [complete(server, prompt=question).choices[0].text for question in questions] == expected
+        before = children_running(server.process.pid, "services.worker")
+        assert answer_over_a_crash(server, before[2]) == long
+        after = children_running(server.process.pid, "services.worker")
+        assert len(before) == len(after) == 4
+        assert {child.pid for child in before}.isdisjoint(child.pid for child in after)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,8 +10,10 @@ from services.common.config import Config, GatewayConfig, SchedulerConfig, Worke
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 # Given by the images, by Compose's ports, or meaningless with one replica of one worker.
-RANKS = {"tp_size", "tp_rank", "pp_rank", "pp_layers", "master_addr", "master_port"}
-FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_rank"} | RANKS
+TENSOR_RANKS = {"tp_size", "tp_rank", "async_tp_threshold"}
+STAGES = {"pp_size", "pp_rank", "pp_layers", "pp_num_buffer_stages"}
+MEETING = {"master_addr", "master_port"}
+FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_rank"} | TENSOR_RANKS | STAGES | MEETING
 
 
 @pytest.mark.parametrize(

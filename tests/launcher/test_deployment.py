@@ -7,7 +7,7 @@ from services.common.config import DeploymentConfig, GatewayConfig, SchedulerCon
 from services.common.errors import InvalidRequest
 from services.common.flags import load
 from services.launcher import toka
-from services.launcher.deployment import child_environment, plan_children
+from services.launcher.deployment import child_environment, choose_gpus, plan_children
 
 RUNTIME = Path("/run/toka")
 KINDS = {"worker": WorkerConfig, "scheduler": SchedulerConfig, "gateway": GatewayConfig}
@@ -21,7 +21,7 @@ def test_one_replica_is_a_worker_a_scheduler_and_a_gateway():
     children = children_of()
     assert [child.name for child in children] == ["worker-0", "scheduler-0", "gateway"]
     worker, scheduler, gateway = (load(KINDS[child.role], child.flags, {}) for child in children)
-    assert scheduler.worker_address == worker.worker_listen == children[0].address
+    assert scheduler.worker_addresses == (worker.worker_listen,) == (children[0].address,)
     assert gateway.scheduler_addresses == (scheduler.scheduler_listen,)
 
 
@@ -29,8 +29,40 @@ def test_each_replica_has_its_own_scheduler_and_worker():
     children = children_of("dp_size=3", "grpc_port=7000")
     schedulers = [load(SchedulerConfig, child.flags, {}) for child in children if child.role == "scheduler"]
     assert [config.scheduler_listen for config in schedulers] == ["127.0.0.1:7000", "127.0.0.1:7001", "127.0.0.1:7002"]
-    assert len({config.worker_address for config in schedulers}) == 3
+    assert len({config.worker_addresses for config in schedulers}) == 3
     assert len(load(GatewayConfig, children[-1].flags, {}).scheduler_addresses) == 3
+
+
+def test_a_replica_is_a_grid_of_ranks():
+    children = children_of("dp_size=2", "tp_size=2", "pp_size=2", "pp_layers=5,3")
+    workers = [load(WorkerConfig, child.flags, {}) for child in children if child.role == "worker"]
+    grid = [(replica, pp_rank, tp_rank) for replica in (0, 1) for pp_rank in (0, 1) for tp_rank in (0, 1)]
+    assert [(config.dp_rank, config.pp_rank, config.tp_rank) for config in workers] == grid
+    assert {(config.tp_size, config.pp_size, config.pp_layers) for config in workers} == {(2, 2, (5, 3))}
+    assert len({config.worker_listen for config in workers}) == 8
+    assert len({child.name for child in children}) == len(children)
+
+    meetings = {(config.dp_rank, config.master_addr, config.master_port) for config in workers}
+    assert {address for _, address, _ in meetings} == {"127.0.0.1"}
+    assert len(meetings) == len({port for _, _, port in meetings}) == 2
+
+    schedulers = [load(SchedulerConfig, child.flags, {}) for child in children if child.role == "scheduler"]
+    assert [config.pp_size for config in schedulers] == [2, 2]
+    for replica, config in enumerate(schedulers):
+        assert config.worker_addresses == tuple(w.worker_listen for w in workers if w.dp_rank == replica)
+
+
+def test_only_the_workers_of_a_replica_depend_on_each_other():
+    children = children_of("dp_size=2", "tp_size=2")
+    assert [child.unit for child in children] == ["worker-0", "worker-0", "worker-1", "worker-1", "", "", ""]
+
+
+def test_the_cores_are_divided_among_all_workers(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    for flags, threads in (((), None), (("dp_size=2", "tp_size=2"), 4), (("tp_size=2", "torch_num_threads=3"), 3)):
+        for child in children_of(*flags):
+            if child.role == "worker":
+                assert load(WorkerConfig, child.flags, {}).torch_num_threads == threads
 
 
 @pytest.mark.parametrize(
@@ -49,6 +81,8 @@ def test_each_replica_has_its_own_scheduler_and_worker():
         "admission_margin=2.5",
         "priority_ageing_seconds=0",
         "record_plans=/tmp/plans",
+        "tp_size=2",
+        "pp_size=2",
     ],
 )
 def test_a_flag_reaches_the_children_that_take_it(argument):
@@ -65,11 +99,37 @@ def test_a_child_does_not_read_its_parents_flags_from_the_environment():
     assert child_environment(children_of()[0], environment) == {"PATH": "/bin"}
 
 
-def test_each_replica_gets_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    workers = [child for child in children_of("dp_size=2", "device=cuda") if child.role == "worker"]
-    assert [worker.environment["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["4", "6"]
-    assert children_of("dp_size=2", "device=cpu")[0].environment == {}
+def gpus_of(*arguments: str, visible: str | None) -> list[str | None]:
+    """What each worker sees; None = as toka."""
+    config = load(DeploymentConfig, arguments, {})
+    children = plan_children(config, RUNTIME, choose_gpus(config, visible))
+    return [child.environment.get("CUDA_VISIBLE_DEVICES") for child in children if child.role == "worker"]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_each_worker_gets_a_gpu_of_its_own(device):
+    assert gpus_of("dp_size=2", f"device={device}", visible="4,6,7") == ["4", "6"]
+    assert gpus_of("dp_size=2", "tp_size=2", f"device={device}", visible="7,5,3,1") == ["7", "5", "3", "1"]
+    assert gpus_of("pp_size=2", f"device={device}", visible=None) == ["0", "1"]
+    assert gpus_of(f"device={device}", visible="4,6") == [None]
+
+
+def test_a_worker_on_a_cpu_needs_no_gpu():
+    assert gpus_of("tp_size=2", "device=cpu", visible="0") == [None, None]
+    for hidden in ("", "-1"):
+        assert gpus_of("tp_size=2", visible=hidden) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "seen"),
+    [("auto", "4,6,7", r"3 can be seen \(4,6,7\)"), ("cuda", "", r"0 can be seen \(none\)")],
+)
+async def test_too_few_gpus_are_refused_before_anything_is_loaded(device, visible, seen, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(toka, "read_card", None)
+    config = load(DeploymentConfig, ["dp_size=2", "pp_size=2", f"device={device}"], {})
+    with pytest.raises(InvalidRequest, match=f"dp_size=2 tp_size=1 pp_size=2: 4 workers need a GPU each, and {seen}"):
+        await toka.serve(config, asyncio.Event())
 
 
 def test_a_gateway_on_all_interfaces_is_asked_on_loopback():

@@ -1,13 +1,16 @@
-"""Children are watched, not what they started; and nothing of them stays behind."""
+"""Children are watched, not what they started; ranks live and die together; and nothing of them stays behind."""
 
 import asyncio
+from collections.abc import Callable
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.errors import Unavailable
+from services.launcher import supervisor
 from services.launcher.deployment import ChildSpec
-from services.launcher.supervisor import Child
+from services.launcher.supervisor import Child, Unit
 from tests.gateway.deployment import eventually_async
 
 
@@ -17,11 +20,30 @@ class ForkingSpec(ChildSpec):
     module = "tests.launcher.forking"
 
 
+class RankSpec(ChildSpec):
+    module = "tests.launcher.rank"
+
+
 @pytest.fixture
 async def child(tmp_path):
     child = Child(ForkingSpec("forking", "worker", f"unix:{tmp_path}/nobody.sock", ()))
     yield child
     await child.stop()
+
+
+@pytest.fixture
+async def rank(tmp_path):
+    """Makes the next rank of three, which has a manner (see ``rank.main``)."""
+    ranks: list[Child] = []
+
+    def make(manner: str = "") -> Child:
+        address, number = f"unix:{tmp_path}/{len(ranks)}.sock", str(len(ranks))
+        flags = (address, f"{tmp_path}/meeting", number, "3", manner)
+        ranks.append(Child(RankSpec(f"rank-{number}", "worker", address, flags)))
+        return ranks[-1]
+
+    yield make
+    await asyncio.gather(*(child.stop() for child in ranks))
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -34,8 +56,20 @@ async def started(child: Child) -> psutil.Process:
     return psutil.Process(int(child._last_lines[0]))
 
 
+async def all_ready(children: list[Child]) -> set[int]:
+    """Their process ids."""
+    for child in children:
+        await asyncio.wait_for(child.ready.wait(), 30)
+    return {child.process.pid for child in children}
+
+
+async def ended(run: asyncio.Task) -> None:
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
 async def test_a_dead_child_is_noticed_though_what_it_started_lives(child):
-    run = asyncio.create_task(child.run())
+    run = asyncio.create_task(Unit([child]).run())
     inner = await started(child)
     child.process.kill()
     with pytest.raises(Unavailable, match="was ended by SIGKILL before it was ready"):
@@ -44,10 +78,41 @@ async def test_a_dead_child_is_noticed_though_what_it_started_lives(child):
 
 
 async def test_stopping_a_child_ends_what_it_started(child):
-    run = asyncio.create_task(child.run())
+    run = asyncio.create_task(Unit([child]).run())
     inner = await started(child)
-    run.cancel()
-    await asyncio.gather(run, return_exceptions=True)
+    await ended(run)
     await child.stop()
     assert child.process.returncode is not None
     await eventually_async(lambda: is_gone(inner))
+
+
+async def test_ranks_are_started_again_together_and_counted_once(rank: Callable[..., Child], monkeypatch):
+    monkeypatch.setattr(supervisor, "RESTARTS_ALLOWED", 1)
+    ranks = [rank(), rank(), rank()]
+    run = asyncio.create_task(Unit(ranks).run())
+    before = await all_ready(ranks)
+    with capture_logs() as logs:
+        ranks[1].process.kill()
+        await eventually_async(lambda: not any(child.ready.is_set() for child in ranks))
+        assert before.isdisjoint(await all_ready(ranks))
+    [told] = [line for line in logs if line["log_level"] == "error"]
+    assert (told["reason"], told["peers"]) == ("rank-1 was ended by SIGKILL", ["rank-0", "rank-2"])
+    ranks[2].process.kill()
+    with pytest.raises(Unavailable, match="rank-2 was ended by SIGKILL, more than 1 times in 60 s"):
+        await asyncio.wait_for(run, 30)
+
+
+async def test_the_reason_is_a_ranks_own_though_its_peers_end_before_it(rank: Callable[..., Child]):
+    run = asyncio.create_task(Unit([rank(), rank("broken"), rank()]).run())
+    with pytest.raises(Unavailable, match="rank-1 ended with exit status 1 before it was ready\n  there is no such"):
+        await asyncio.wait_for(run, 30)
+
+
+async def test_a_rank_that_does_not_notice_the_end_of_its_peers_is_ended(rank: Callable[..., Child]):
+    ranks = [rank(), rank(), rank("deaf")]
+    run = asyncio.create_task(Unit(ranks, peer_grace_s=0.2).run())
+    before = await all_ready(ranks)
+    ranks[0].process.kill()
+    await eventually_async(lambda: not any(child.ready.is_set() for child in ranks))
+    assert before.isdisjoint(await all_ready(ranks))
+    await ended(run)

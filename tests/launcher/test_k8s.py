@@ -1,0 +1,156 @@
+"""docker/k8s describes what Kubernetes takes, and every pod in it gets flags that its program takes."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from services.common.config import Config, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.flags import ENV_PREFIX, load
+
+ROOT = Path(__file__).parents[2]
+KUSTOMIZATION = yaml.safe_load((ROOT / "docker" / "k8s" / "kustomization.yaml").read_text())
+MANIFESTS = [
+    manifest
+    for name in KUSTOMIZATION["resources"]
+    for manifest in yaml.safe_load_all((ROOT / "docker" / "k8s" / name).read_text())
+]
+KINDS = {"worker": WorkerConfig, "scheduler": SchedulerConfig, "gateway": GatewayConfig}
+LISTENING = {
+    "worker": ("worker_listen", "0.0.0.0:10410", 10410),
+    "scheduler": ("scheduler_listen", "0.0.0.0:10310", 10310),
+    "gateway": ("port", 10210, 10210),
+}
+GROUP_INDEX = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
+
+
+def named(kind: str) -> dict[str, Any]:
+    [manifest] = [manifest for manifest in MANIFESTS if manifest["kind"] == kind]
+    return manifest
+
+
+REPLICAS = named("LeaderWorkerSet")["spec"]
+GROUP = REPLICAS["leaderWorkerTemplate"]
+TEMPLATES = {
+    "leader": GROUP["leaderTemplate"],
+    "worker": GROUP["workerTemplate"],
+    "gateway": named("Deployment")["spec"]["template"],
+}
+CONTAINERS = [(pod, container) for pod, template in TEMPLATES.items() for container in template["spec"]["containers"]]
+
+
+def environment(container: dict[str, Any], group: int, index: int) -> dict[str, str]:
+    """What the container of pod ``index`` in ``group`` gets from its image, its manifest and LeaderWorkerSet."""
+    pod = f"tokasaurus-{group}" + (f"-{index}" if index else "")
+    fields = {"metadata.name": pod, GROUP_INDEX: str(group)}
+    flags = named("ConfigMap")["data"]
+    own = {
+        "LWS_LEADER_ADDRESS": f"tokasaurus-{group}.tokasaurus.default",
+        "LWS_GROUP_SIZE": str(GROUP["size"]),
+        "LWS_WORKER_INDEX": str(index),
+    }
+    for entry in container["env"]:
+        match entry:
+            case {"value": value}:
+                own[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: own[name[1]], value)
+            case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
+                own[entry["name"]] = fields[path]
+            case {"valueFrom": {"configMapKeyRef": {"name": "tokasaurus", "key": key}}}:
+                own[entry["name"]] = flags[key]
+    image = (ROOT / "docker" / f"{container['name']}.Dockerfile").read_text()
+    return dict(re.findall(rf"({ENV_PREFIX}\w+)=(\S+)", image)) | flags | own
+
+
+def config(pod: str, name: str, group: int = 0, index: int = 0) -> Any:
+    container = next(container for place, container in CONTAINERS if (place, container["name"]) == (pod, name))
+    return load(KINDS[name], [], environment(container, group, index))
+
+
+def workers(group: int) -> list[WorkerConfig]:
+    return [config("worker" if index else "leader", "worker", group, index) for index in range(GROUP["size"])]
+
+
+@pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
+def test_kubernetes_takes_the_manifests(version):
+    own = [manifest for manifest in MANIFESTS if manifest["kind"] != "LeaderWorkerSet"]
+    pods = [{"apiVersion": "v1", "kind": "PodTemplate", "template": template} for template in TEMPLATES.values()]
+    for manifest in [*own, *pods]:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_leaderworkerset_takes_the_replicas():
+    """Its schema, as far as we use it; the pods' is Kubernetes' own."""
+    assert named("LeaderWorkerSet")["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert set(REPLICAS) == {"replicas", "leaderWorkerTemplate"}
+    assert set(GROUP) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert GROUP["restartPolicy"] in ("RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None")
+    assert min(REPLICAS["replicas"], GROUP["size"]) >= 1
+
+
+def test_the_pods_of_a_group_are_the_ranks_of_a_replica():
+    for group in range(REPLICAS["replicas"]):
+        ranks = workers(group)
+        tp_size, pp_size = ranks[0].tp_size, ranks[0].pp_size
+        grid = [(pp_rank, tp_rank) for pp_rank in range(pp_size) for tp_rank in range(tp_size)]
+        assert [(rank.pp_rank, rank.tp_rank) for rank in ranks] == grid
+        assert {rank.dp_rank for rank in ranks} == {group}
+        assert {(rank.master_addr, rank.tp_size, rank.pp_size) for rank in ranks} == {
+            (f"tokasaurus-{group}.tokasaurus.default", tp_size, pp_size)
+        }
+
+
+def test_a_scheduler_knows_its_workers_and_a_gateway_all_schedulers():
+    for group in range(REPLICAS["replicas"]):
+        scheduler = config("leader", "scheduler", group)
+        others = [f"tokasaurus-{group}-{index}.tokasaurus:10410" for index in range(1, GROUP["size"])]
+        assert scheduler.worker_addresses == ("127.0.0.1:10410", *others)
+        assert scheduler.pp_size == workers(group)[0].pp_size
+    schedulers = tuple(f"tokasaurus-{group}.tokasaurus:10310" for group in range(REPLICAS["replicas"]))
+    assert config("gateway", "gateway").scheduler_addresses == schedulers
+    assert named("LeaderWorkerSet")["metadata"]["name"] == "tokasaurus"
+
+
+def test_everybody_listens_where_the_others_and_the_probes_ask():
+    for pod, container in CONTAINERS:
+        flag, address, port = LISTENING[container["name"]]
+        assert getattr(config(pod, container["name"]), flag) == address
+        assert [exposed["containerPort"] for exposed in container["ports"]] == [port]
+        asked = [probe.get("grpc") or probe["httpGet"] for key, probe in container.items() if key.endswith("Probe")]
+        assert {probe["port"] for probe in asked} <= {port, container["ports"][0]["name"]}
+    assert named("Service")["spec"]["selector"].items() <= TEMPLATES["gateway"]["metadata"]["labels"].items()
+
+
+def test_every_flag_is_one():
+    for _, container in CONTAINERS:
+        given = {entry["name"] for entry in container["env"] if entry["name"].startswith(ENV_PREFIX)}
+        assert given <= variables(KINDS[container["name"]])
+    assert set(named("ConfigMap")["data"]) <= set().union(*map(variables, KINDS.values()))
+
+
+def variables(kind: type[Config]) -> set[str]:
+    return {ENV_PREFIX + name.upper() for name in kind.model_fields}
+
+
+def test_a_rank_has_one_gpu_and_nobody_is_root():
+    for _, container in CONTAINERS:
+        limits = container["resources"].get("limits", {})
+        assert limits.get("nvidia.com/gpu") == (1 if container["name"] == "worker" else None)
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert (
+            "useradd --system --create-home --uid 10001 toka"
+            in (ROOT / "docker" / f"{container['name']}.Dockerfile").read_text()
+        )
+    for template in TEMPLATES.values():
+        assert template["spec"]["securityContext"]["runAsUser"] == 10001
+
+
+def test_what_is_mounted_is_there():
+    for pod, container in CONTAINERS:
+        volumes = {volume["name"]: volume for volume in TEMPLATES[pod]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+        claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
+        assert claim == named("PersistentVolumeClaim")["metadata"]["name"]
+    assert config("leader", "worker").compile_cache_dir == "/cache"
