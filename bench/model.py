@@ -32,7 +32,7 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# As Meta's config.json of Llama 3.2 1B and Llama 3.1 8B.
+# As Meta's config.json of Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -50,6 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128, "intermediate_size": 14336, "tie_word_embeddings": False,
         "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
     },
+    "llama-70b": {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 28672, "tie_word_embeddings": False,
+        "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
+    },
     "tiny": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "intermediate_size": 160, "tie_word_embeddings": True, "rope_scaling": _LLAMA3_ROPE,
@@ -61,7 +66,7 @@ class ModelConfig(Config):
     """The flags."""
 
     directory: str = Field(min_length=1, description="where the files go")
-    shape: Literal["llama-1b", "llama-8b", "tiny"] = "llama-1b"
+    shape: Literal["llama-1b", "llama-8b", "llama-70b", "tiny"] = "llama-1b"
     eos_tokens: Int = Field(855, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; 855: 1 in 150")
 
 

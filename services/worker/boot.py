@@ -26,7 +26,6 @@ from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import LayerKernels
-from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from services.worker.parallel.exchange import make_exchanges
@@ -48,7 +47,7 @@ _MAX_MICRO_BATCHES = 128
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
     *("kv_cache_num_tokens", "kv_cache_dtype", "page_size", "max_tokens_per_forward", "max_seqs_per_forward"),
-    *("max_context_tokens", "torch_compile", "use_cudagraphs", "cudagraph_max_size"),
+    *("max_context_tokens", "torch_compile", "use_cudagraphs", "cudagraph_max_size", "async_tp_threshold"),
 )
 
 log = structlog.get_logger(__name__)
@@ -70,6 +69,8 @@ def boot(config: WorkerConfig) -> Booted:
     """Load and warm up; run in the thread that will run the steps. Raises ``InvalidRequest`` naming flag and fix."""
     started = time.perf_counter()
     device = _device(config)
+    if device.type == "cpu":
+        _refuse_what_a_cpu_has_not(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
     threads = _threads(config, device, ranks)
@@ -77,7 +78,8 @@ def boot(config: WorkerConfig) -> Booted:
     card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
     described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
     max_context = _max_context(config, described.max_context_tokens)
-    layers = _layers(config, described, ranks, device)
+    refuse_unshareable(described, ranks.tp_size)
+    layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     with contextlib.ExitStack() as undo:
         group = _join_replica(config, ranks, device)
         if group is not None:
@@ -101,7 +103,7 @@ def boot(config: WorkerConfig) -> Booted:
             if device.type == "cuda":
                 from services.worker.boot_cuda import make_runner  # loads Triton
 
-                runner = make_runner(config, model, max_context)
+                runner = make_runner(config, model, max_context, group)
             else:
                 runner = _make_cpu_runner(config, model, kernels, threads, max_context, group)
         mark_ready()
@@ -110,6 +112,20 @@ def boot(config: WorkerConfig) -> Booted:
         undo.pop_all()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
     return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."), ranks, group)
+
+
+def _refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
+    for name, value, instead in (
+        ("kv_cache_num_tokens", "auto", "give a number of tokens"),
+        ("kv_cache_dtype", "fp8", "leave it at kv_cache_dtype=auto"),
+        ("use_cudagraphs", True, "leave it at use_cudagraphs=F"),
+        ("async_tp_threshold", config.async_tp_threshold or -1, "leave it out"),
+    ):
+        if getattr(config, name) == value:
+            raise InvalidRequest(
+                f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
+                field=name,
+            )
 
 
 def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any) -> Limits:
@@ -154,16 +170,6 @@ def _make_cpu_runner(
     group: RankGroup | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
-    for name, value, instead in (
-        ("kv_cache_num_tokens", "auto", "give a number of tokens"),
-        ("kv_cache_dtype", "fp8", "leave it at kv_cache_dtype=auto"),
-        ("use_cudagraphs", True, "leave it at use_cudagraphs=F"),
-    ):
-        if getattr(config, name) == value:
-            raise InvalidRequest(
-                f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
-                field=name,
-            )
     from services.worker.layers.fast_cpu import FastCpuKernels
     from services.worker.models.fused_cpu import FusedDecoder
 
@@ -192,15 +198,16 @@ def _make_stage_runner(
     """One of several ranks, all of which have run every kind of step together."""
     parts = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
     limits = make_limits(config, model, config.page_count, max_context, max_micro_batches=parts)
-    exchanges = make_exchanges(group.ranks)
+    exchanges = make_exchanges(group.ranks, model.config.hidden_size * model.dtype.itemsize)
     runner = StageRunner(model, cache, attention, limits, group, exchanges)
     group.wait_for_all()
     warm_up(runner)
     longest = min(limits.max_context_tokens, limits.max_tokens_per_step)
-    if exchanges.few is not exchanges.many and exchanges.fewest_many <= longest:
-        for plan in mixed(limits, 0, 1, exchanges.fewest_many, PLAIN):
-            runner.run(plan)
-        runner.reset()
+    for tokens in exchanges.begins:
+        if tokens <= longest:
+            for plan in mixed(limits, 0, 1, tokens, PLAIN):
+                runner.run(plan)
+            runner.reset()
     return runner
 
 
@@ -235,17 +242,6 @@ def _device(config: WorkerConfig) -> torch.device:
 def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     return getattr(torch, automatic if config.dtype == "auto" else config.dtype)
-
-
-def _layers(config: WorkerConfig, described: ModelConfig, ranks: Ranks, device: torch.device) -> range:
-    """The layers that this worker has; refuses what ranks cannot share."""
-    for name in ("tp_size", "pp_size"):
-        if device.type == "cuda" and getattr(config, name) > 1:
-            raise InvalidRequest(
-                f"flag {name}={getattr(config, name)}: in this version only on cpu; use {name}=1", field=name
-            )
-    refuse_unshareable(described, ranks.tp_size)
-    return layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
 
 
 def _join_replica(config: WorkerConfig, ranks: Ranks, device: torch.device) -> RankGroup | None:

@@ -1,6 +1,7 @@
 """The part of the boot that only CUDA needs: measure memory, size the cache, compile and prove all steps."""
 
 import gc
+import traceback
 from collections.abc import Iterable
 
 import structlog
@@ -15,7 +16,12 @@ from services.worker.boot import cache_dtype, make_cache, make_limits
 from services.worker.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
+from services.worker.parallel.errors import ParallelError
+from services.worker.parallel.exchange import Exchanges, make_exchanges
+from services.worker.parallel.group import RankGroup
+from services.worker.parallel.ranks import ALONE
 from services.worker.runner.cuda.graphs import sizes_up_to
+from services.worker.runner.cuda.peers import Peers
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.plan import Plan
@@ -28,15 +34,24 @@ _MARGIN_SHARE = 0.02
 _BYTES_PER_GRAPH = 64 << 20
 # Triton has no conversions from and to float8_e4m3fn for devices before.
 _FP8_CAPABILITY = (8, 9)
+# Parts of a step: each takes places for its inputs and results.
+_MAX_MICRO_BATCHES = 16
 
 log = structlog.get_logger(__name__)
 
 
-def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> CudaRunner:
-    """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice."""
+def make_runner(
+    config: WorkerConfig, model: DecoderModel, max_context: int, group: RankGroup | None = None
+) -> CudaRunner:
+    """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice.
+
+    All ranks of ``group`` call it, and run the same steps: what they run follows from the flags alone."""
     device = model.device
+    exchanges = _exchanges(config, model, group)
     _refuse_sizes(config, model)
-    peak = _measure(config, model, max_context)
+    if group is not None:
+        group.wait_for_all()
+    peak = _measure(config, model, max_context, group, exchanges)
     local = model.local
     bytes_per_page = KvCache.bytes_per_page(
         local.layers, config.page_size, local.kv_heads, local.head_dim, cache_dtype(config, model)
@@ -46,19 +61,41 @@ def make_runner(config: WorkerConfig, model: DecoderModel, max_context: int) -> 
     graphs = len(sizes_up_to(largest)) * _BYTES_PER_GRAPH if config.use_cudagraphs else 0
     tables = config.max_seqs_per_forward * -(-max_context // config.page_size) * torch.int32.itemsize
     room = free - peak - tables - graphs - max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
-    fitting = room // bytes_per_page
+    fitting = room // bytes_per_page if group is None else group.least(room // bytes_per_page)
     wanted = config.page_count
     log.info("memory", free_gib=_gib(free), step_gib=_gib(peak), pages_that_fit=fitting, pages_asked=wanted)
     if fitting < 1 or (wanted is not None and wanted > fitting):
         raise InvalidRequest(_advice(config, free, peak + tables, graphs, fitting), field="kv_cache_num_tokens")
     pages = fitting if wanted is None else wanted
     try:
-        runner = _assemble(config, model, make_cache(config, model, pages), max_context)
-        _rehearse(runner, config, model)
-    except torch.OutOfMemoryError as error:
+        runner = _assemble(config, model, make_cache(config, model, pages), max_context, group, exchanges)
+        _rehearse(runner, config, model, exchanges)
+    except (torch.OutOfMemoryError, ParallelError) as error:
+        runner = None
+        _let_go(error)
+        if not _out_of_memory(error):
+            raise
         advice = _advice(config, free, peak + tables, graphs, fitting)
         raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
     return runner
+
+
+def _exchanges(config: WorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
+    """How the ranks of a stage exchange activations. Raises ``InvalidRequest`` where products cannot overlap."""
+    if group is None:
+        return make_exchanges(ALONE, 1)
+    wanted = config.async_tp_threshold
+    for refused, reason in (
+        (not group.shares_memory, "the GPUs of these ranks cannot read each other's memory"),
+        (model.quantizes, "products in fp8 do not overlap"),
+        (model.config.output_bias or model.config.mlp_bias, "this model adds biases to its output projections"),
+    ):
+        if wanted is not None and refused:
+            raise InvalidRequest(
+                f"flag async_tp_threshold={wanted}: {reason}; leave it out", field="async_tp_threshold"
+            )
+    row_bytes = model.config.hidden_size * model.dtype.itemsize
+    return make_exchanges(group.ranks, row_bytes, shares_memory=group.shares_memory, fewest_overlapped=wanted)
 
 
 def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
@@ -81,7 +118,9 @@ def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
         )
 
 
-def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int:
+def _measure(
+    config: WorkerConfig, model: DecoderModel, max_context: int, group: RankGroup | None, exchanges: Exchanges
+) -> int:
     """Bytes that the runner and its largest step take beside weights and cache. Also compiles most of what there is to
     compile."""
     pages = -(-min(config.max_tokens_per_forward, max_context) // config.page_size) + 1
@@ -89,21 +128,23 @@ def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int
     try:
         cache = make_cache(config, model, pages)
         of_cache = torch.cuda.memory_allocated() - before
-        runner = _assemble(config, model, cache, max_context)
+        runner = _assemble(config, model, cache, max_context, group, exchanges)
         few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
         _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
         torch.cuda.reset_peak_memory_stats()
         for plans in rehearsal.largest(runner.limits):
             _run_all(runner, plans)
         peak = torch.cuda.max_memory_allocated() - before - of_cache
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, ParallelError) as error:
+        if not _out_of_memory(error):
+            raise
         raise InvalidRequest(
             f"flag max_tokens_per_forward={config.max_tokens_per_forward} with max_seqs_per_forward="
             f"{config.max_seqs_per_forward}: one step takes more memory than {torch.cuda.get_device_name()} has left"
             " beside the weights; lower either",
             field="max_tokens_per_forward",
         ) from error
-    runner.close()
+    torch.cuda.synchronize(model.device)
     deactivate()
     del runner, cache
     gc.collect()  # its places know each other
@@ -111,23 +152,49 @@ def _measure(config: WorkerConfig, model: DecoderModel, max_context: int) -> int
     return peak
 
 
-def _assemble(config: WorkerConfig, model: DecoderModel, cache: KvCache, max_context: int) -> CudaRunner:
-    limits = make_limits(config, model, cache.page_count, max_context, hydragen=True)
+def _let_go(error: BaseException | None) -> None:
+    """Of what was made until ``error``: the connections to other ranks wait for the end of graphs that use them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+    gc.collect()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Also of a step that was the end for several ranks."""
+    return any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
+
+
+def _assemble(
+    config: WorkerConfig,
+    model: DecoderModel,
+    cache: KvCache,
+    max_context: int,
+    group: RankGroup | None,
+    exchanges: Exchanges,
+) -> CudaRunner:
+    parts = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
+    limits = make_limits(config, model, cache.page_count, max_context, hydragen=True, max_micro_batches=parts)
     attention = make_cuda_attention(
         cache, model.local.heads, model.rotary, dtype=model.dtype, compiled=config.torch_compile
     )
-    state = DeviceState.empty(limits, cache.all_keys.device)
-    sampler = FusedSampler(
-        model.project, model.config.vocab_size, cache.all_keys.device, cache.tokens, state.page_table
-    )
-    return CudaRunner(model.forward, cache, attention, sampler, state, limits)
+    device = cache.all_keys.device
+    state, sampler, peers = DeviceState.empty(limits, device), None, None
+    if model.last:
+        sampler = FusedSampler(model.project, model.config.vocab_size, device, cache.tokens, state.page_table)
+    if group is not None:
+        peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
+    return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers)
 
 
-def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel) -> None:
+def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel, exchanges: Exchanges) -> None:
     """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
     limits = runner.limits
     for plans in rehearsal.every_kind(limits):
         _run_all(runner, plans)
+    for tokens in exchanges.begins:
+        for plans in rehearsal.around(limits, tokens, runner.grain):
+            _run_all(runner, plans)
     if config.use_cudagraphs:
         skinny = SkinnyDecoder(model) if suits(model) else None
         runner.capture(config.cudagraph_max_size, skinny)

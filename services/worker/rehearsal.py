@@ -113,6 +113,22 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
             yield mixed(limits, 1, 1, size, PLAIN, groups, longest)
 
 
+def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
+    """The fewest tokens, the most that are fewer than ``tokens`` when they are padded to multiples of ``grain``, and so
+    many, from all of which is sampled and from some: ranks exchange in another way from there on, by code and buffers
+    of its own. What the limits leave no room for never comes."""
+    most = min(limits.max_slots, limits.max_tokens_per_step)
+    below = (tokens - 1) // grain * grain
+    for rows in (1, below, tokens):
+        if 0 < rows <= most:
+            yield decodes(limits, rows, PLAIN)
+    for total in (2, below, tokens):
+        chunks = -(-total // limits.max_context_tokens)
+        size = -(-total // chunks) if total == tokens else total // max(1, chunks)
+        if size > 1 and chunks <= limits.max_slots and chunks * size <= limits.max_tokens_per_step:
+            yield mixed(limits, 0, chunks, size, PLAIN)
+
+
 def largest(limits: Limits) -> Iterator[list[Plan]]:
     """The steps that need most memory: all rows and as many prompt tokens as fit beside them; and prompts alone."""
     features = every_feature(limits)

@@ -34,6 +34,13 @@ needs_triton = pytest.mark.skipif(_reason is not None, reason=_reason or "")
 @pytest.fixture
 def triton_ready(monkeypatch):
     """The interpreter as kernels need it; nothing where they are compiled."""
+    with interpreter_ready(monkeypatch):
+        yield
+
+
+@contextlib.contextmanager
+def interpreter_ready(monkeypatch):
+    """``triton_ready``, in any process."""
     if not INTERPRETED:
         yield
         return

@@ -25,8 +25,12 @@ class NoEvent:
 @pytest.fixture
 def device_without_streams(monkeypatch):
     """What the runner uses of ``torch.cuda``, for a CPU."""
-    if not INTERPRETED:
-        return
+    if INTERPRETED:
+        do_without_streams(monkeypatch)
+
+
+def do_without_streams(monkeypatch) -> None:
+    """``device_without_streams``, in any process that interprets kernels."""
     from services.worker.runner.cuda import graphs
 
     stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from services.worker import compilation
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.ranks import Ranks
 from tests.worker.small_models import small_config, small_model
 
 
@@ -79,6 +81,32 @@ def test_two_graphs_serve_every_number_of_tokens(quantization, adds_in_product):
             for samples in (8, tokens // 2, tokens):
                 pair.check(tokens, samples)
     assert compilation.recompilations() == 0
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adds_in_product", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@torch.inference_mode()
+def test_a_pipeline_stage_is_one_graph_wherever_its_inputs_are(stage, adds_in_product, monkeypatch):
+    """In tensors of their own and in a graph's room, both of which are written over; with as many tokens as a row of
+    them is wide, by chance."""
+    config = small_config(layers=3)
+    ranks, layers = Ranks(pp_rank=stage, pp_size=3), range(stage, stage + 1)
+    model = small_model(config, ranks=ranks, layers=layers, adds_in_product=adds_in_product)
+    eager = model.forward
+    # The same graphs, without the time that a C++ compiler takes for them.
+    make = partial(torch.compile, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: make(function))
+    compilation.compile_model(model)
+    before, room = compilation.compilations(), torch.zeros(96, config.hidden_size)
+    for tokens in (config.hidden_size, 8, 96, 24):
+        entering, positions = torch.randn(tokens, config.hidden_size), torch.arange(tokens)
+        expected = eager(entering.clone(), positions, OpaqueStep(), None)
+        in_room = room[:tokens].copy_(entering)
+        for inputs in (entering.clone(), in_room):
+            torch.testing.assert_close(model(inputs, positions, OpaqueStep(), None), expected, atol=1e-5, rtol=0)
+    assert compilation.compilations() - before == 1
 
 
 @pytest.mark.usefixtures("fresh")

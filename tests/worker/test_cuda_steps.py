@@ -1,6 +1,8 @@
 """The GPU's runner against the CPU's: on the GPU if there is one, else its kernels in Triton's interpreter, with
 streams and events that do nothing and graphs that launch again."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,9 @@ from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
+from services.worker.parallel.errors import ParallelError
+from services.worker.parallel.exchange import make_exchanges
+from services.worker.parallel.ranks import Ranks
 from services.worker.runner.plan import Batch, Groups
 from services.worker.weights import load_dummy
 from tests.worker.driver import NONE, Driver, admission, batch
@@ -237,6 +242,20 @@ def test_a_step_that_fails_to_launch_gives_its_place_back(cuda, monkeypatch):
             driver.steps += 1
     driver.reset()
     assert driver.generate([[5, 6]], 3)
+
+
+def test_a_step_that_fails_to_launch_is_the_end_of_several_ranks(cuda, monkeypatch):
+    """And it does not wait for the device, which may wait for other ranks."""
+    from services.worker.runner.cuda.peers import Peers
+    from services.worker.runner.cuda.ring import Place
+
+    driver, ranks = cuda(8), Ranks(1, 2)
+    group = SimpleNamespace(ranks=ranks, tokens_in=None)
+    monkeypatch.setattr(driver.runner, "_peers", Peers(group, make_exchanges(ranks, 1), 32, torch.float32))
+    monkeypatch.setattr(type(driver.runner._graphs), "find", lambda *_: 1 / 0)
+    monkeypatch.setattr(Place, "abandon", lambda _: pytest.fail("it waits"))
+    with pytest.raises(ParallelError, match="step 1 failed on rank tp_rank=1 pp_rank=0: division by zero"):
+        driver.run(admissions=(admission(0, [5], [0]),), batch=batch([0]))
 
 
 def test_groups_that_do_not_share_are_refused(cuda):

@@ -1,12 +1,14 @@
 """What is run before serving: plans that the worker takes, whatever its limits, and of every kind."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from services.worker import rehearsal
 from services.worker.runner.checks import check_plan
-from services.worker.runner.cuda.inputs import StepArrays, build
+from services.worker.runner.cuda.inputs import StepArrays, build, padded
 from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Limits
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.rows import RowPreparer, Slice
@@ -46,6 +48,8 @@ def run(limits: Limits, series) -> list[tuple[StepArrays, tuple[Slice, ...]]]:
 def test_every_plan_keeps_the_contract(limits):
     assert run(limits, rehearsal.every_kind(limits))
     assert run(limits, rehearsal.largest(limits))
+    for tokens in (9, 128):
+        run(limits, rehearsal.around(limits, tokens, 8))
 
 
 def test_rows_are_cut_and_reported_with_and_without_changes_to_their_logits():
@@ -68,3 +72,12 @@ def test_rows_of_long_contexts_run_alone_and_beside_a_chunk(grouped):
     ]
     assert {arrays.chunks is not None for arrays in long} == {False, True}
     assert all(np.all(arrays.positions >= 0) for arrays in long)
+
+
+def test_another_way_to_exchange_is_rehearsed_on_both_sides_of_where_it_begins():
+    """With all tokens sampled from and with some; chunks are as long as contexts may be."""
+    for limits in (USUAL, replace(USUAL, max_slots=200, max_context_tokens=100)):
+        found = run(limits, rehearsal.around(limits, 128, 8))
+        sizes = {(padded(len(arrays.positions)), arrays.keep is None) for arrays, _ in found}
+        assert {(8, True), (8, False), (120, False), (128, False)} <= sizes
+        assert ({(120, True), (128, True)} <= sizes) == (limits.max_slots >= 128)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.runner.cuda.inputs import build, fill_up, padded
+from services.worker.runner.cuda.inputs import build, fill_up, padded, standing
 from services.worker.runner.plan import NO_GROUPS, Batch, Groups, Limits
 from services.worker.runner.slots import SlotTable
 from tests.worker.driver import admission
@@ -95,6 +95,32 @@ def test_groups_keep_their_rows(step):
     assert found == expected
 
 
-def test_sizes_are_multiples_of_eight():
+@given(steps(), st.data())
+@settings(max_examples=100)
+def test_the_parts_of_a_cut_step_have_its_rows_and_their_groups(step, data):
+    _, batch, groups = step
+    inner = {
+        row
+        for start, count in zip(groups.starts, groups.counts, strict=True)
+        for row in range(start + 1, start + count)
+    }
+    cuts = [row for row in range(1, len(batch.slots)) if row not in inner and data.draw(st.booleans())]
+    sizes = tuple(np.diff([0, *cuts, len(batch.slots)]).tolist())
+    rows, prefixes = [], {}
+    for part in standing(batch, groups, sizes, PAGE):
+        rows += zip(part.batch.slots.tolist(), part.batch.token_counts.tolist(), strict=True)
+        assert part.singles == (part.batch.token_counts == 1).all()
+        assert (part.spans is None) == (not part.singles or not len(part.groups))
+        for start, count, pages in zip(part.groups.starts, part.groups.counts, part.groups.prefix_pages, strict=True):
+            prefixes[tuple(part.batch.slots[start : start + count].tolist())] = pages
+    assert rows == list(zip(batch.slots.tolist(), batch.token_counts.tolist(), strict=True))
+    assert prefixes == {
+        tuple(batch.slots[start : start + count].tolist()): pages
+        for start, count, pages in zip(groups.starts, groups.counts, groups.prefix_pages, strict=True)
+    }
+
+
+def test_sizes_are_multiples_of_eight_and_of_the_ranks_that_share_them():
     assert [padded(size) for size in (0, 1, 8, 9, 16)] == [8, 8, 8, 16, 16]
+    assert [padded(size, 24) for size in (0, 24, 25)] == [24, 24, 48]
     assert fill_up(np.array([1, 2], np.int32), 4, -1).tolist() == [1, 2, -1, -1]

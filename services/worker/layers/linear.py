@@ -43,12 +43,16 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.outputs)), requires_grad=False) if bias else None
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """``[inputs, sum(outputs)]``."""
+        return self.weight.t() if self.transposed else self.weight
+
     def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         """``onto [rows, sum(outputs)]``: where to add the result, in place; it is returned then."""
-        matrix = self.weight.t() if self.transposed else self.weight
         if onto is None:
-            return x @ matrix if self.bias is None else torch.addmm(self.bias, x, matrix)
-        torch.ops.tokasaurus.add_product(onto, x, matrix)
+            return x @ self.matrix if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+        torch.ops.tokasaurus.add_product(onto, x, self.matrix)
         return onto if self.bias is None else onto.add_(self.bias)
 
     def targets(self, *names: str) -> dict[str, torch.Tensor]:

@@ -71,11 +71,14 @@ class DecoderLayer(nn.Module):
         normed = self._normed(x, delta, self.attention_norm)
         attended = self.attention(normed, cos, sin, attention, exchange, tokens)
         if keep is not None:
-            x, attended = exchange.select(x, keep, tokens), attended.index_select(0, keep)
-            exchange, tokens = exchange.kept, keep.shape[0]
+            attended = attended.index_select(0, keep)
         if self.quantizes:
             attended = self.kernels.quantize(attended)
-        delta = self._add(self.attention.output, attended, x, exchange)
+        if keep is None:
+            delta = self._add(self.attention.output, attended, x, exchange)
+        else:
+            x, delta = self._select(self.attention.output, attended, x, keep, exchange, tokens)
+            exchange, tokens = exchange.kept, keep.shape[0]
         gated = self.mlp(self._normed(x, delta, self.mlp_norm), exchange, tokens)
         return x, self._add(self.mlp.down, gated, x, exchange)
 
@@ -93,6 +96,21 @@ class DecoderLayer(nn.Module):
             return exchange.row(values, last)
         last(values, x)
         return None
+
+    def _select(
+        self,
+        last: nn.Module,
+        values: torch.Tensor | Quantized,
+        x: torch.Tensor,
+        keep: torch.Tensor,
+        exchange: Exchange,
+        tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of ``keep``, and what they lack after ``last(values)``, which is of theirs."""
+        if not self.adds_in_product:
+            return exchange.select(x, keep, tokens, values, last)
+        x = x.index_select(0, keep)
+        return x, self._add(last, values, x, exchange)
 
     def targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the (view of a) tensor it is copied into."""

@@ -1,8 +1,11 @@
 """Tensors from one rank to another, in order, without a copy on the way. Owned by the compute thread.
 
 What is sent and received follows from the plans, which all ranks have: shapes are known, and nothing is negotiated.
+
+On CUDA nothing here waits on the host, once the two are connected: what is launched on the current stream does.
 """
 
+import contextlib
 from collections import deque
 
 import torch
@@ -19,8 +22,14 @@ class Sender:
         self._group, self._peer, self._name, self._most = group, peer, name, most
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
+    def connect(self, device: torch.device) -> None:
+        """Find the receiver, which calls ``connect``, too."""
+        self.send(torch.zeros(1, device=device))
+        self.drain()
+
     def send(self, tensor: torch.Tensor) -> None:
-        """``tensor``, which has elements, must not change any more."""
+        """``tensor``, which has elements, must not change any more. On CUDA it is sent when the current stream has come
+        so far."""
         tensor = tensor.contiguous()
         with lost_peer(self._name):
             self._sent.append((dist.isend(tensor, group=self._group, group_dst=self._peer), tensor))
@@ -33,33 +42,36 @@ class Sender:
             self._wait()
 
     def _wait(self) -> None:
+        # On CUDA the current stream waits, so that the tensor's memory is not written to before it is sent.
         work, _ = self._sent.popleft()
         with lost_peer(self._name):
             work.wait()
 
 
 class Receiver:
-    """Room is made ahead, so that data arrive while others are computed with."""
+    """Nothing is asked for before it is needed: on CUDA, whatever waits for another rank also holds up the host where a
+    kernel is loaded or memory is made, and so must not be what that rank will only do later."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, name: str) -> None:
-        """As of ``Sender``."""
-        self._group, self._peer, self._name = group, peer, name
-        self._expected: deque[tuple[dist.Work, torch.Tensor]] = deque()
+    def __init__(self, group: dist.ProcessGroup, peer: int, name: str, device: torch.device) -> None:
+        """As of ``Sender``; ``device``: where tensors are wanted."""
+        self._group, self._peer, self._name, self._device = group, peer, name, device
+        # What is received waits for what was launched before it: on a stream of its own that is nothing, and it arrives
+        # while the device computes what the host has launched ahead.
+        self._beside = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """The next that is sent and not yet expected is of this shape and dtype."""
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        with lost_peer(self._name):
-            self._expected.append((dist.irecv(tensor, group=self._group, group_src=self._peer), tensor))
+    def connect(self) -> None:
+        """Find the sender, which calls ``connect``, too."""
+        self.take((1,), torch.float32)
 
-    def take(self) -> torch.Tensor:
-        """The oldest that is expected; waits for it. It is the caller's."""
-        work, tensor = self._expected.popleft()
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The oldest that was sent and not taken, which is of this shape and dtype; waits for it. It is the
+        caller's."""
+        with contextlib.nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            with lost_peer(self._name):
+                work = dist.irecv(tensor, group=self._group, group_src=self._peer)
         with lost_peer(self._name):
             work.wait()
+        if self._beside is not None:  # its memory is of the other stream
+            tensor.record_stream(torch.cuda.current_stream())
         return tensor
-
-    def drain(self) -> None:
-        """Wait for all that is expected, and drop it."""
-        while self._expected:
-            self.take()

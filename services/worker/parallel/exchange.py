@@ -6,6 +6,7 @@ step's tokens; a rank's *rows* are what it has of the residual stream: its token
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,13 +14,18 @@ import torch
 from torch import nn
 
 from services.worker.layers.fp8 import Quantized
+from services.worker.layers.linear import Linear
+from services.worker.parallel import peer_memory  # noqa: F401  its operators
 from services.worker.parallel.operators import rows_each
 from services.worker.parallel.ranks import Ranks
 
 # The ranks of this process' stage, for operators.
 TENSOR_RANKS = "tensor"
-# With fewer tokens the latency of a collective counts, and one takes less than two.
-FEWEST_SHARDED = 128
+# Measured on two H200 with ``bench.links``. One collective takes less than two; but where a step's rows have so many
+# bytes, a rank that has a part of them saves as much in norms and sums.
+_SHARDED_BYTES = 64 << 20
+# Up to so many, reading each other's memory takes less than a library's collective.
+_PEER_SUM_BYTES = 256 << 10
 
 Values = torch.Tensor | Quantized
 Product = Callable[[Values], torch.Tensor]
@@ -42,9 +48,12 @@ class Exchange(nn.Module, ABC):
         it, ``[rows, outputs]``."""
 
     @abstractmethod
-    def select(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The rows of the tokens ``keep [samples]``, all of them on every rank, from this rank's rows ``x``. From there
-        on the strategy is ``kept``."""
+    def select(
+        self, x: torch.Tensor, keep: torch.Tensor, tokens: int, values: Values, linear: Product
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Go on with the tokens ``keep [samples]``, all of them on every rank: their rows, from this rank's rows ``x``,
+        and the sum over the ranks of ``linear(values)``, ``values [samples, this rank's inputs]``; None = the rows have
+        it already. From there on the strategy is ``kept``."""
 
     @property
     @abstractmethod
@@ -68,8 +77,10 @@ class Alone(Exchange):
     def row(self, values: Values, linear: Product) -> torch.Tensor:
         return linear(values)
 
-    def select(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
-        return x.index_select(0, keep)
+    def select(
+        self, x: torch.Tensor, keep: torch.Tensor, tokens: int, values: Values, linear: Product
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x.index_select(0, keep), self.row(values, linear)
 
     @property
     def kept(self) -> Exchange:
@@ -92,6 +103,17 @@ class AllReduce(Alone):
         return partial
 
 
+class PeerSum(Alone):
+    """As ``AllReduce``, where ranks read each other's memory: in half the time, while it is latency that counts."""
+
+    def __init__(self, group: str = TENSOR_RANKS) -> None:
+        super().__init__()
+        self.group = group
+
+    def row(self, values: Values, linear: Product) -> torch.Tensor:
+        return torch.ops.tokasaurus.sum_of_peers(linear(values), self.group)
+
+
 class SequenceSharded(Exchange):
     """Every rank has an equal run of the rows, and so norms and adds no more than that (Korthikanti et al. 2022). The
     last may have fewer tokens, and rows of zeros."""
@@ -106,19 +128,22 @@ class SequenceSharded(Exchange):
 
     def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
         if isinstance(x, Quantized):  # half of what is sent otherwise
-            return linear(Quantized(self.complete(x.rows, tokens), self.complete(x.scale, tokens)))
+            return linear(Quantized(*torch.ops.tokasaurus.gather_quantized(*x, tokens, self.size, self.group)))
         return linear(self.complete(x, tokens))
 
     def row(self, values: Values, linear: Product) -> torch.Tensor:
         return torch.ops.tokasaurus.scatter_sums(linear(values), self.size, self.group)
 
-    def select(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
+    def select(
+        self, x: torch.Tensor, keep: torch.Tensor, tokens: int, values: Values, linear: Product
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         own = keep - self.rank * self.rows(tokens)
         elsewhere = (own < 0) | (own >= x.shape[0])
-        # One rank has the row and the others give zeros, so that the sum is the row.
+        # One rank has the row and the others give zeros, so that it is in the sum once: one collective, not two.
         rows = x.index_select(0, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
-        torch.ops.tokasaurus.all_reduce_(rows, self.group)
-        return rows
+        total = linear(values) + rows
+        torch.ops.tokasaurus.all_reduce_(total, self.group)
+        return total, None
 
     @property
     def kept(self) -> Exchange:
@@ -128,24 +153,59 @@ class SequenceSharded(Exchange):
         return torch.ops.tokasaurus.gather_rows(x, tokens, self.size, self.group)
 
 
+class Overlapped(SequenceSharded):
+    """As ``SequenceSharded``, but products go on while what they need arrives and what they gave is sent ("async TP").
+
+    Only where ranks read each other's memory. What is no product with a matrix as it is, such as one in fp8, exchanges
+    before or after it.
+    """
+
+    def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
+        if not isinstance(linear, Linear):
+            return super().column(x, linear, tokens)
+        product = torch.ops.tokasaurus.gather_product(x, linear.matrix, self.size, self.group)[:tokens]
+        return product if linear.bias is None else product + linear.bias
+
+    def row(self, values: Values, linear: Product) -> torch.Tensor:
+        # No bias: it would be one rank's alone, and such models are refused.
+        if not isinstance(linear, Linear) or values.shape[0] % self.size:
+            return super().row(values, linear)
+        return torch.ops.tokasaurus.product_sums(values, linear.matrix, self.size, self.group)
+
+
 ALONE = Alone()
 
 
 class Exchanges(NamedTuple):
     """Which strategy a step of so many tokens takes; all ranks of a replica choose alike."""
 
-    few: Exchange
-    many: Exchange
-    fewest_many: int  # tokens
+    strategies: tuple[Exchange, ...]  # for ever more tokens
+    begins: tuple[int, ...] = ()  # tokens from which on the second is taken, the third, ...
 
     def of(self, tokens: int) -> Exchange:
         """For a forward pass over ``tokens`` tokens."""
-        return self.many if tokens >= self.fewest_many else self.few
+        return self.strategies[bisect_right(self.begins, tokens)]
 
 
-def make_exchanges(ranks: Ranks, fewest_sharded: int | None = None) -> Exchanges:
-    """``fewest_sharded``: tokens from which on they are sharded; None = the usual number."""
+def fewest_sharded(row_bytes: int) -> int:
+    """Tokens from which on ranks have parts of the rows, of ``row_bytes`` bytes each."""
+    return max(1, _SHARDED_BYTES // row_bytes)
+
+
+def make_exchanges(
+    ranks: Ranks, row_bytes: int, *, shares_memory: bool = False, fewest_overlapped: int | None = None
+) -> Exchanges:
+    """``row_bytes``: of one row of the residual stream. ``fewest_overlapped``: tokens from which on products overlap,
+    where ranks share memory; None = never."""
     if ranks.tp_size == 1:
-        return Exchanges(ALONE, ALONE, 0)
-    sharded = SequenceSharded(ranks.tp_rank, ranks.tp_size)
-    return Exchanges(AllReduce(), sharded, FEWEST_SHARDED if fewest_sharded is None else fewest_sharded)
+        return Exchanges((ALONE,))
+    place = ranks.tp_rank, ranks.tp_size
+    ways: list[tuple[int, Exchange]] = [(0, AllReduce()), (fewest_sharded(row_bytes), SequenceSharded(*place))]
+    if shares_memory:
+        ways = [(0, PeerSum()), (1 + _PEER_SUM_BYTES // row_bytes, AllReduce()), ways[1]]
+    if fewest_overlapped is not None:
+        ways.append((fewest_overlapped, Overlapped(*place)))
+    # Later ones take the place of those that would begin with as many tokens, or more.
+    ways = [each for index, each in enumerate(ways) if all(each[0] < begin for begin, _ in ways[index + 1 :])]
+    begins, strategies = zip(*ways, strict=True)
+    return Exchanges(strategies, begins[1:])

@@ -7,16 +7,14 @@ import torch
 
 from services.worker.parallel.channel import Receiver
 
-# Forward passes whose tokens may be outstanding although nobody needs them.
-_MOST_PENDING = 256
-
 
 class OwedTokens:
-    """What was sampled is taken when an input needs it and not before, so that micro-batches follow each other without
-    waiting. Owned by the compute thread of a rank of the first stage."""
+    """What was sampled is taken when an input needs it, or so many micro-batches later that it has long been sampled,
+    so that micro-batches follow each other without waiting. Owned by the compute thread of a rank of the first stage.
+    """
 
     def __init__(self, receiver: Receiver, last_tokens: torch.Tensor) -> None:
-        """``last_tokens [max_slots]`` int64: of the slots, filled as tokens come."""
+        """``last_tokens [max_slots]`` int32 or int64: of the slots, filled as tokens come."""
         self._receiver, self._last_tokens = receiver, last_tokens
         self._pending: deque[np.ndarray] = deque()  # slots of each message that was not taken yet
         self._expected = self._taken = 0  # messages so far
@@ -24,16 +22,14 @@ class OwedTokens:
 
     def expect(self, slots: np.ndarray) -> None:
         """A forward pass is on its way that samples for ``slots [n]``, n > 0: one message with a token for each."""
-        self._receiver.expect((len(slots),), torch.int64, self._last_tokens.device)
         self._pending.append(slots)
         self._expected += 1
         self._message[slots] = self._expected
-        while len(self._pending) > _MOST_PENDING:
-            self._take()
 
-    def settle(self, slots: np.ndarray) -> None:
-        """Wait until ``last_tokens`` has what was sampled for ``slots [n]`` last."""
-        needed = int(self._message[slots].max(initial=0))
+    def settle(self, slots: np.ndarray, most: int) -> None:
+        """Wait until ``last_tokens`` has what was sampled for ``slots [n]`` last, and fewer than ``most`` messages are
+        outstanding, so that nobody waits to be rid of one; on CUDA, have the stream wait."""
+        needed = max(int(self._message[slots].max(initial=0)), self._expected - most + 1)
         while self._taken < needed:
             self._take()
 
@@ -44,6 +40,9 @@ class OwedTokens:
 
     def _take(self) -> None:
         # In order: the message behind is newer, whoever has the slot by now.
-        tokens = self._receiver.take()
-        self._last_tokens[torch.from_numpy(self._pending.popleft())] = tokens
+        slots = torch.from_numpy(self._pending.popleft())
+        tokens = self._receiver.take((len(slots),), self._last_tokens.dtype)
+        if tokens.device.type == "cuda":  # without waiting for what is launched
+            slots = slots.pin_memory().to(tokens.device, non_blocking=True)
+        self._last_tokens.index_copy_(0, slots, tokens)
         self._taken += 1

@@ -78,29 +78,26 @@ class StageRunner(StepRunner):
         if plan.batch is not None:
             self._parts = micro_batches(plan.batch, plan.micro_batch_rows)
         parts = [(part, build(part, self._slots, threads=1)) for part in self._parts]
-        if self._group.from_previous is not None:
-            for _, inputs in parts:
-                self._expect(len(inputs.positions))
         timing = Timing(prepare=time.perf_counter_ns() - started)
         sampled = [self._run_part(part, inputs, timing) for part, inputs in parts]
         sampled = [each for each in sampled if len(each.slots)] if self._group.ranks.reports else []
         return StepOutput(plan.step, concatenate(sampled) if sampled else NOTHING, timing)
 
-    def _expect(self, tokens: int) -> None:
+    def _enter(self, tokens: int) -> torch.Tensor:
         """The residual stream of a micro-batch, as the stage before has it."""
         shape = self._exchanges.of(tokens).rows(tokens), self._model.config.hidden_size
-        self._group.from_previous.expect(shape, self._model.dtype, self._device)
+        return self._group.from_previous.take(shape, self._model.dtype)
 
     def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Sampled:
         """One micro-batch."""
         started = time.perf_counter_ns()
-        model, group, (shard,) = self._model, self._group, inputs.shards
+        model, (shard,) = self._model, inputs.shards
         if self._owed is not None:
-            self._owed.settle(inputs.last_slots)
+            self._owed.settle(inputs.last_slots, len(self._parts))
         token_ids, positions = self._to_device(inputs)
         if model.last:
             self._keep_tokens(inputs, token_ids)
-        entering = token_ids if model.first else group.from_previous.take()
+        entering = token_ids if model.first else self._enter(len(positions))
         prepared = time.perf_counter_ns()
         attention = self._attention.step(shard.attention, _nothing)
         leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))

@@ -33,7 +33,7 @@ class Replicas:
 
 @pytest.fixture(scope="session")
 def replicas() -> Iterator[Replicas]:
-    made = Replicas(RankPool(4))
+    made = Replicas(RankPool(*[{}] * 4))
     yield made
     made.pool.close()
 

@@ -34,7 +34,7 @@ def make_config(ranks: Ranks, port: int, directory: Path, flags: dict) -> Worker
 def start(ranks: Ranks, port: int, directory: Path, flags: dict, fewest_sharded: int) -> Limits:
     """``fewest_sharded``: tokens from which on activations are sharded."""
     global _booted
-    exchange.FEWEST_SHARDED = fewest_sharded
+    exchange.fewest_sharded = lambda row_bytes: fewest_sharded
     _booted = boot(make_config(ranks, port, directory, flags))
     return _booted.runner.limits
 

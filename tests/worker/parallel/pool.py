@@ -5,10 +5,11 @@ import multiprocessing
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
 import torch
 
 from services.worker.parallel.ranks import Ranks
@@ -22,11 +23,15 @@ _GRACE_S = 10.0
 class Member:
     """One process."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """``environment``: what it has beside this process' variables."""
         context = multiprocessing.get_context("spawn")
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there,), daemon=True)
-        self.process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            self.process.start()
         there.close()
 
     def ask(self, job: Callable[..., Any], *arguments: Any) -> None:
@@ -46,10 +51,12 @@ class Member:
 
 
 class RankPool:
-    """``size`` processes. A job is a function, importable by name, that all ranks of a grid call."""
+    """Processes, one for each of ``environments``. A job is a function, importable by name, that all ranks of a grid
+    call and that takes up to ``job_s``."""
 
-    def __init__(self, size: int) -> None:
-        self.members = [Member() for _ in range(size)]
+    def __init__(self, *environments: Mapping[str, str], job_s: float = JOB_S) -> None:
+        self._environments, self._job_s = environments, job_s
+        self.members = [Member(each) for each in environments]
 
     def run(self, job: Callable[..., Any], tp_size: int, pp_size: int, *arguments: Any) -> list[Any]:
         """What ``job(ranks, *arguments)`` returned on each rank, by their index. Raises the first failure."""
@@ -60,7 +67,7 @@ class RankPool:
         failures = []
         while len(answers) < len(grid):
             waiting = {self.members[ranks.index].pipe: ranks.index for ranks in grid if ranks.index not in answers}
-            ready = wait(list(waiting), _GRACE_S if failures else JOB_S)
+            ready = wait(list(waiting), _GRACE_S if failures else self._job_s)
             for pipe in ready:
                 answers[waiting[pipe]] = self.members[waiting[pipe]].answer()
             failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
@@ -68,7 +75,7 @@ class RankPool:
                 for index in waiting.values():
                     self.kill(index)
                 names = ", ".join(grid[index].name() for index in waiting.values())
-                raise failures[0] if failures else TimeoutError(f"{names} did not answer within {JOB_S} s")
+                raise failures[0] if failures else TimeoutError(f"{names} did not answer within {self._job_s} s")
         if failures:
             raise failures[0]
         return [answers[index] for index in range(len(grid))]
@@ -81,15 +88,15 @@ class RankPool:
     def answer(self, ranks: Ranks) -> Any:
         """To what its process was asked."""
         member = self.members[ranks.index]
-        if not member.pipe.poll(JOB_S):
+        if not member.pipe.poll(self._job_s):
             self.kill(ranks.index)
-            raise TimeoutError(f"{ranks.name()} did not answer within {JOB_S} s")
+            raise TimeoutError(f"{ranks.name()} did not answer within {self._job_s} s")
         return member.answer()
 
     def kill(self, index: int) -> None:
         """End the process of a rank; another one takes its place in the pool."""
         self.members[index].close()
-        self.members[index] = Member()
+        self.members[index] = Member(self._environments[index])
 
     def close(self) -> None:
         """End the processes."""

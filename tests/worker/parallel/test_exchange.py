@@ -16,7 +16,16 @@ from services.worker.layers.factory import make_linear
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
-from services.worker.parallel.exchange import ALONE, AllReduce, Alone, Exchanges, SequenceSharded, make_exchanges
+from services.worker.parallel.exchange import (
+    ALONE,
+    AllReduce,
+    Alone,
+    Exchanges,
+    Overlapped,
+    PeerSum,
+    SequenceSharded,
+    make_exchanges,
+)
 from services.worker.parallel.group import RankGroup
 from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.shares import local_config
@@ -144,14 +153,31 @@ def test_one_rank_exchanges_nothing():
     assert seen == {"aten"}
 
 
+MIB = 1 << 20
+
+
 def test_few_tokens_are_reduced_and_many_are_sharded():
-    assert make_exchanges(Ranks()) == Exchanges(ALONE, ALONE, 0)
-    ways = make_exchanges(Ranks(1, 4), fewest_sharded=100)
-    assert isinstance(ways.of(99), AllReduce)
-    assert isinstance(ways.of(100), SequenceSharded)
-    assert (ways.of(100).rank, ways.of(100).size) == (1, 4)
-    assert [ways.of(100).rows(tokens) for tokens in (1, 4, 5)] == [1, 1, 2]
-    assert ways.of(99).rows(5) == 5
+    assert make_exchanges(Ranks(), MIB) == Exchanges((ALONE,))
+    ways = make_exchanges(Ranks(1, 4), MIB)
+    assert isinstance(ways.of(63), AllReduce)
+    assert isinstance(ways.of(64), SequenceSharded)
+    assert (ways.of(64).rank, ways.of(64).size) == (1, 4)
+    assert [ways.of(64).rows(tokens) for tokens in (1, 4, 5)] == [1, 1, 2]
+    assert ways.of(63).rows(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("fewest_overlapped", "kinds"),
+    [
+        (None, {256: PeerSum, 257: AllReduce, 65535: AllReduce, 65536: SequenceSharded}),
+        (70000, {256: PeerSum, 257: AllReduce, 65536: SequenceSharded, 69999: SequenceSharded, 70000: Overlapped}),
+        (1000, {256: PeerSum, 257: AllReduce, 999: AllReduce, 1000: Overlapped, 10**6: Overlapped}),
+        (100, {99: PeerSum, 100: Overlapped, 257: Overlapped}),
+    ],
+)
+def test_where_memory_is_shared_the_fewest_are_summed_through_it_and_many_may_overlap(fewest_overlapped, kinds):
+    ways = make_exchanges(Ranks(1, 4), 1024, shares_memory=True, fewest_overlapped=fewest_overlapped)
+    assert {tokens: type(ways.of(tokens)) for tokens in kinds} == kinds
 
 
 def test_products_of_several_ranks_cannot_add_to_the_stream_themselves():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.config import DeploymentConfig, WorkerConfig
+from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, load
 from services.worker.boot import boot
@@ -24,18 +24,13 @@ def test_a_rank_is_told_from_the_environment_too():
         (["pp_size=2", "pp_layers=3,0"], "flag pp_layers=3,0: expected a number of layers, 1 or more"),
         (["master_port=10600"], "flag master_port=10600: has no effect without tp_size=2 or pp_size=2 or more"),
         (["master_addr=worker-0"], "flag master_addr=worker-0: has no effect without tp_size=2 or pp_size=2"),
+        (["async_tp_threshold=4096"], "flag async_tp_threshold=4096: has no effect without tp_size=2 or more"),
         (["tp_size=65"], "flag tp_size='65'.*less than or equal to 64"),
     ],
 )
 def test_a_wrong_flag_of_a_rank_is_named(flags, message):
     with pytest.raises(FlagError, match=message):
         load(WorkerConfig, flags, {})
-
-
-@pytest.mark.parametrize("flag", ["tp_size=2", "pp_size=2"])
-def test_a_deployment_has_one_worker_for_each_replica_in_this_version(flag):
-    with pytest.raises(FlagError, match=f"flag {flag}: is not available in this version"):
-        load(DeploymentConfig, [flag], {})
 
 
 @pytest.mark.parametrize(
@@ -50,3 +45,9 @@ def test_what_the_model_does_not_allow_is_refused_before_anybody_is_waited_for(f
     with pytest.raises(InvalidRequest, match=message) as refused:
         boot(WorkerConfig(model=str(checkpoint()), torch_num_threads=1, **flags))
     assert refused.value.field in flags
+
+
+def test_products_do_not_overlap_on_a_cpu():
+    config = WorkerConfig(tp_size=2, async_tp_threshold=64, device="cpu")
+    with pytest.raises(InvalidRequest, match="flag async_tp_threshold=64: only on cuda, and this worker runs on cpu"):
+        boot(config)

@@ -12,16 +12,20 @@ from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.spans import Spans
 from services.worker.kv_cache import KvCache
 from services.worker.runner.cuda.block import Fields, Layout
-from services.worker.runner.cuda.ring import PLACES, Ring
+from services.worker.runner.cuda.inputs import padded
+from services.worker.runner.cuda.peers import NoPeers, Peers
+from services.worker.runner.cuda.ring import Ring
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance, append_and_gather_inputs
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
 
-# (token_ids, positions, attention step, keep) -> hidden states of what is sampled
+# (what enters, positions, attention step, keep, exchange) -> hidden states of what is sampled, or what leaves the stage
 Forward = Callable[..., torch.Tensor]
 Outcome = TypeVar("Outcome")
 
+# Steps with other groups whose tiles are kept: more than there are micro-batches.
+_MOST_TILED = 64
 # Fewest rows of a graph with shared prefixes: with fewer, reading a prefix for every row costs less.
 _FEWEST_GROUPED = 64
 
@@ -37,39 +41,59 @@ class Kind:
 
 class DecodeGraph:
     """A step of one kind, captured twice: through to results, where no row asks for more than a temperature, and to
-    hidden states only. Both read their inputs from one block; each step in flight has its own on the host."""
+    hidden states only, all that there is where a later stage samples. Both read their inputs from one block; each step
+    in flight has its own on the host."""
 
     def __init__(
         self,
         layout: Layout,
         forward: Callable[[Fields], torch.Tensor],
-        sampler: FusedSampler,
+        entering: torch.Tensor | None,
+        sampler: FusedSampler | None,
         table: SlotTable,
         state: DeviceState,
         results: torch.Tensor,
         pool,
     ) -> None:
-        """``results``: of all places, in pinned memory. ``pool``: the memory of all graphs."""
+        """``entering``: where ``forward`` finds what the stage before handed on. ``results [places, max_slots]``: in
+        pinned memory. ``pool``: the memory of all graphs."""
         device = state.page_table.device
-        self._block = layout.empty(device)
-        self.grouped = layout.tiles is not None
+        self._block, self._entering = layout.empty(device), entering
+        self.size, self.grouped = layout.size, layout.tiles is not None
         self.inputs = inputs = layout.fields(self._block)
-        self._host = [layout.empty(torch.device("cpu"), pinned=device.type == "cuda") for _ in range(PLACES)]
+        self._host = [layout.empty(torch.device("cpu"), pinned=device.type == "cuda") for _ in range(len(results))]
         self._fields = [layout.fields(block.numpy()) for block in self._host]
-        nobody = np.empty(0, np.int64)
-        rows = sampler.prepare(table, nobody, nobody, lambda array: torch.from_numpy(array).to(device), layout.size)
+
+        def hidden() -> torch.Tensor:
+            return forward(inputs)
+
+        whole = None if sampler is None else self._through(sampler, hidden, table, state, results)
+        for _ in range(2):  # compiles, and lets libraries make their workspaces
+            (whole or hidden)()
+        torch.cuda.synchronize()
+        self._forward, self._hidden = capture(hidden, pool)
+        self._whole, self.token_ids = (None, None) if whole is None else capture(whole, pool)
+
+    def _through(
+        self,
+        sampler: FusedSampler,
+        hidden: Callable[[], torch.Tensor],
+        table: SlotTable,
+        state: DeviceState,
+        results: torch.Tensor,
+    ) -> Callable[[], torch.Tensor]:
+        """All the way to token ids, ``[size]`` int32."""
+        inputs, nobody = self.inputs, np.empty(0, np.int64)
+        device = self._block.device
+        rows = sampler.prepare(table, nobody, nobody, lambda array: torch.from_numpy(array).to(device), self.size)
         rows = replace(rows, scales=inputs.scales, keys=inputs.keys)
 
         def whole() -> torch.Tensor:
-            sampled = sampler.run(forward(inputs), rows)
+            sampled = sampler.run(hidden(), rows)
             advance(sampled.token_ids, sampled.finite, inputs.slots, state.last_tokens, results.view(-1), inputs.where)
             return sampled.token_ids
 
-        for _ in range(2):  # compiles, and lets libraries make their workspaces
-            whole()
-        torch.cuda.synchronize()
-        self._forward, self._hidden = capture(lambda: forward(inputs), pool)
-        self._whole, _ = capture(whole, pool)
+        return whole
 
     def fields(self, place: int) -> Fields:
         """The host's block of the step that has ``place``; all but its rows is left from an earlier one."""
@@ -79,20 +103,25 @@ class DecodeGraph:
         """Copy the host's block to the device, on the current stream."""
         self._block.copy_(self._host[place], non_blocking=True)
 
+    def enter(self, entering: torch.Tensor) -> None:
+        """What the stage before handed on, ``[rows, hidden_size]``."""
+        self._entering.copy_(entering)
+
     def run(self) -> torch.Tensor:
-        """Hidden states ``[size, hidden_size]``, overwritten by the next step."""
+        """Hidden states ``[size, hidden_size]``, or what leaves the stage; overwritten by the next step."""
         self._forward()
         return self._hidden
 
     def run_whole(self) -> None:
-        """Tokens become the slots' last ones, and results."""
+        """Tokens become the slots' last ones, and results; ``token_ids [size]`` until the next step."""
         self._whole()
 
 
 def capture(launches: Callable[[], Outcome], pool) -> tuple[Callable[[], None], Outcome]:
     """What launches all of ``launches`` at once, and where the outcome will be then."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Threads that look after collectives may ask for events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outcome = launches()
     return graph.replay, outcome
 
@@ -106,33 +135,40 @@ class DecodeGraphs:
         skinny: Forward | None,
         cache: KvCache,
         attention: CudaAttention,
-        sampler: FusedSampler,
+        sampler: FusedSampler | None,
         state: DeviceState,
         table: SlotTable,
         ring: Ring,
         largest: int,
+        peers: Peers | NoPeers,
     ) -> None:
-        """``skinny``: what runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them, too."""
-        self._skinny = skinny
+        """``skinny``: what runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them, too.
+        ``sampler``: None on a stage that does not sample."""
+        self._skinny, self._peers = skinny, peers
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
-        self._sizes = sizes_up_to(largest, smallest=8 if skinny is None else 1)
+        sizes = sizes_up_to(largest, smallest=8 if skinny is None else 1)
+        if skinny is None:
+            sizes = sorted({padded(size, peers.grain) for size in sizes})
+        self._sizes = sizes
+        room = peers.room(sizes[-1], state.page_table.device)
         self._stages = attention.context_stages()
         self._graphs: dict[Kind, DecodeGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others find their memory in what it took.
         for size in reversed(self._sizes):
             for kind in self._kinds(size):
+                entering = None if room is None else room[: peers.exchange(size).rows(size)]
                 self._graphs[kind] = DecodeGraph(
                     Layout(size, _most_tiles(size) if kind.grouped else None),
-                    lambda inputs, kind=kind: self._run(kind, inputs),
+                    lambda inputs, kind=kind, entering=entering: self._run(kind, inputs, entering),
+                    entering,
                     sampler,
                     table,
                     state,
                     ring.host_results,
                     pool,
                 )
-        self._tiled: Spans | None = None  # what ``_tiles`` are of
-        self._tiles: np.ndarray | None = None
+        self._tiles: dict[int, tuple[Spans, np.ndarray]] = {}  # by the groups' identity
         # Those without groups by size, for contexts of up to so many tokens.
         self._plain = {
             size: [(stage, self._graphs[Kind(size, self._stage(size, stage), grouped=False)]) for stage in self._stages]
@@ -154,9 +190,11 @@ class DecodeGraphs:
 
     def tiles(self, groups: Spans) -> np.ndarray:
         """``[tiles, TILE_FIELDS]`` int32, for a graph with groups. The same groups come step after step."""
-        if groups is not self._tiled:
-            self._tiled, self._tiles = groups, self._attention.group_tiles(groups)
-        return self._tiles
+        if id(groups) not in self._tiles:
+            if len(self._tiles) == _MOST_TILED:
+                del self._tiles[next(iter(self._tiles))]
+            self._tiles[id(groups)] = groups, self._attention.group_tiles(groups)
+        return self._tiles[id(groups)][1]
 
     def _kinds(self, size: int) -> list[Kind]:
         stages = {self._stage(size, longest) for longest in self._stages}
@@ -171,7 +209,7 @@ class DecodeGraphs:
         splits = self._attention.splits(size, needed)
         return next(stage for stage in self._stages if self._attention.splits(size, stage) == splits)
 
-    def _run(self, kind: Kind, inputs: Fields) -> torch.Tensor:
+    def _run(self, kind: Kind, inputs: Fields, entering: torch.Tensor | None) -> torch.Tensor:
         slots, positions, state = inputs.slots, inputs.positions, self._state
         batch = CudaBatch(slots, positions, state.page_table, kind.size, kind.longest, None, None, inputs.prefix_tokens)
         step = self._attention.prepare_captured(batch, inputs.tiles)
@@ -179,8 +217,10 @@ class DecodeGraphs:
         token_ids = append_and_gather_inputs(
             appended, inputs.known, slots, positions, state.last_tokens, state.page_table, self._cache.tokens
         )
-        skinny = self._skinny is not None and kind.size <= self._skinny.most_rows
-        return (self._skinny if skinny else self._forward)(token_ids, positions, step, None)
+        if self._skinny is not None and kind.size <= self._skinny.most_rows:
+            return self._skinny(token_ids, positions, step, None)
+        entering = token_ids if entering is None else entering
+        return self._forward(entering, positions, step, None, self._peers.exchange(kind.size))
 
 
 def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:

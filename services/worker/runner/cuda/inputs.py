@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.attention.spans import Spans
-from services.worker.runner.plan import Batch, Groups
+from services.worker.runner.plan import Batch, Groups, micro_batches
 from services.worker.runner.slots import SlotTable
 
-# Numbers of tokens are multiples of it, so that compiled code has no special sizes and matrix products are aligned.
+# Numbers of tokens are multiples of it, so that compiled code has no special sizes and matrix products are aligned; and
+# of the ranks that share them.
 GRAIN = 8
 
 
@@ -32,7 +33,7 @@ class StepArrays:
 
 @dataclass(frozen=True)
 class Standing:
-    """What holds from plan to plan, until one says otherwise."""
+    """A micro-batch: what holds from plan to plan, until one says otherwise."""
 
     batch: Batch
     groups: Groups
@@ -46,6 +47,24 @@ class Standing:
         if (batch.token_counts != 1).any():
             return cls(batch, groups, False, None, None)
         return cls(batch, groups, True, *group_spans(groups, batch.slots, None, len(batch.slots), page_size))
+
+
+def standing(batch: Batch, groups: Groups, rows: tuple[int, ...], page_size: int) -> list[Standing]:
+    """The micro-batches of ``batch``, of ``rows`` rows each (none = it is not cut), with the groups in them. All were
+    checked: no group is in two."""
+    parts, end = [], 0
+    for part in micro_batches(batch, rows):
+        begin, end = end, end + len(part.slots)
+        parts.append(Standing.of(part, _within(groups, begin, end), page_size))
+    return parts
+
+
+def _within(groups: Groups, begin: int, end: int) -> Groups:
+    """The groups of the rows from ``begin`` to ``end``, counted from there."""
+    inside = (groups.starts >= begin) & (groups.starts < end)
+    if inside.all() and begin == 0:
+        return groups
+    return Groups(groups.starts[inside] - begin, groups.counts[inside], groups.prefix_pages[inside])
 
 
 def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> StepArrays:
@@ -90,9 +109,9 @@ def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> Ste
     )
 
 
-def padded(size: int) -> int:
+def padded(size: int, grain: int = GRAIN) -> int:
     """The next number of tokens that is a multiple of the grain."""
-    return max(GRAIN, -(-size // GRAIN) * GRAIN)
+    return max(grain, -(-size // grain) * grain)
 
 
 def fill_up(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:

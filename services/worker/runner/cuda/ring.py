@@ -9,7 +9,7 @@ from services.worker.runner.cuda.upload import Upload
 from services.worker.runner.plan import Limits
 
 # Steps that may be on the device at once. The host waits for the oldest when all are: more would only be further ahead.
-PLACES = 4
+_PLACES = 4
 # Bytes to upload for each token or row of a step, at most, without page tables; what is beyond goes by itself.
 _BYTES_PER_ROW = 128
 _SMALLEST_UPLOAD = 1 << 20
@@ -67,17 +67,21 @@ class Place:
 
 
 class Ring:
-    """Hands out the places in turn."""
+    """Hands out the places in turn: one for each micro-batch of a step."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
+        # No step may wait for places that it has itself, and the one before has as many.
+        self.places = max(_PLACES, 2 * limits.max_micro_batches if limits.max_micro_batches > 1 else 0)
         # The tokens of each place's step.
-        self.host_results = torch.empty(PLACES, limits.max_slots, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.host_results = torch.empty(
+            self.places, limits.max_slots, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         # Nobody looks at a step's end any more when so many steps behind it have begun.
         self._ends = {
-            long: cycle([torch.cuda.Event(enable_timing=True, blocking=long) for _ in range(2 * PLACES)])
+            long: cycle([torch.cuda.Event(enable_timing=True, blocking=long) for _ in range(2 * self.places)])
             for long in (False, True)
         }
-        self._places = cycle([Place(self, index, limits, device) for index in range(PLACES)])
+        self._places = cycle([Place(self, index, limits, device) for index in range(self.places)])
         self._broken: BaseException | None = None  # written by the thread that takes results
         self._last_end: torch.cuda.Event | None = None
 

@@ -1,6 +1,10 @@
-"""Runs plans on a GPU: the host prepares a step while the device computes the ones before, and waits for none."""
+"""Runs plans on a GPU: the host prepares a step while the device computes the ones before, and waits for none.
+
+As one of several ranks it gets the same plans as the others and keeps the same state on the host.
+"""
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 
@@ -9,16 +13,18 @@ import torch
 
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.kv_cache import KvCache
+from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
 from services.worker.runner.checks import check_plan
 from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
 from services.worker.runner.cuda.graphs import DecodeGraph, DecodeGraphs, Forward
-from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, padded
+from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, padded, standing
+from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.ring import Place, Ring
 from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
 from services.worker.runner.cuda.state_kernels import advance, gather_inputs
-from services.worker.runner.cuda.step import CudaStep, Era
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Limits, Plan, StepOutput
+from services.worker.runner.cuda.step import CudaStep, CutStep, Era
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan, StepOutput
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.rows import SampleRows
@@ -41,75 +47,110 @@ class CudaRunner:
         forward: Forward,
         cache: KvCache,
         attention: CudaAttention,
-        sampler: FusedSampler,
+        sampler: FusedSampler | None,
         state: DeviceState,
         limits: Limits,
+        peers: Peers | None = None,
     ) -> None:
+        """``sampler``: None on a stage that does not sample. ``peers``: None = one rank."""
         self.limits = limits
         self._forward, self._cache, self._attention, self._sampler = forward, cache, attention, sampler
         self._device = cache.all_keys.device
         self._slots = SlotTable(limits, torch.device("cpu"))
         self._state = state
+        self._peers = peers or NoPeers()
+        self.grain = self._peers.grain  # of which the tokens of a forward pass are a multiple
+        self._peers.keep_in(state.last_tokens)
         self._ring = Ring(limits, self._device)
         # Two, or what a step sends back would hold up what the next one needs.
         self._uploads, self._downloads = torch.cuda.Stream(), torch.cuda.Stream()
         self._graphs: DecodeGraphs | None = None
-        self._step = 0
-        self._standing = Standing.of(NO_ROWS, NO_GROUPS, limits.page_size)
-        self._era = Era(limits.max_slots)
+        self._begin_anew()
 
     @torch.inference_mode()
     def capture(self, largest: int, skinny: Forward | None = None) -> None:
         """Make CUDA graphs of decode steps with up to ``largest`` rows; ``skinny``: what is faster for few."""
         parts = self._forward, skinny, self._cache, self._attention, self._sampler, self._state, self._slots
-        self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots))
+        self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers)
 
+    @torch.inference_mode()
     def reset(self) -> None:
-        """Free every slot and expect step 1 next. Pages keep their content, which nobody refers to any more."""
+        """Free every slot and expect step 1 next. Pages keep their content, which nobody refers to any more. All ranks
+        run the same steps before they reset."""
+        self._peers.forget()
         self._slots.clear()
-        self._step, self._standing = 0, Standing.of(NO_ROWS, NO_GROUPS, self.limits.page_size)
-        self._era = Era(self.limits.max_slots)
         self._ring.forget_last()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._step, self._era = 0, Era(self.limits.max_slots)
+        # What was said last, and the micro-batches that it makes.
+        self._batch: Batch = NO_ROWS
+        self._groups: Groups = NO_GROUPS
+        self._cut: tuple[int, ...] = ()
+        self._parts: list[Standing] = []
 
     def close(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, and leave the other ranks."""
         torch.cuda.synchronize(self._device)
+        # Connections wait for the end of the graphs that use them.
+        self._graphs = None
+        gc.collect()
+        self._peers.close()
 
     def run(self, plan: Plan) -> StepOutput:
         """``start``, and wait for it."""
         return self.start(plan).result()
 
     @torch.inference_mode()
-    def start(self, plan: Plan) -> CudaStep:
+    def start(self, plan: Plan) -> CudaStep | CutStep:
         """Launch a step. Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that
-        breaks the contract."""
+        breaks the contract, on all ranks alike; and ``ParallelError`` when this replica cannot go on."""
         began = time.perf_counter_ns()
-        check_plan(plan, self._step, self._standing.batch, self._standing.groups, self._slots, self.limits)
-        place = self._ring.next()
+        check_plan(plan, self._step, self._batch, self._groups, self._slots, self.limits, self._cut)
+        places: list[Place] = []
         try:
-            step = self._run(plan, place)
+            step = self._run(plan, places)
+        except ParallelError:
+            raise
         except BaseException as error:
+            if isinstance(self._peers, Peers):  # the others wait for this rank, and it must not wait for them
+                raise ParallelError(f"step {plan.step} failed on {self._peers.name}: {error}") from error
             try:
-                place.abandon()
+                for place in places:
+                    place.abandon()
             except Exception as lost:
                 raise DeviceLost(f"the device is lost: {lost}") from error
             raise
         step.timing.prepare = time.perf_counter_ns() - began
         return step
 
-    def _run(self, plan: Plan, place: Place) -> CudaStep:
-        changes, slots, standing = self._apply(plan), self._slots, self._standing
-        rows, counts = standing.batch.slots, standing.batch.token_counts
-        if not len(rows):
-            return self._run_nothing(plan, place, changes)
-        if standing.singles:
-            begins = slots.computed[rows]
-            if (graph := self._find_graph(rows, begins)) is not None:
-                step = self._replay(plan, place, changes, graph, begins)
-                slots.advance(rows, counts, rows)
-                return step
-        arrays = build(standing.batch, standing.groups, slots, self.limits.page_size)
-        step = self._launch(plan, place, changes, arrays)
+    def _run(self, plan: Plan, places: list[Place]) -> CudaStep | CutStep:
+        """``places``: gets those that are taken."""
+        changes = self._apply(plan)
+        if not self._parts:
+            return self._run_nothing(plan, self._next(places), changes)
+        steps = []
+        for part in self._parts:
+            steps.append(self._run_part(plan, self._next(places), changes, part))
+            plan, changes = _nothing_but_its_number(plan), NO_CHANGES
+        return steps[0] if len(steps) == 1 else CutStep(plan.step, steps)
+
+    def _next(self, places: list[Place]) -> Place:
+        places.append(self._ring.next())
+        return places[-1]
+
+    def _padded(self, part: Standing) -> int:
+        return padded(int(part.batch.token_counts.sum()), self.grain)
+
+    def _run_part(self, plan: Plan, place: Place, changes: PageChanges, part: Standing) -> CudaStep:
+        slots, rows, counts = self._slots, part.batch.slots, part.batch.token_counts
+        if (graph := self._find_graph(part)) is not None:
+            step = self._replay(plan, place, changes, part, graph)
+            slots.advance(rows, counts, rows)
+            return step
+        arrays = build(part.batch, part.groups, slots, self.limits.page_size)
+        step = self._launch(plan, place, changes, part, arrays)
         slots.advance(rows, counts, arrays.sample_slots)
         return step
 
@@ -129,9 +170,10 @@ class CudaRunner:
             places = slots.append_pages(plan.append_slots, plan.append_pages)
             parts.append(PageChanges(plan.append_slots, places, plan.append_pages))
         if plan.batch is not None or plan.groups is not None:
-            batch = self._standing.batch if plan.batch is None else plan.batch
-            groups = self._standing.groups if plan.groups is None else plan.groups
-            self._standing = Standing.of(batch, groups, self.limits.page_size)
+            if plan.batch is not None:
+                self._batch, self._cut = plan.batch, plan.micro_batch_rows
+            self._groups = self._groups if plan.groups is None else plan.groups
+            self._parts = standing(self._batch, self._groups, self._cut, self.limits.page_size)
         return PageChanges.joined(parts)
 
     def _run_nothing(self, plan: Plan, place: Place, changes: PageChanges) -> CudaStep:
@@ -143,61 +185,88 @@ class CudaRunner:
         place.begin_sampling()
         return self._finish(plan, place, None, None, None)
 
-    def _find_graph(self, rows: np.ndarray, begins: np.ndarray) -> DecodeGraph | None:
-        """What runs a step of ``rows`` that compute one token each, at ``begins``; None where one of them does not
-        sample, and where nothing was captured for so many."""
-        if self._graphs is None or (begins + 1 != self._slots.known[rows]).any():
+    def _find_graph(self, part: Standing) -> DecodeGraph | None:
+        """What runs ``part``; None where one of its rows computes several tokens or does not sample, and where nothing
+        was captured for so many."""
+        if self._graphs is None or not part.singles:
             return None
-        return self._graphs.find(len(rows), int(begins.max()) + 1, self._standing.spans)
+        rows = part.batch.slots
+        begins = self._slots.computed[rows]
+        if (begins + 1 != self._slots.known[rows]).any():
+            return None
+        return self._graphs.find(len(rows), int(begins.max()) + 1, part.spans)
 
-    def _replay(
-        self, plan: Plan, place: Place, changes: PageChanges, graph: DecodeGraph, begins: np.ndarray
-    ) -> CudaStep:
-        """A step through a graph."""
-        rows, fields = self._standing.batch.slots, graph.fields(place.index)
+    def _replay(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, graph: DecodeGraph) -> CudaStep:
+        """A micro-batch through a graph."""
+        rows, fields, peers = part.batch.slots, graph.fields(place.index), self._peers
+        begins = self._slots.computed[rows]
         fill_in(fields, place.index * self.limits.max_slots, rows, begins, self._slots)
         if graph.grouped:
-            fill_in_groups(fields, self._standing.prefix_tokens, self._graphs.tiles(self._standing.spans))
+            fill_in_groups(fields, part.prefix_tokens, self._graphs.tiles(part.spans))
         updates = self._updates(plan, place, NO_CHANGES if append(fields, changes) else changes)
-        plain, sample_rows = self._slots.plain[rows].all(), None
+        plain, sample_rows = not peers.last or self._slots.plain[rows].all(), None
         if not plain:
-            sample_rows = self._sampler.prepare(self._slots, rows, begins + 1, place.upload.put, len(fields.slots))
+            sample_rows = self._sampler.prepare(self._slots, rows, begins + 1, place.upload.put, graph.size)
         self._upload(place)
         graph.send(place.index)
-        place.started.record()
+        entering = self._enter(place, part, graph.size)
         updates.apply(self._state, self._cache)
+        if entering is not None:
+            graph.enter(entering)
+        if not peers.last:  # what leaves is written over by the next step
+            return self._hand_on(plan, place, graph.run().clone(), rows)
         if plain:
             graph.run_whole()
-            place.end(long=len(rows) > _SHORT_ROWS)
-            return CudaStep(plan, place, self._era, rows)
+            if not peers.first:
+                peers.tell(graph.token_ids[: len(rows)].clone())
+            place.end(long=len(rows) > _SHORT_ROWS or not peers.reports)
+            return CudaStep(plan, place, self._era, rows if peers.reports else _NOBODY)
         hidden = graph.run()
         place.begin_sampling()
         return self._finish(plan, place, hidden, sample_rows, graph.inputs.slots)
 
-    def _launch(self, plan: Plan, place: Place, changes: PageChanges, arrays: StepArrays) -> CudaStep:
-        """A step kernel by kernel."""
+    def _launch(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, arrays: StepArrays) -> CudaStep:
+        """A micro-batch kernel by kernel."""
         updates = self._updates(plan, place, changes)
-        put, tokens = place.upload.put, padded(len(arrays.token_slots))
+        put, tokens = place.upload.put, self._padded(part)
         slots, positions, known = (
             put(fill_up(array, tokens, filler))
             for array, filler in ((arrays.token_slots, -1), (arrays.positions, 0), (arrays.known, -1))
         )
         decodes = arrays.decodes if arrays.chunks is not None else tokens
         prefix = None if arrays.prefix_tokens is None else put(fill_up(arrays.prefix_tokens, decodes))
-        rows, sample_slots, keep = self._prepare_sampling(arrays, slots, put)
+        rows = sample_slots = keep = None
+        if self._peers.last:
+            rows, sample_slots, keep = self._prepare_sampling(arrays, slots, put)
         batch = CudaBatch(
             slots, positions, self._state.page_table, decodes, arrays.longest, arrays.chunks, arrays.groups, prefix
         )
         attention = self._attention.prepare(batch, self._slots.page_table, put)
         self._upload(place)
-        place.started.record()
+        entering = self._enter(place, part, tokens)
         updates.apply(self._state, self._cache)
         token_ids = gather_inputs(
             known, slots, positions, self._state.last_tokens, self._state.page_table, self._cache.tokens
         )
-        hidden = self._forward(token_ids, positions, attention, keep)
+        entering = token_ids if entering is None else entering
+        leaving = self._forward(entering, positions, attention, keep, self._peers.exchange(tokens))
+        if not self._peers.last:
+            return self._hand_on(plan, place, leaving, arrays.sample_slots)
         place.begin_sampling()
-        return self._finish(plan, place, hidden, rows, sample_slots, arrays.batch_order)
+        return self._finish(plan, place, leaving, rows, sample_slots, arrays.batch_order)
+
+    def _enter(self, place: Place, part: Standing, tokens: int) -> torch.Tensor | None:
+        """What the stage before handed on, of ``tokens`` with the padding; None where there is none. The device begins
+        when it is there."""
+        entering = self._peers.enter(tokens, part.batch.slots, self._slots, len(self._parts))
+        place.started.record()
+        return entering
+
+    def _hand_on(self, plan: Plan, place: Place, leaving: torch.Tensor, sample_slots: np.ndarray) -> CudaStep:
+        """``leaving``, which nothing else writes to, to the next stage."""
+        place.end(long=True)
+        self._peers.hand_on(leaving, sample_slots)
+        return CudaStep(plan, place, self._era, _NOBODY)
 
     def _updates(self, plan: Plan, place: Place, changes: PageChanges) -> Updates:
         return Updates.put(changes, plan, self.limits.max_pages_per_slot, place.upload.put)
@@ -223,12 +292,17 @@ class CudaRunner:
         order: np.ndarray | None = None,
     ) -> CudaStep:
         """Sample; keep the tokens for the next step, and send them to the host behind the device's back."""
+        peers = self._peers
         if rows is None:
-            place.end()
+            place.end(long=not peers.reports)
             return CudaStep(plan, place, self._era, _NOBODY)
         count, sampled = len(rows.slots), self._sampler.run(hidden, rows)
         advance(sampled.token_ids, sampled.finite, sample_slots[:count], self._state.last_tokens, place.results[:count])
-        place.end()
+        place.end(long=not peers.reports)
+        if not peers.first:
+            peers.tell(sampled.token_ids[:count])
+        if not peers.reports:
+            return CudaStep(plan, place, self._era, _NOBODY)
         short = count <= _SHORT_ROWS
         with contextlib.nullcontext() if short else torch.cuda.stream(self._downloads):
             if not short:
@@ -247,6 +321,11 @@ class CudaRunner:
             place.upload.send()
             place.uploaded.record()
         torch.cuda.current_stream().wait_event(place.uploaded)
+
+
+def _nothing_but_its_number(plan: Plan) -> Plan:
+    """For the parts of a step behind the first, which makes the changes."""
+    return Plan(plan.step, _NOBODY, (), _NOBODY, _NOBODY, _NOBODY, _NOBODY, None)
 
 
 def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from services.worker.runner.cuda.ring import Place
 from services.worker.runner.plan import Plan, Sampled, StepOutput, Timing
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
-from services.worker.sampling.sampler import NOTHING
+from services.worker.sampling.sampler import NOTHING, concatenate
 
 _NS_PER_MS = 1_000_000
 
@@ -36,12 +36,20 @@ class CudaStep:
         ``SampledOnDevice`` in pinned memory: where more than tokens was asked for. ``order [samples]`` int64: which
         sample comes first, second, ... in the batch; None = as is."""
         self.timing = Timing()
-        self._plan, self._place, self._era = plan, place, era
+        self.place = place
+        self._plan, self._era = plan, era
         self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
 
     def result(self) -> StepOutput:
         """Waits for the device, without Python's lock. Raises what the device failed with."""
-        place, slots, failed = self._place, self._slots, self._era.failed
+        try:
+            return StepOutput(self._plan.step, self.read(), self.timing)
+        finally:
+            self.place.taken.set()
+
+    def read(self) -> Sampled:
+        """``result`` without giving the place back."""
+        place, slots, failed = self.place, self._slots, self._era.failed
         try:
             place.wait()
             tokens = place.tokens[: len(slots)].astype(np.int64)
@@ -49,27 +57,52 @@ class CudaStep:
         except BaseException as error:
             place.ring.give_up(error)
             raise
-        finally:
-            place.taken.set()
         if self._plan.releases.size:
             failed[self._plan.releases] = False
         if not len(slots):
-            return StepOutput(self._plan.step, NOTHING, self.timing)
+            return NOTHING
         finite = (tokens >= 0) & ~failed[slots]
         if not finite.all():
             failed[slots[~finite]] = True
-        sampled = collect(slots, tokens, finite, self._rows, *self._extras)
-        return StepOutput(self._plan.step, _reorder(sampled, self._order), self.timing)
+        return _reorder(collect(slots, tokens, finite, self._rows, *self._extras), self._order)
 
     def _measure(self) -> None:
-        place, timing = self._place, self.timing
-        timing.device = int(place.started.elapsed_time(place.ended) * _NS_PER_MS)
+        place, timing = self.place, self.timing
+        timing.device = _ns(place.started, place.ended)
         timing.forward = timing.device  # of a step that is one graph nothing else is known
         if place.forwarded is not None:
-            timing.forward = int(place.started.elapsed_time(place.forwarded) * _NS_PER_MS)
+            timing.forward = _ns(place.started, place.forwarded)
         timing.sample = timing.device - timing.forward
         if place.previous_end is not None:
-            timing.idle = max(0, int(place.previous_end.elapsed_time(place.started) * _NS_PER_MS))
+            timing.idle = max(0, _ns(place.previous_end, place.started))
+
+
+class CutStep:
+    """As ``CudaStep``, of a step that was cut into micro-batches."""
+
+    def __init__(self, step: int, parts: list[CudaStep]) -> None:
+        """``parts`` in batch order, at least one."""
+        self.timing = Timing()
+        self._step, self._parts = step, parts
+
+    def result(self) -> StepOutput:
+        """As of ``CudaStep``."""
+        parts, timing = self._parts, self.timing
+        try:
+            sampled = [found for part in parts if len((found := part.read()).slots)]
+            timing.device = _ns(parts[0].place.started, parts[-1].place.ended)
+        finally:
+            for part in parts:
+                part.place.taken.set()
+        timing.idle = parts[0].timing.idle
+        for part in parts:
+            timing.forward += part.timing.forward
+            timing.sample += part.timing.sample
+        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING, timing)
+
+
+def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return int(begin.elapsed_time(end) * _NS_PER_MS)
 
 
 def _reorder(sampled: Sampled, order: np.ndarray | None) -> Sampled:

@@ -1,0 +1,176 @@
+"""What tensor-parallel ranks take to exchange a layer's activations: ``python -m bench.links [tp_size=2]
+[shape=llama-8b] [tokens=16,64,...] [device=cuda] [repeats=20]``.
+
+Each rank is a process, on a GPU of its own where there are any. A layer's products (qkv, output, gate and up, down) run
+with every way of exchanging that the worker has, and without any: the difference is what the links cost. Norms,
+attention and activation are left out; a rank that has a part of the rows norms fewer besides. On a GPU each way is a
+CUDA graph. Times are those of the slowest rank. The worker's choices follow from them: up to how many tokens sums go
+through peers' memory, from how many on rows are sharded, and from how many on products overlap
+(``async_tp_threshold``). The last line is one JSON object.
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from pydantic import Field
+
+from bench.model import SHAPES
+from bench.server import report
+from services.common.config import from_command_line
+from services.common.flags import Config, Int, Ints
+
+_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_WARMUP = 3
+
+
+class LinksConfig(Config):
+    """The flags."""
+
+    tp_size: Int = Field(2, ge=2, le=8, description="ranks, and processes")
+    shape: Literal["llama-1b", "llama-8b", "llama-70b", "tiny"] = "llama-8b"
+    tokens: Ints = Field(_TOKENS, min_length=1, description="sizes of steps")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    repeats: Int = Field(20, ge=1, description="layers in a measurement")
+
+
+def main() -> None:
+    config = from_command_line(LinksConfig)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_rank, args=(config, rank, port, results)) for rank in range(config.tp_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a rank has failed; its reason is above")
+    device, found = results.get()
+    names = list(found[config.tokens[0]])
+    print(f"{device}, tp_size={config.tp_size}, {config.shape}: microseconds of a layer's products")
+    print(f"{'tokens':>8}" + "".join(f"{name:>18}" for name in names))
+    for tokens, times in found.items():
+        print(f"{tokens:>8}" + "".join(f"{times[name]:>18.1f}" for name in names))
+    report({"device": device, "tp_size": config.tp_size, "shape": config.shape, "us": found})
+
+
+def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
+    """One rank's process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(config.tp_size)))).split(",")
+    if config.device != "cpu" and rank < len(visible):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
+    import torch
+
+    from services.worker.parallel.group import RankGroup
+    from services.worker.parallel.ranks import Ranks
+
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda:0" if on_gpu else "cpu")
+    group = RankGroup(Ranks(tp_rank=rank, tp_size=config.tp_size), "127.0.0.1", port, device, {})
+    layer = _Layer(config, device)
+    found = {}
+    with torch.inference_mode():
+        for tokens in sorted(config.tokens, reverse=True):  # buffers only grow before graphs are made
+            found[tokens] = {
+                name: _slowest(group, _timed(group, layer.once(exchange, tokens), config.repeats, device))
+                for name, exchange in _exchanges(group, tokens)
+            }
+    group.wait_for_all()
+    if rank == 0:
+        name = torch.cuda.get_device_name() if on_gpu else "cpu"
+        results.put((name, dict(sorted(found.items()))))
+    group.close()
+
+
+def _exchanges(group, tokens: int) -> Iterable[tuple[str, object]]:
+    """Name and strategy of every way that takes ``tokens`` tokens."""
+    from services.worker.parallel.exchange import ALONE, AllReduce, Overlapped, PeerSum, SequenceSharded
+
+    place = group.ranks.tp_rank, group.ranks.tp_size
+    yield "alone", ALONE
+    yield "all_reduce", AllReduce()
+    if group.shares_memory:
+        yield "peer_sum", PeerSum()
+    if tokens % group.ranks.tp_size == 0:
+        yield "sharded", SequenceSharded(*place)
+        if group.shares_memory:
+            yield "overlapped", Overlapped(*place)
+
+
+class _Layer:
+    """The products of one layer, of which a rank has its part."""
+
+    def __init__(self, config: LinksConfig, device) -> None:
+        import torch
+
+        from services.worker.layers.linear import Linear
+
+        shape, size = SHAPES[config.shape], config.tp_size
+        hidden, inner = shape["hidden_size"], shape["intermediate_size"] // size
+        heads = shape["num_attention_heads"] // size * shape["head_dim"]
+        kv_heads = max(1, shape["num_key_value_heads"] // size) * shape["head_dim"]
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._device, self._hidden, self._heads, self._inner = device, hidden, heads, inner
+
+        def linear(inputs: int, outputs: int) -> Linear:
+            module = Linear(inputs, outputs).to(device, self._dtype)
+            torch.nn.init.normal_(module.weight, std=inputs**-0.5)
+            return module
+
+        self._qkv, self._output = linear(hidden, heads + 2 * kv_heads), linear(heads, hidden)
+        self._gate_up, self._down = linear(hidden, 2 * inner), linear(inner, hidden)
+
+    def once(self, exchange, tokens: int) -> Callable[[], None]:
+        """What runs all of it."""
+        import torch
+
+        x = torch.randn(exchange.rows(tokens), self._hidden, device=self._device, dtype=self._dtype)
+
+        def run() -> None:
+            attended = exchange.column(x, self._qkv, tokens)[:, : self._heads]
+            exchange.row(attended.contiguous(), self._output)
+            gated = exchange.column(x, self._gate_up, tokens)[:, : self._inner]
+            exchange.row(gated.contiguous(), self._down)
+
+        return run
+
+
+def _timed(group, run: Callable[[], None], repeats: int, device) -> float:
+    """Microseconds of one of ``repeats`` runs."""
+    import torch
+
+    for _ in range(_WARMUP):
+        run()
+    group.wait_for_all()
+    if device.type == "cpu":
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - began) / repeats * 1e6
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    torch.cuda.synchronize()
+    group.wait_for_all()
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats * 1e3
+
+
+def _slowest(group, value: float) -> float:
+    """The largest of all ranks'."""
+    return -group.least(-int(value * 1000)) / 1000
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Collectives through memory that the ranks of a stage read from each other, over NVLink without its multicast, and
+matrix products that overlap with them ("async TP": Wang et al. 2023). Operators, as in ``operators``.
+
+Ranks add in the order of the ranks, whoever adds, so that all have the same bits.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from services.worker.parallel.operators import among, library
+
+# Of each group, what its ranks put values into for the others to read. It only grows, and only before graphs are made.
+_buffers: dict[str, torch.Tensor] = {}
+
+library.define("sum_of_peers(Tensor x, str group) -> Tensor")
+library.define("gather_product(Tensor x, Tensor matrix, int size, str group) -> Tensor")
+library.define("product_sums(Tensor x, Tensor matrix, int size, str group) -> Tensor")
+
+
+def join(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of ``group`` can read each other's memory; the same answer on all of them, which all call it.
+
+    From here on the operators may be used, where it is True.
+    """
+    here = torch.ones(1, device=device)
+    try:
+        total = _sum(here, group, group.group_name)
+        reached = bool(total == group.size())
+    except RuntimeError:  # other hosts, or no way from one device to another
+        reached = False
+    here.fill_(reached)
+    dist.all_reduce(here, dist.ReduceOp.MIN, group=group)
+    if not here:
+        leave(group.group_name)
+    return bool(here)
+
+
+def leave(name: str) -> None:
+    """The group of this name, torch's own, ends."""
+    _buffers.pop(name, None)
+
+
+def _sum(x: torch.Tensor, ranks: dist.ProcessGroup, name: str) -> torch.Tensor:
+    size = x.numel() * x.itemsize
+    buffer = _buffers.get(name)
+    if buffer is None or len(buffer) < size:
+        buffer = _buffers[name] = symmetric.empty(size, dtype=torch.uint8, device=x.device)
+        symmetric.rendezvous(buffer, ranks)
+    total = torch.empty_like(x)
+    torch.ops.symm_mem.one_shot_all_reduce_copy_out(
+        buffer[:size].view(x.dtype), x.view(-1), "sum", name, total.view(-1)
+    )
+    return total
+
+
+@torch.library.impl(library, "sum_of_peers", "CUDA")
+def _sum_of_peers(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum of all ranks' contiguous ``x``, of any shape, a multiple of 16 bytes."""
+    with among(group) as ranks:
+        return _sum(x, ranks, ranks.group_name)
+
+
+@torch.library.register_fake("tokasaurus::sum_of_peers", lib=library)
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.impl(library, "gather_product", "CUDA")
+def _gather_product(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """The ranks' ``x [rows, inputs]`` one below the other, times ``matrix [inputs, outputs]``: a rank's rows are
+    multiplied while those of the next one arrive."""
+    with among(group) as ranks:
+        _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x.contiguous(), [matrix], 0, ranks.group_name, return_A=False
+        )
+    return product
+
+
+@torch.library.register_fake("tokasaurus::gather_product", lib=library)
+def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0] * size, matrix.shape[1])
+
+
+@torch.library.impl(library, "product_sums", "CUDA")
+def _product_sums(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """This rank's ``[rows / size, outputs]`` of the sum of all ranks' ``x [rows, inputs]`` times ``matrix [inputs,
+    outputs]``: what is another rank's is sent while the next is multiplied. ``rows`` is a multiple of ``size``."""
+    with among(group) as ranks:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, ranks.group_name)
+
+
+@torch.library.register_fake("tokasaurus::product_sums", lib=library)
+def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0] // size, matrix.shape[1])

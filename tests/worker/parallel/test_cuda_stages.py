@@ -1,0 +1,23 @@
+"""Several ranks of the GPU's runner give what one CPU gives: kernels in Triton's interpreter, collectives over gloo,
+streams that do nothing and graphs that launch again. ``test_cuda_ranks.py`` has the devices themselves."""
+
+import pytest
+
+from tests.worker.interpreter import INTERPRETED, needs_triton
+from tests.worker.parallel.cuda_jobs import history, plain_outputs, run_as_rank, same
+from tests.worker.parallel.pool import free_port
+
+pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here")]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "graphs", "ahead", "fewest_sharded"),
+    [(2, 1, 0, 1, 9), (2, 1, 8, 3, 8), (1, 2, 0, 2, 9), (1, 2, 8, 4, 9), (2, 2, 8, 3, 9)],
+)
+def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, ahead, fewest_sharded, pool):
+    """With few tokens reduced and many sharded, some steps in flight, and some of them through graphs."""
+    plans = history()
+    everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, graphs, ahead, fewest_sharded)
+    reporting = everyone.pop((pp_size - 1) * tp_size)
+    assert all(not len(output.sampled.slots) for others in everyone for output in others)
+    same(plain_outputs(plans), reporting)
