@@ -29,6 +29,8 @@ _SETTINGS = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     # Buffers that are registered when a graph is captured must not be of memory that grows: replays hang.
     "NCCL_GRAPH_REGISTER": "0",
+    # What is received spins on as many processors of the device as it has channels, until it comes: few are fast enough.
+    "NCCL_MAX_P2P_NCHANNELS": "4",
     # Connections take memory and wait for each other: they are made here, and not in some step.
     "NCCL_RUNTIME_CONNECT": "0",
     # A channel sends in one direction only, so there is nothing that its sends could hold up.
