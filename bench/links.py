@@ -61,6 +61,7 @@ def main() -> None:
 
 def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
     """One rank's process."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as a worker's
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(config.tp_size)))).split(",")
     if config.device != "cpu" and rank < len(visible):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
@@ -72,6 +73,7 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda:0" if on_gpu else "cpu")
     group = RankGroup(Ranks(tp_rank=rank, tp_size=config.tp_size), "127.0.0.1", port, device, {})
+    group.watch(lambda error: os._exit(error.exit_status))
     layer = _Layer(config, device)
     found = {}
     with torch.inference_mode():

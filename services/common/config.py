@@ -119,6 +119,11 @@ class WorkerConfig(ServiceConfig):
                 f"flag async_tp_threshold={self.async_tp_threshold}: has no effect without tp_size=2 or more; leave it"
                 " out, or set both"
             )
+        if (self.async_tp_threshold or 0) > self.max_tokens_per_forward:
+            raise ValueError(
+                f"flag async_tp_threshold={self.async_tp_threshold}: no step has so many tokens with"
+                f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
+            )
         for name in ("master_addr", "master_port"):
             value = getattr(self, name)
             if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:
@@ -226,6 +231,11 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
             raise ValueError(
                 "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
                 " the flag out, or use device=cuda"
+            )
+        if self.async_tp_threshold is not None and self.device == "cpu":
+            raise ValueError(
+                f"flag async_tp_threshold={self.async_tp_threshold}: only on cuda, and device is cpu; leave it out, or"
+                " use device=cuda"
             )
         if self.kv_cache_dtype == "fp8" and self.device == "cpu":
             raise ValueError(

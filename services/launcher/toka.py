@@ -68,22 +68,23 @@ def _visible_gpus() -> str | None:
 def _with_free_ports(config: DeploymentConfig, port: int) -> DeploymentConfig:
     """Port 0 means any free one; children must be told which, and ranks where they meet. ``port`` is the one that was
     bound for the gateways."""
-    free = _free_ports(2 * config.dp_size)
-    ports = {"port": port, "grpc_port": config.grpc_port or free}
+    ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
     if config.tp_size * config.pp_size > 1:
-        ports["master_port"] = free + config.dp_size
+        # Whenever ranks are started again they meet there, so it is better none that systems give to clients.
+        ports["master_port"] = _free_ports(config.dp_size, type(config).model_fields["master_port"].default)
     return config.model_copy(update=ports)
 
 
-def _free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that are free now."""
+def _free_ports(count: int, preferred: int) -> int:
+    """The first of ``count`` consecutive ports that are free now: ``preferred`` if they are, unless it is 0."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            first = probe.getsockname()[1]
+            first = preferred or probe.getsockname()[1]
         try:
             for port in range(first, first + count):
                 _check_port_is_free(port)
         except Unavailable:
+            preferred = 0
             continue
         return first
 

@@ -16,9 +16,8 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Steps of ever different sizes must not leave the device's memory in pieces that are of no use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # What is sent to other ranks must not queue behind the model's kernels, nor need NVLink's multicast.
+    # What is sent to other ranks must not queue behind the model's kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     run_service("worker", WorkerConfig, _serve)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import LayerKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
+from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import make_exchanges
 from services.worker.parallel.group import RankGroup
 from services.worker.parallel.ranks import ALONE, Ranks
@@ -65,8 +67,12 @@ class Booted:
     group: RankGroup | None = None  # the other workers of the replica; closed with the runner
 
 
-def boot(config: WorkerConfig) -> Booted:
-    """Load and warm up; run in the thread that will run the steps. Raises ``InvalidRequest`` naming flag and fix."""
+def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None = None) -> Booted:
+    """Load and warm up; run in the thread that will run the steps. Raises ``InvalidRequest`` naming flag and fix.
+
+    ``on_lost`` is called, in whatever thread, when the replica cannot go on, from the moment its workers have met: a
+    rank may wait for another for ever.
+    """
     started = time.perf_counter()
     device = _device(config)
     if device.type == "cpu":
@@ -81,9 +87,11 @@ def boot(config: WorkerConfig) -> Booted:
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     with contextlib.ExitStack() as undo:
-        group = _join_replica(config, ranks, device)
+        group = _join_replica(config, ranks, device, dtype)
         if group is not None:
             undo.callback(group.close)
+            if on_lost is not None:
+                group.watch(on_lost)
         kernels = make_kernels(device, dtype, compiled=config.torch_compile)
         local = local_config(described, ranks, len(layers))
         linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
@@ -244,11 +252,12 @@ def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, automatic if config.dtype == "auto" else config.dtype)
 
 
-def _join_replica(config: WorkerConfig, ranks: Ranks, device: torch.device) -> RankGroup | None:
+def _join_replica(config: WorkerConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> RankGroup | None:
     """The other workers of the replica, once all have come; None = there are none."""
     if ranks.alone:
         return None
     settings = config.model_dump(mode="json", include=set(_SHARED_FLAGS))
+    settings |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     return RankGroup(ranks, config.master_addr, config.master_port, device, settings)
 
 

@@ -18,7 +18,7 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
-from services.worker.parallel.group import RankGroup
+from services.worker.parallel.group import MOST_SENDS, RankGroup
 from services.worker.parallel.ranks import ALONE
 from services.worker.runner.cuda.graphs import sizes_up_to
 from services.worker.runner.cuda.peers import Peers
@@ -37,6 +37,9 @@ _FP8_CAPABILITY = (8, 9)
 # Parts of a step: each takes places for its inputs and results.
 _MAX_MICRO_BATCHES = 16
 
+# Steps whose activations a stage may have received and not begun with: it is given so many plans ahead.
+_RECEIVED_AHEAD = 4
+
 log = structlog.get_logger(__name__)
 
 
@@ -51,7 +54,7 @@ def make_runner(
     _refuse_sizes(config, model)
     if group is not None:
         group.wait_for_all()
-    peak = _measure(config, model, max_context, group, exchanges)
+    peak = _measure(config, model, max_context, group, exchanges) + _on_the_way(config, model)
     local = model.local
     bytes_per_page = KvCache.bytes_per_page(
         local.layers, config.page_size, local.kv_heads, local.head_dim, cache_dtype(config, model)
@@ -158,6 +161,15 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
     gc.collect()
+
+
+def _on_the_way(config: WorkerConfig, model: DecoderModel) -> int:
+    """Bytes of activations between stages, at most: those of steps that were sent and not received, and of steps that
+    were received ahead."""
+    if model.ranks.pp_size == 1:
+        return 0
+    step = config.max_tokens_per_forward * model.config.hidden_size * model.dtype.itemsize
+    return (MOST_SENDS + _RECEIVED_AHEAD) * step
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -56,10 +56,16 @@ class Engine:
     def start(self) -> tuple["asyncio.Future[Booted]", "asyncio.Future[None]"]:
         """Start the thread from an asyncio loop. The futures: the boot is done; the thread has ended, or it never will,
         because the other ranks of its replica are lost."""
-        loop = asyncio.get_running_loop()
-        booted, ended = loop.create_future(), loop.create_future()
-        threading.Thread(target=self._serve, args=(loop, booted, ended), name="compute", daemon=True).start()
+        self._loop = asyncio.get_running_loop()
+        self._futures = booted, ended = self._loop.create_future(), self._loop.create_future()
+        threading.Thread(target=self._serve, name="compute", daemon=True).start()
         return booted, ended
+
+    def end(self, error: BaseException | None) -> None:
+        """Whoever waits for the boot or for the end of the thread waits no longer, whatever the thread is at."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            for future in self._futures:
+                self._loop.call_soon_threadsafe(_settle, future, None, error)
 
     def stop(self) -> None:
         """Let the thread end after the work that is queued."""
@@ -98,20 +104,15 @@ class Engine:
         since = list(self._busy_since.copy().values())
         return time.monotonic() - min(since) if since else 0.0
 
-    def _serve(self, loop: asyncio.AbstractEventLoop, booted: asyncio.Future, ended: asyncio.Future) -> None:
-        def end(error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                for future in (booted, ended):
-                    loop.call_soon_threadsafe(_settle, future, None, error)
-
+    def _serve(self) -> None:
         try:
             made = self._boot()
             self._runner, self._group = made.runner, made.group
             answering = threading.Thread(target=self._answer_all, name="answers", daemon=True)
             answering.start()
-            loop.call_soon_threadsafe(_settle, booted, made, None)
+            self._loop.call_soon_threadsafe(_settle, self._futures[0], made, None)
             if self._group is not None:
-                self._group.watch(end)
+                self._group.watch(self.end)
             while (work := self._work.get()) is not None and self._broken is None:
                 self._busy_since["compute"] = time.monotonic()
                 work()
@@ -122,14 +123,14 @@ class Engine:
         except BaseException as error:
             outcome = error
         if outcome is not None and self._group is not None:
-            end(self._group.cause(outcome))  # nothing to close: the process ends
+            self.end(self._group.cause(outcome))  # nothing to close: the process ends
             return
         try:
             if self._runner is not None and self._broken is None:
                 self._runner.close()
         except BaseException as error:  # the device fails at last: whoever waits must still hear of the end
             outcome = outcome or error
-        end(outcome)
+        self.end(outcome)
 
     def _end(self, client: Client | None, *, refused: bool = False) -> None:
         """Under the lock: what was received of ``client`` so far is all that will be run, and without the plan at hand

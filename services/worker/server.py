@@ -7,7 +7,6 @@ import os
 import sys
 import uuid
 from collections.abc import Callable
-from functools import partial
 
 import structlog
 
@@ -41,7 +40,7 @@ async def serve(
 ) -> None:
     """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
     ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for."""
-    engine = Engine(load or partial(boot, config))
+    engine = Engine(load or (lambda: boot(config, engine.end)))
     servicer, server = WorkerServicer(engine), BlockingRpcServer(SERVICE)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc_server)
     address = server.start(config.worker_listen)

@@ -104,7 +104,7 @@ def test_addresses_are_separated_by_commas():
 def test_a_flag_that_would_be_ignored_is_refused():
     with pytest.raises(FlagError, match="flag async_tp_threshold=6144: has no effect without tp_size=2 or more"):
         load(DeploymentConfig, ["async_tp_threshold=6144"], {})
-    assert load(DeploymentConfig, ["async_tp_threshold=6144", "tp_size=2"], {}).async_tp_threshold == 6144
+    assert load(DeploymentConfig, ["async_tp_threshold=2048", "tp_size=2"], {}).async_tp_threshold == 2048
 
 
 @pytest.mark.parametrize(

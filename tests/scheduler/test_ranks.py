@@ -360,3 +360,14 @@ async def test_an_answer_is_held_back_until_every_rank_has_given_it():
     stream.answered(other, None)
     stream.answered(first, None)
     assert await handed_on() == [3]
+
+
+def test_plans_that_wait_when_no_more_come_are_sent():
+    rank = RankStream("a:1", reports=True)
+    rank.takes_together = True
+    for step in (1, 2, 3):
+        rank.send(plan_pb2.StepPlan(step=step))
+    rank.finish()
+    hello, *messages = rank.messages(worker_pb2.Hello())
+    assert hello.HasField("hello")
+    assert [plan.step for message in messages for plan in message.plans.plans or [message.plan]] == [1, 2, 3]

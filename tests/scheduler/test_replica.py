@@ -87,3 +87,5 @@ def test_flags_are_named_before_a_restart_is_waited_for():
     """It would be waited for in vain."""
     with pytest.raises(ValueError, match="start one for each rank"):
         as_one(replica("b:2", tp_rank=1, incarnation_id="y"))
+    with pytest.raises(ValueError, match="data_parallel_rank=1"):
+        as_one(replica("b:2", data_parallel_rank=1, incarnation_id="y"))

@@ -37,14 +37,14 @@ def as_one(infos: Mapping[str, worker_pb2.WorkerInfo]) -> worker_pb2.WorkerInfo:
     reporter = next(address for address, info in infos.items() if reports(info))
     one = worker_pb2.WorkerInfo()
     one.CopyFrom(infos[reporter])
-    for address, info in infos.items():
-        if info.incarnation_id != one.incarnation_id:
-            raise Unready(f"worker {address}: of another start than worker {reporter}; one of them has yet to restart")
     for name in _EQUAL:
         found = {getattr(info, name): address for address, info in infos.items()}
         if len(found) > 1:
             values = " and ".join(f"{name}={value!r} ({address})" for value, address in found.items())
             raise ValueError(f"the workers of one replica have {values}: start all of them with the same flags")
+    for address, info in infos.items():
+        if info.incarnation_id != one.incarnation_id:
+            raise Unready(f"worker {address}: of another start than worker {reporter}; one of them has yet to restart")
     for name in _LEAST:
         setattr(one, name, min(getattr(info, name) for info in infos.values()))
     return one

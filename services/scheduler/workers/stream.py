@@ -55,7 +55,8 @@ class RankStream:
             plans = [plan]
             while self.takes_together and plans[-1].ByteSize() <= _LARGE and not self._plans.empty():
                 if (plan := self._plans.get()) is None:
-                    return
+                    self._plans.put(None)  # these go first
+                    break
                 plans.append(plan)
             if len(plans) == 1:
                 yield worker_pb2.RunStepsRequest(plan=plan)

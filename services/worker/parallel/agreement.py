@@ -10,7 +10,7 @@ from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.watch import PeerWatch
 
 # The scheduler ends all of its streams when one ends; the news of it take as long as connections do.
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 _POLL_S = 0.02
 
 

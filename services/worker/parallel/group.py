@@ -4,6 +4,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,19 @@ START_S = 1800.0
 # A worker that is there but does not answer: longer than any step, or compiling, takes.
 STEP_S = 300.0
 # Activations on their way to the next stage, at most: a stage runs ahead of the next by no more micro-batches.
-_MOST_SENDS = 8
+MOST_SENDS = 8
+# Tokens on their way to the first stage, which takes those of a step when the next step needs them, and there may be
+# none: as many as no step has micro-batches.
+_MOST_TOKENS = 256
 _SETTINGS = {
-    # Each rank sees one device, its own, so that all are the first: they are no less different. It also leaves NVLink's
-    # multicast alone, which not every host has.
+    # NVLink's multicast is not needed, and not every host has it.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # Each rank sees one device, its own, so that all are the first: they are no less different.
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     # Buffers that are registered when a graph is captured must not be of memory that grows: replays hang.
     "NCCL_GRAPH_REGISTER": "0",
-    # What is received spins on as many processors of the device as it has channels, until it comes: few are fast enough.
+    # Receiving keeps as many processors of the device busy as there are channels, until it comes. Few are fast enough.
     "NCCL_MAX_P2P_NCHANNELS": "4",
     # Connections take memory and wait for each other: they are made here, and not in some step.
     "NCCL_RUNTIME_CONNECT": "0",
@@ -42,7 +48,7 @@ class RankGroup:
     """Made by the compute thread, which uses all of it. A process has one at a time.
 
     ``incarnation_id`` is the same on all ranks, and new whenever they are started again. ``agreement`` settles whether
-    all were given the same plans. ``shares_memory``: a stage's ranks can read each other's, on CUDA.
+    all were given the same plans. ``shares_memory``: ranks of a stage can read each other's, in every stage; on CUDA.
 
     The parts that a rank does not have are None: ``from_previous`` and ``to_next`` carry activations between stages,
     ``tokens_out`` and ``tokens_in`` what was sampled from the last stage to the first; all of them between ranks with
@@ -77,6 +83,8 @@ class RankGroup:
             )
             try:
                 self._connect(device)
+                # All stages go the same ways: what they rehearse depends on it.
+                self.shares_memory = bool(self.least(self.shares_memory))
                 names = [ranks.name(index) for index in range(ranks.size)]
                 self._watch = PeerWatch(dist.new_group(backend="gloo"), ranks.index, names)
                 # A store holds up others while it waits.
@@ -95,24 +103,28 @@ class RankGroup:
             if pp_rank == ranks.pp_rank:
                 operators.register(TENSOR_RANKS, stage)
                 operators.connect(stage, device)
-                self._stage = stage.group_name
-                self.shares_memory = device.type == "cuda" and peer_memory.join(stage, device)
+                self._stage, near = stage.group_name, device.type == "cuda" and self._share_a_host(pp_rank)
+                self.shares_memory = near and peer_memory.join(stage, device)
         self.to_next = self.from_previous = self.tokens_out = self.tokens_in = None
         for pp_rank in range(ranks.pp_size - 1):
             for tp_rank in everyone:
-                sender, receiver = self._channel(ranks.at(tp_rank, pp_rank), ranks.at(tp_rank, pp_rank + 1), device)
+                ends = ranks.at(tp_rank, pp_rank), ranks.at(tp_rank, pp_rank + 1)
+                sender, receiver = self._channel(*ends, device, MOST_SENDS)
                 self.to_next, self.from_previous = sender or self.to_next, receiver or self.from_previous
         for tp_rank in everyone if ranks.pp_size > 1 else ():
-            sender, receiver = self._channel(ranks.at(tp_rank, ranks.pp_size - 1), ranks.at(tp_rank, 0), device)
+            ends = ranks.at(tp_rank, ranks.pp_size - 1), ranks.at(tp_rank, 0)
+            sender, receiver = self._channel(*ends, device, _MOST_TOKENS)
             self.tokens_out, self.tokens_in = sender or self.tokens_out, receiver or self.tokens_in
 
-    def _channel(self, source: int, target: int, device: torch.device) -> tuple[Sender | None, Receiver | None]:
-        """One end of the way from ``source`` to ``target``, of whichever this rank is one."""
+    def _channel(
+        self, source: int, target: int, device: torch.device, most: int
+    ) -> tuple[Sender | None, Receiver | None]:
+        """One end of the way from ``source`` to ``target``, of whichever this rank is one; ``most`` at once."""
         pair = sorted((source, target))
         group, ranks = self._group(pair, device), self.ranks
         sender = receiver = None
         if ranks.index == source:
-            sender = Sender(group, pair.index(target), ranks.name(target), _MOST_SENDS)
+            sender = Sender(group, pair.index(target), ranks.name(target), most)
             sender.connect(device)
         if ranks.index == target:
             receiver = Receiver(group, pair.index(source), ranks.name(source), device)
@@ -128,6 +140,14 @@ class RankGroup:
     def _group(self, members: list[int], device: torch.device) -> dist.ProcessGroup:
         device_id = device if self._backend == "nccl" else None
         return dist.new_group(members, backend=self._backend, timeout=self._step, device_id=device_id)
+
+    def _share_a_host(self, pp_rank: int) -> bool:
+        """Whether the ranks of this stage see each other's processes, which is how they are given each other's memory;
+        the same answer on all of them."""
+        here = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        self._store.set(f"host/{self.ranks.index}", here)
+        stage = [self.ranks.at(tp_rank, pp_rank) for tp_rank in range(self.ranks.tp_size)]
+        return len({self._store.get(f"host/{index}") for index in stage}) == 1
 
     def wait_for_all(self) -> None:
         """Until every rank has come as far as this. Raises ``ParallelError`` as soon as one of them has gone."""

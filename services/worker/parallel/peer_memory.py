@@ -1,7 +1,8 @@
 """Collectives through memory that the ranks of a stage read from each other, over NVLink without its multicast, and
 matrix products that overlap with them ("async TP": Wang et al. 2023). Operators, as in ``operators``.
 
-Ranks add in the order of the ranks, whoever adds, so that all have the same bits.
+Ranks add in the order of the ranks, whoever adds, so that all have the same bits, where they are 2, 4 or 8; where they
+are others, tokens are the same all the same, since ranks sample from logits that they put together.
 """
 
 import torch
@@ -19,7 +20,8 @@ library.define("product_sums(Tensor x, Tensor matrix, int size, str group) -> Te
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks of ``group`` can read each other's memory; the same answer on all of them, which all call it.
+    """Whether the ranks of ``group``, processes that see each other, can read each other's memory; the same answer on
+    all of them, which all call it.
 
     From here on the operators may be used, where it is True.
     """

@@ -1,5 +1,7 @@
 """Several ranks give what one gives, and what transformers gives."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,21 @@ def test_every_kind_of_sampling_gives_what_one_rank_gives(tp_size, pp_size, shar
         object.__setattr__(plan, "step", number + 1)
     runner.reset()
     same(run_on(runner, plans), replica.run_all(plans))
+
+
+@pytest.mark.parametrize("parts", [9, 128])
+def test_no_stage_waits_for_a_step_that_may_never_come(parts, checkpoint, replica_of):
+    """The last stage hands tokens back for every micro-batch; the first takes them when it has use for them."""
+    directory = checkpoint("llama", **SIZES)
+    replica = replica_of(1, 2, directory, max_seqs_per_forward=parts, max_tokens_per_forward=parts)
+    prompts = [prompt_of(1, slot) for slot in range(parts)]
+    admissions = tuple(admission(slot, prompts[slot], [slot % 64]) for slot in range(parts))
+    plan = replace(
+        Driver(replica).plan(admissions=admissions, batch=batch(range(parts))), micro_batch_rows=(1,) * parts
+    )
+    for _ in range(2):
+        replica.reset()
+        assert len(replica.run_all([plan])[0][0].sampled.slots) == parts
 
 
 def test_stages_may_have_any_numbers_of_layers(checkpoint, reference, replica_of):
