@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from bench.server import serve
+from services.launcher.readiness import grpc_ready
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.e2e.test_reference import TOKENS, Reference, greedy_request, prompt_of
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
@@ -53,6 +54,8 @@ async def test_any_mix_gives_the_tokens_of_transformers(model, dp_size, tp_size,
     with serve(model=directory, dp_size=dp_size, tp_size=tp_size, pp_size=pp_size, **FLAGS) as server:
         host, port = server.grpc_address.split(":")
         schedulers = [f"{host}:{int(port) + replica}" for replica in range(dp_size)]
+        for scheduler in schedulers:  # a gateway is ready with one
+            await grpc_ready(scheduler)
         asked = [generate(schedulers[index % dp_size], prompt) for index, prompt in enumerate(prompts)]
         answers = await asyncio.gather(*asked)
         client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)

@@ -101,7 +101,7 @@ class FastCpuKernels(LayerKernels):
         self._add_norm, self._norm, self._gate, self._rotate = compiled()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # one head of several is a view
         output = np.empty(rows.shape, np.float32)
         self._norm(rows.numpy(), weight.numpy(), eps, output)
         return torch.from_numpy(output).view(x.shape)
