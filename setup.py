@@ -24,6 +24,7 @@ COMMANDS = {
         "toka = services.launcher.toka:main",
         "toka-ping = services.launcher.ping:main",
         "toka-download = services.launcher.download:main",
+        "toka-run-batch = services.launcher.run_batch:main",
     ],
 }
 

@@ -12,7 +12,9 @@ RUN TOKA_SERVICE=gateway pip wheel --no-cache-dir --no-deps --wheel-dir /wheels 
 FROM ${PYTHON_IMAGE}
 RUN useradd --system --create-home --uid 10001 toka
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(ls /wheels/*.whl)[gateway]"
+    pip install --no-cache-dir "$(ls /wheels/*.whl)[gateway,postgres]"
+# Compose mounts a volume here, which begins with this owner and mode.
+RUN install -d -o toka -m 700 /store
 USER toka
 ENV TOKA_HOST=0.0.0.0 PYTHONUNBUFFERED=1
 EXPOSE 10210

@@ -215,6 +215,19 @@ class GatewayConfig(ServiceConfig):
     scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
+    store_dir: str = Field(
+        "~/.local/share/tokasaurus", min_length=1, description="files and batches: a directory, or what fsspec takes"
+    )
+    store_url: str | None = Field(
+        None, description="SQLAlchemy URL of their database; default: SQLite in store_dir; none: no files and batches"
+    )
+    batch_concurrency: Int = Field(512, ge=1, le=65536, description="lines of batches that one gateway runs at once")
+    tool_call_parser: Literal["auto", "llama3", "hermes", "none"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template does; none: they stay text"
+    )
+    reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
+        "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
+    )
 
 
 class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):

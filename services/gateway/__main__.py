@@ -91,6 +91,7 @@ async def serve(
         lambda: _announce(sockets[0], on_listening),
     )
     gateway.fleet.start()
+    gateway.batches.start(gateway)
     collect_seldom(COLLECT_AFTER)
     drain = asyncio.create_task(_drain(stop, gateway, server))
     try:
@@ -98,6 +99,8 @@ async def serve(
         await server.serve(sockets=sockets)
     finally:
         drain.cancel()
+        await gateway.batches.stop()
+        await gateway.batches.close()
         await gateway.fleet.stop()
         gateway.text.stop()
         for each in sockets:
@@ -125,7 +128,9 @@ async def _drain(stop: asyncio.Event, gateway: Gateway, server: uvicorn.Server) 
     log.info("shutting down")
     gateway.fleet.draining = True
     server.should_exit = True
-    await asyncio.sleep(DRAIN_S)
+    drained = asyncio.get_running_loop().time() + DRAIN_S
+    await gateway.batches.stop()
+    await asyncio.sleep(drained - asyncio.get_running_loop().time())
     gateway.fleet.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
 

@@ -7,9 +7,11 @@ from prometheus_client import CollectorRegistry
 from services.common.config import GatewayConfig
 from services.common.handover import Handover
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.batch.service import BatchService
 from services.gateway.fleet import Fleet
 from services.gateway.metrics import RequestMetrics, make_registry
 from services.gateway.numbers import Numbers
+from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.replica_metrics import ReplicaMetrics
 from services.gateway.session.client import Timings
 from services.gateway.text import TextEngine
@@ -21,10 +23,12 @@ class Gateway:
     lies in a file that outlives it."""
 
     config: GatewayConfig
+    batches: BatchService
     text: TextEngine
     fleet: Fleet
     metrics: RequestMetrics
     registry: CollectorRegistry
+    formats: OutputFormats
 
     @classmethod
     def make(cls, config: GatewayConfig, timings: Timings, handover: Handover | None = None) -> "Gateway":
@@ -36,4 +40,5 @@ class Gateway:
             config.scheduler_addresses, tokenizer_fingerprint=tokenizer.fingerprint, metrics=metrics, timings=timings
         )
         registry = make_registry(metrics, ReplicaMetrics(fleet.replicas), paths)
-        return cls(config, TextEngine(tokenizer), fleet, metrics, registry)
+        formats = OutputFormats.of(config, tokenizer)
+        return cls(config, BatchService(config), TextEngine(tokenizer), fleet, metrics, registry, formats)

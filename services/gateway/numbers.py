@@ -14,7 +14,7 @@ import numpy as np
 
 from services.common.errors import Unavailable
 
-_COUNT = 8192  # more than the metrics need
+_COUNT = 16384
 
 
 class Numbers:

@@ -24,7 +24,7 @@ def test_a_container_is_given_every_flag_of_its_service(service: str, kind: type
     assert given == set(kind.model_fields) - FIXED
 
 
-@pytest.mark.parametrize(("name", "volume"), [("scheduler", "recordings"), ("worker", "cache")])
+@pytest.mark.parametrize(("name", "volume"), [("scheduler", "recordings"), ("worker", "cache"), ("gateway", "store")])
 def test_a_service_has_a_place_of_its_own_to_write_to(name: str, volume: str):
     service = COMPOSE["services"][name]
     assert set(COMPOSE["x-service"]["volumes"]) < set(service["volumes"])

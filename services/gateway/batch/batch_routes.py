@@ -1,0 +1,96 @@
+"""``/v1/batches``."""
+
+from typing import Annotated, Literal
+
+from fastapi import Request, Response
+from pydantic import Field
+
+from services.common.errors import InvalidRequest
+from services.gateway.batch.files import BATCH_FILES_EXPIRE_S
+from services.gateway.batch.ids import new_id, now
+from services.gateway.batch.queries import Query
+from services.gateway.batch.service import opened
+from services.gateway.batch.shapes import batch_object, page
+from services.gateway.batch.tables import VALIDATING, StoredBatch
+from services.gateway.http import read_body, read_caller
+from services.gateway.openai.body import Body
+from services.gateway.openai.errors import response
+from services.gateway.openai.parse import parse
+
+MAX_PAGE = 100
+WINDOWS_S = {"24h": 24 * 3600}
+
+
+class OutputExpiresAfter(Body):
+    """When what a batch writes is deleted."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=30 * 24 * 3600)]
+
+
+class BatchBody(Body):
+    """``POST /v1/batches``."""
+
+    input_file_id: Annotated[str, Field(min_length=1)]
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    output_expires_after: OutputExpiresAfter | None = None
+
+
+async def create_batch(request: Request) -> Response:
+    """Begin one."""
+    config = request.app.state.gateway.config
+    body = parse(await read_body(request, config.max_body_bytes), BatchBody)
+    place = await opened(request)
+    if body.endpoint not in place.endpoints:
+        raise InvalidRequest(
+            f"invalid value for 'endpoint': expected one of {', '.join(place.endpoints)} (got {body.endpoint[:64]!r})",
+            field="endpoint",
+            reason="INVALID_VALUE",
+        )
+    created_at, expires = now(), body.output_expires_after
+    batch = StoredBatch(
+        id=new_id("batch_"),
+        pool=place.pool,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        labels=body.metadata,
+        fairness_key=read_caller(request).fairness_key,
+        output_expires_after=expires.seconds if expires is not None else BATCH_FILES_EXPIRE_S,
+        status=VALIDATING,
+        created_at=created_at,
+        expires_at=created_at + WINDOWS_S[body.completion_window],
+        total=0,
+    )
+    shown = await place.batches.create(batch)
+    place.executor.look()
+    return response(200, batch_object(shown))
+
+
+async def list_batches(request: Request) -> Response:
+    """Batches, the newest first."""
+    query = Query(request)
+    limit = query.number("limit", 20, 1, MAX_PAGE)
+    place = await opened(request)
+    batches, has_more = await place.batches.page(after=query.text("after"), limit=limit)
+    return response(200, page([batch_object(shown) for shown in batches], has_more))
+
+
+async def get_batch(request: Request, batch_id: str) -> Response:
+    """One of them."""
+    return response(200, batch_object(await (await opened(request)).batches.get(batch_id)))
+
+
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Stop it; what is done can be had."""
+    place = await opened(request)
+    shown = await place.batches.cancel(batch_id)
+    place.executor.look()
+    return response(200, batch_object(shown))

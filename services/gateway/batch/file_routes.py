@@ -1,0 +1,119 @@
+"""``/v1/files``."""
+
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import Request, Response
+from starlette.responses import StreamingResponse
+
+from services.common.errors import InvalidRequest
+from services.gateway.batch.files import PURPOSES, new_file
+from services.gateway.batch.queries import Query, whole_number
+from services.gateway.batch.service import Opened, opened
+from services.gateway.batch.shapes import file_object, page
+from services.gateway.batch.tables import StoredFile
+from services.gateway.batch.upload import Form, receive_form
+from services.gateway.openai.errors import response
+
+MAX_PAGE = 10_000
+EXPIRES_S = (3600, 30 * 24 * 3600)  # what OpenAI takes
+UPLOAD_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
+    },
+}
+
+
+async def upload_file(request: Request) -> Response:
+    """Keep a file."""
+    place = await opened(request)
+    record = await place.files.begin_upload()
+    writer = await place.blobs.create(record.blob)
+    try:
+        done = _described(await receive_form(request, writer), writer.bytes)
+        await writer.close()
+    except BaseException:
+        await writer.abandon()
+        await place.blobs.delete(record.blob)
+        await place.files.discard(record)
+        raise
+    return response(200, file_object(await place.files.finish_upload(record, done)))
+
+
+async def list_files(request: Request) -> Response:
+    """Files, the newest first."""
+    query = Query(request)
+    limit = query.number("limit", MAX_PAGE, 1, MAX_PAGE)
+    order = query.one_of("order", ("desc", "asc"))
+    place = await opened(request)
+    files, has_more = await place.files.page(
+        after=query.text("after"), limit=limit, order=order, purpose=query.text("purpose")
+    )
+    return response(200, page([file_object(file) for file in files], has_more))
+
+
+async def get_file(request: Request, file_id: str) -> Response:
+    """One of them."""
+    return response(200, file_object(await (await opened(request)).files.get(file_id)))
+
+
+async def get_file_content(request: Request, file_id: str) -> Response:
+    """Its content."""
+    place = await opened(request)
+    file = await place.files.get(file_id)
+    headers = {
+        "content-length": str(file.bytes),
+        "content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}",
+    }
+    content = place.blobs.stream(file.blob)
+    return StreamingResponse(await _begun(content), headers=headers, media_type="application/octet-stream")
+
+
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Forget it, and its content."""
+    place: Opened = await opened(request)
+    await place.blobs.delete(await place.files.delete(file_id))
+    return response(200, {"id": file_id, "object": "file", "deleted": True})
+
+
+async def _begun(content):
+    """``content`` with its first block read: what is missing is an error, and not half an answer."""
+    first = await anext(content, b"")
+
+    async def all_of_it():
+        yield first
+        async for block in content:
+            yield block
+
+    return all_of_it()
+
+
+def _described(form: Form, size: int) -> StoredFile:
+    """The record that ``form`` asks for. Raises ``InvalidRequest``."""
+    fields = form.fields
+    if form.filename is None:
+        raise InvalidRequest("missing required parameter: 'file'", field="file", reason="MISSING_PARAMETER")
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise InvalidRequest("missing required parameter: 'purpose'", field="purpose", reason="MISSING_PARAMETER")
+    if purpose not in PURPOSES:
+        raise InvalidRequest(
+            f"invalid value for 'purpose': expected one of {', '.join(PURPOSES)} (got {purpose[:64]!r})",
+            field="purpose",
+            reason="INVALID_VALUE",
+        )
+    expires_after = None
+    if (seconds := fields.get("expires_after[seconds]")) is not None:
+        expires_after = whole_number("expires_after[seconds]", seconds, *EXPIRES_S)
+    if (anchor := fields.get("expires_after[anchor]", "created_at")) != "created_at":
+        raise InvalidRequest(
+            f"invalid value for 'expires_after[anchor]': expected created_at (got {anchor[:64]!r})",
+            field="expires_after[anchor]",
+            reason="INVALID_VALUE",
+        )
+    return new_file(form.filename, purpose, blob="", size=size, expires_after=expires_after)

@@ -1,0 +1,126 @@
+"""Records of files: made, listed, deleted, and what became of those that nobody will ask for again."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import delete, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from services.gateway.batch.ids import new_id, now
+from services.gateway.batch.store import Store
+from services.gateway.batch.tables import ACTIVE, PROCESSED, UPLOADING, StoredBatch, StoredFile
+
+BATCH, BATCH_OUTPUT = "batch", "batch_output"
+# What a client may upload. Only batches are worked on; the rest is kept for those who ask for it.
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+# As OpenAI keeps what batches read and write, unless told otherwise.
+BATCH_FILES_EXPIRE_S = 30 * 24 * 3600
+_UPLOAD_MAY_TAKE_S = 24 * 3600
+
+
+def new_file(filename: str, purpose: str, *, blob: str, size: int, expires_after: int | None) -> StoredFile:
+    """A record that is complete, to be added."""
+    created_at = now()
+    if expires_after is None and purpose in (BATCH, BATCH_OUTPUT):
+        expires_after = BATCH_FILES_EXPIRE_S
+    return StoredFile(
+        id=new_id("file-"),
+        filename=filename,
+        purpose=purpose,
+        status=PROCESSED,
+        blob=blob,
+        bytes=size,
+        created_at=created_at,
+        expires_at=None if expires_after is None else created_at + expires_after,
+    )
+
+
+class Files:
+    """The records in ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def begin_upload(self) -> StoredFile:
+        """A record for a blob that is about to be written: whatever happens, it can be found and deleted."""
+        record = new_file("", "", blob=new_id("blob-"), size=0, expires_after=_UPLOAD_MAY_TAKE_S)
+        record.status = UPLOADING
+        async with self._store.writing() as session:
+            session.add(record)
+        return record
+
+    async def finish_upload(self, record: StoredFile, done: StoredFile) -> StoredFile:
+        """``record`` becomes what ``done`` says; it keeps its id and blob."""
+        values = {name: getattr(done, name) for name in ("filename", "purpose", "bytes", "created_at", "expires_at")}
+        async with self._store.writing() as session:
+            await session.execute(
+                update(StoredFile).where(StoredFile.id == record.id).values(**values, status=PROCESSED)
+            )
+        return await self.get(record.id)
+
+    async def get(self, file_id: str) -> StoredFile:
+        """Raises ``NotFound``."""
+        async with self._store.reading() as session:
+            return await find_file(session, file_id)
+
+    async def page(self, *, after: str | None, limit: int, order: str, purpose: str | None) -> tuple[Sequence, bool]:
+        """At most ``limit`` files behind ``after``, and whether there are more. ``order``: asc or desc."""
+        query = select(StoredFile).where(_visible())
+        if purpose is not None:
+            query = query.where(StoredFile.purpose == purpose)
+        query = query.order_by(StoredFile.seq if order == "asc" else StoredFile.seq.desc()).limit(limit + 1)
+        async with self._store.reading() as session:
+            if after is not None:
+                last = await session.scalar(select(StoredFile.seq).where(StoredFile.id == after))
+                if last is None:
+                    raise InvalidRequest(f"after={after[:100]!r}: there is no such file", field="after")
+                query = query.where(StoredFile.seq > last if order == "asc" else StoredFile.seq < last)
+            found = (await session.scalars(query)).all()
+        return found[:limit], len(found) > limit
+
+    async def delete(self, file_id: str) -> str:
+        """Forget the file; returns its blob. Raises ``NotFound``, or ``FailedPrecondition`` while a batch reads it."""
+        async with self._store.writing() as session:
+            file = await find_file(session, file_id)
+            reader = await session.scalar(select(StoredBatch.id).where(_reads(file_id)).limit(1))
+            if reader is not None:
+                raise FailedPrecondition(
+                    f"the file {file_id} is the input of {reader}, which still runs; cancel that first, or wait",
+                    reason="FILE_IN_USE",
+                )
+            await session.delete(file)
+        return file.blob
+
+    async def discard(self, record: StoredFile) -> None:
+        """Forget an upload that came to nothing."""
+        async with self._store.writing() as session:
+            await session.execute(delete(StoredFile).where(StoredFile.id == record.id))
+
+    async def forget_expired(self) -> list[str]:
+        """Forget files whose time is over, and that no batch still reads; returns their blobs."""
+        in_use = select(StoredBatch.input_file_id).where(StoredBatch.status.in_(ACTIVE))
+        async with self._store.writing() as session:
+            expired = (
+                await session.scalars(
+                    select(StoredFile).where(StoredFile.expires_at <= now(), StoredFile.id.not_in(in_use)).limit(1000)
+                )
+            ).all()
+            if expired:
+                await session.execute(delete(StoredFile).where(StoredFile.seq.in_([file.seq for file in expired])))
+        return [file.blob for file in expired]
+
+
+async def find_file(session: AsyncSession, file_id: str) -> StoredFile:
+    """In a transaction of the caller. Raises ``NotFound``."""
+    file = await session.scalar(select(StoredFile).where(StoredFile.id == file_id, _visible()))
+    if file is None:
+        raise NotFound(f"there is no file {file_id[:100]!r}", field="file_id", reason="FILE_NOT_FOUND")
+    return file
+
+
+def _visible():
+    return (StoredFile.status == PROCESSED) & or_(StoredFile.expires_at.is_(None), StoredFile.expires_at > now())
+
+
+def _reads(file_id: str):
+    return (StoredBatch.input_file_id == file_id) & StoredBatch.status.in_(ACTIVE)

@@ -1,0 +1,333 @@
+"""Who works on what: batches to validate or finish, and chunks of lines to run, leased for a time.
+
+A lease is a name and a time in the row itself, extended by heartbeats. Whoever finds it expired may take it. Whatever
+the former owner still writes names him as the owner, and has no effect: no result is written twice or by two.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.gateway.batch.batches import COUNTS, Counts, counts_of
+from services.gateway.batch.ids import now
+from services.gateway.batch.store import Store
+from services.gateway.batch.tables import (
+    ACTIVE,
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    VALIDATING,
+    Chunk,
+    LineResult,
+    StoredBatch,
+    StoredFile,
+)
+
+LEASE_S = 10.0
+HEARTBEAT_S = 3.0
+_PURGED_AT_ONCE = 500  # results, or chunks
+
+
+class LeaseLost(Exception):
+    """Somebody else has it now, or nobody needs it any more."""
+
+
+@dataclass(frozen=True)
+class ChunkLease:
+    """Lines to run: those of the chunk that have no result yet. ``lines``: int64 [n, 3] as in ``Chunk``."""
+
+    batch: StoredBatch
+    number: int
+    lines: np.ndarray
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.batch.seq, self.number
+
+
+class Outcome(NamedTuple):
+    """What became of a line."""
+
+    line: int
+    ok: bool
+    body: bytes
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Leases:
+    """Those of one process, which calls itself ``owner``, on the batches of ``pool``."""
+
+    def __init__(self, store: Store, *, owner: str, pool: str) -> None:
+        self._store = store
+        self._owner = owner
+        self._pool = pool
+
+    # Batches.
+
+    async def claim_batch(self) -> StoredBatch | None:
+        """One to validate (its status says so) or else to finish, now leased; None if there is nothing to do."""
+        async with self._store.reading() as session:
+            candidates = await self._candidates(session)
+        if not candidates:
+            return None
+        async with self._store.writing() as session:
+            for seq in candidates:
+                batch = await session.scalar(select(StoredBatch).where(StoredBatch.seq == seq).with_for_update())
+                if batch is None or batch.lease_until > time.time():
+                    continue
+                changes = await _work_to_do(session, batch)
+                if changes is not None:
+                    for name, value in changes.items():
+                        setattr(batch, name, value)
+                    batch.owner, batch.lease_until = self._owner, time.time() + LEASE_S
+                    batch.attempt += 1
+                    return batch
+        return None
+
+    async def _candidates(self, session: AsyncSession) -> list[int]:
+        """Without locks: what seems to need work."""
+        query = select(StoredBatch).where(
+            StoredBatch.status.in_(ACTIVE), StoredBatch.pool == self._pool, StoredBatch.lease_until <= time.time()
+        )
+        batches = (await session.scalars(query.order_by(StoredBatch.seq))).all()
+        return [batch.seq for batch in batches if await _work_to_do(session, batch) is not None]
+
+    async def give_back(self, batch: StoredBatch) -> None:
+        """Others may validate or finish ``batch`` at once."""
+        async with self._store.writing() as session:
+            mine = _held(batch, self._owner)
+            await session.execute(update(StoredBatch).where(mine).values(owner=None, lease_until=0.0))
+
+    async def begin_validation(self, batch: StoredBatch) -> None:
+        """Forget what an earlier attempt has left. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch, VALIDATING)
+            await session.execute(delete(Chunk).where(Chunk.batch_seq == batch.seq))
+
+    async def add_chunks(self, batch: StoredBatch, first: int, chunks: Sequence[np.ndarray]) -> None:
+        """Chunks with numbers from ``first``. Raises ``LeaseLost``."""
+        rows = [
+            {"batch_seq": batch.seq, "number": number, "lines": lines.astype(np.int64).tobytes(), "count": len(lines)}
+            for number, lines in enumerate(chunks, first)
+        ]
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch, VALIDATING)
+            await session.execute(insert(Chunk), rows)
+
+    async def end_validation(
+        self, batch: StoredBatch, *, total: int, model: str | None, errors: list[dict] | None
+    ) -> None:
+        """The lines may run, or there are ``errors`` and none ever will. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch, VALIDATING)
+            values = {"total": total, "model": model, "owner": None, "lease_until": 0.0}
+            if errors:
+                values |= {"status": FAILED, "failed_at": now(), "errors": errors}
+            else:
+                values |= {"status": IN_PROGRESS, "in_progress_at": now()}
+            await session.execute(update(StoredBatch).where(StoredBatch.seq == batch.seq).values(**values))
+
+    async def fail(self, batch_seq: int, message: str) -> None:
+        """The batch cannot go on, whoever works on it."""
+        values = {"status": FAILED, "failed_at": now(), "ending": None, "owner": None, "lease_until": 0.0}
+        errors = [{"code": "server_error", "message": message, "line": None, "param": None}]
+        active = (StoredBatch.seq == batch_seq) & StoredBatch.status.in_(ACTIVE)
+        async with self._store.writing() as session:
+            await session.execute(update(StoredBatch).where(active).values(**values, errors=errors))
+
+    async def close_chunks(self, batch: StoredBatch) -> Counts:
+        """From now on no result of ``batch`` is taken any more; what there is. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch)
+            await session.execute(
+                update(Chunk)
+                .where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
+                .values(owner=None, lease_until=0.0)
+            )
+            return await counts_of(session, batch)
+
+    async def finish(
+        self, batch: StoredBatch, counts: Counts, output: StoredFile | None, error: StoredFile | None
+    ) -> None:
+        """The batch ends, with its files. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch)
+            session.add_all(file for file in (output, error) if file is not None)
+            ending = batch.ending or CANCELLED
+            values = {"status": ending, f"{ending}_at": now(), "ending": None, "owner": None, "lease_until": 0.0}
+            values |= {name: getattr(counts, name) for name in COUNTS}
+            values |= {
+                "output_file_id": output.id if output is not None else None,
+                "error_file_id": error.id if error is not None else None,
+            }
+            await session.execute(update(StoredBatch).where(StoredBatch.seq == batch.seq).values(**values))
+
+    async def results(self, batch: StoredBatch, after: int, limit: int) -> list[tuple[int, bool, bytes]]:
+        """(line, ok, body) of lines behind ``after``, in order."""
+        query = select(LineResult.line, LineResult.ok, LineResult.body).where(
+            LineResult.batch_seq == batch.seq, LineResult.line > after
+        )
+        async with self._store.reading() as session:
+            return [tuple(row) for row in await session.execute(query.order_by(LineResult.line).limit(limit))]
+
+    async def purge(self) -> bool:
+        """Delete some of what ended batches no longer need; whether there is more."""
+        ended = StoredBatch.status.not_in(ACTIVE) & StoredBatch.purged.is_(False)
+        async with self._store.writing() as session:
+            seq = await session.scalar(select(StoredBatch.seq).where(ended).limit(1))
+            if seq is None:
+                return False
+            for table, number in ((LineResult, LineResult.line), (Chunk, Chunk.number)):
+                some = (
+                    await session.scalars(select(number).where(table.batch_seq == seq).limit(_PURGED_AT_ONCE))
+                ).all()
+                if some:
+                    await session.execute(delete(table).where(table.batch_seq == seq, number.in_(some)))
+                    return True
+            await session.execute(update(StoredBatch).where(StoredBatch.seq == seq).values(purged=True))
+        return True
+
+    # Chunks.
+
+    async def runnable(self) -> list[int]:
+        """Batches with lines that nobody runs, the oldest first."""
+        free = select(Chunk.number).where(
+            Chunk.batch_seq == StoredBatch.seq, Chunk.done.is_(False), Chunk.lease_until <= time.time()
+        )
+        query = select(StoredBatch.seq).where(
+            StoredBatch.status == IN_PROGRESS,
+            StoredBatch.pool == self._pool,
+            StoredBatch.expires_at > now(),
+            free.exists(),
+        )
+        async with self._store.reading() as session:
+            return list(await session.scalars(query.order_by(StoredBatch.seq)))
+
+    async def lease_chunk(self, batch_seq: int) -> ChunkLease | None:
+        """The first that nobody has; None if there is none (any more)."""
+        async with self._store.writing() as session:
+            # Shared with others who lease; whoever ends the batch waits for us, or we see that it has ended.
+            batch = await session.scalar(
+                select(StoredBatch)
+                .where(StoredBatch.seq == batch_seq, StoredBatch.status == IN_PROGRESS)
+                .with_for_update(read=True)
+            )
+            if batch is None:
+                return None
+            chunk = await session.scalar(
+                select(Chunk)
+                .where(Chunk.batch_seq == batch_seq, Chunk.done.is_(False), Chunk.lease_until <= time.time())
+                .order_by(Chunk.number)
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            )
+            if chunk is None:
+                return None
+            chunk.owner, chunk.lease_until = self._owner, time.time() + LEASE_S
+            lines = np.frombuffer(chunk.lines, np.int64).reshape(-1, 3)
+            if chunk.completed + chunk.failed:
+                lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
+            return ChunkLease(batch, chunk.number, lines)
+
+    async def commit(self, outcomes: dict[tuple[int, int], list[Outcome]], *, again: bool) -> set[tuple[int, int]]:
+        """Keep the outcomes of lines of some chunks, by chunk; returns the chunks that are not ours any more, of which
+        nothing was kept. ``again``: an earlier call failed, and may yet have had its effect."""
+        lost = set()
+        async with self._store.writing() as session:
+            for key in sorted(outcomes):  # everybody locks in this order
+                of_chunk = outcomes[key]
+                if again:
+                    known = set(await _lines_done(session, key[0], [outcome.line for outcome in of_chunk]))
+                    of_chunk = [outcome for outcome in of_chunk if outcome.line not in known]
+                if not await self._count(session, key, of_chunk):
+                    lost.add(key)
+                elif of_chunk:
+                    rows = [{"batch_seq": key[0], "line": o.line, "ok": o.ok, "body": o.body} for o in of_chunk]
+                    await session.execute(insert(LineResult), rows)
+        return lost
+
+    async def _count(self, session: AsyncSession, key: tuple[int, int], outcomes: list[Outcome]) -> bool:
+        """Add ``outcomes`` to the chunk's counts, which ends it with its last line; False if it is not ours."""
+        at_key = (Chunk.batch_seq == key[0], Chunk.number == key[1])
+        ok = sum(outcome.ok for outcome in outcomes)
+        values = {
+            "lease_until": time.time() + LEASE_S,
+            "completed": Chunk.completed + ok,
+            "failed": Chunk.failed + len(outcomes) - ok,
+        }
+        for name in COUNTS[2:]:
+            values[name] = getattr(Chunk, name) + sum(getattr(outcome, name) for outcome in outcomes)
+        mine = update(Chunk).where(*at_key, Chunk.owner == self._owner, Chunk.done.is_(False))
+        if (await session.execute(mine.values(**values))).rowcount == 0:
+            return False
+        ended = update(Chunk).where(*at_key, Chunk.count == Chunk.completed + Chunk.failed)
+        await session.execute(ended.values(done=True, done_at=time.time(), owner=None, lease_until=0.0))
+        return True
+
+    async def beat(self, batches: Sequence[StoredBatch]) -> tuple[dict[int, str], set[tuple[int, int]]]:
+        """Extend our leases of chunks, and of ``batches``. Returns the chunks that are ours, and the status of each of
+        their batches. (Whoever validates or finishes a batch that is not his any more hears it when he writes.)"""
+        until = time.time() + LEASE_S
+        async with self._store.writing() as session:
+            for batch in sorted(batches, key=lambda batch: batch.seq):
+                await session.execute(update(StoredBatch).where(_held(batch, self._owner)).values(lease_until=until))
+            mine = (Chunk.owner == self._owner, Chunk.done.is_(False))
+            await session.execute(update(Chunk).where(*mine).values(lease_until=until))
+            chunks = {tuple(row) for row in await session.execute(select(Chunk.batch_seq, Chunk.number).where(*mine))}
+            query = select(StoredBatch.seq, StoredBatch.status).where(StoredBatch.seq.in_({seq for seq, _ in chunks}))
+            return dict(tuple(row) for row in await session.execute(query)), chunks
+
+    async def release(self, batch_seq: int | None = None) -> None:
+        """Others may run what we have leased: of one batch, or (None) everything."""
+        async with self._store.writing() as session:
+            chunks = update(Chunk).where(Chunk.owner == self._owner, Chunk.done.is_(False))
+            if batch_seq is not None:
+                chunks = chunks.where(Chunk.batch_seq == batch_seq)
+            await session.execute(chunks.values(owner=None, lease_until=0.0))
+            if batch_seq is None:
+                batches = update(StoredBatch).where(StoredBatch.owner == self._owner)
+                await session.execute(batches.values(owner=None, lease_until=0.0))
+
+    async def _still_mine(self, session: AsyncSession, batch: StoredBatch, status: str | None = None) -> None:
+        mine = _held(batch, self._owner)
+        query = select(StoredBatch.seq).where(mine, StoredBatch.status == (status or batch.status)).with_for_update()
+        if await session.scalar(query) is None:
+            raise LeaseLost
+
+
+async def _work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any] | None:
+    """If ``batch`` is to be validated or finished now: the columns that change with that. Else None."""
+    if batch.status == FINALIZING or (batch.status == VALIDATING and batch.expires_at > now()):
+        return {}
+    chunks = select(Chunk.number).where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
+    if batch.status == CANCELLING:  # results that come within the lease still count
+        live = await session.scalar(chunks.where(Chunk.lease_until > time.time()).limit(1))
+        return {} if live is None else None
+    if batch.expires_at <= now():
+        ending = EXPIRED
+    elif await session.scalar(chunks.limit(1)) is None:
+        ending = COMPLETED
+    else:
+        return None
+    return {"status": FINALIZING, "ending": ending, "finalizing_at": now()}
+
+
+def _held(batch: StoredBatch, owner: str):
+    """An attempt's own lease: the same owner may have lost it and taken it again."""
+    return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
+
+
+async def _lines_done(session: AsyncSession, batch_seq: int, lines: list[int]) -> list[int]:
+    query = select(LineResult.line).where(LineResult.batch_seq == batch_seq, LineResult.line.in_(lines))
+    return list(await session.scalars(query))

@@ -1,0 +1,48 @@
+"""Parameters in a URL, checked; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
+
+import re
+from collections.abc import Sequence
+
+from fastapi import Request
+
+from services.common.errors import InvalidRequest
+
+_NUMBER = re.compile(r"[0-9]{1,12}")
+
+
+class Query:
+    """Those of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self._values = request.query_params
+
+    def text(self, name: str) -> str | None:
+        """None when it is left out, or empty."""
+        return self._values.get(name) or None
+
+    def number(self, name: str, default: int, least: int, most: int) -> int:
+        """A whole number from ``least`` to ``most``."""
+        value = self.text(name)
+        return default if value is None else whole_number(name, value, least, most)
+
+    def one_of(self, name: str, choices: Sequence[str]) -> str:
+        """The first is the default."""
+        value = self.text(name) or choices[0]
+        if value not in choices:
+            raise InvalidRequest(
+                f"invalid value for {name!r}: expected {' or '.join(choices)} (got {value[:64]!r})",
+                field=name,
+                reason="INVALID_VALUE",
+            )
+        return value
+
+
+def whole_number(name: str, value: str, least: int, most: int) -> int:
+    """``value`` from ``least`` to ``most``."""
+    if not _NUMBER.fullmatch(value) or not least <= int(value) <= most:
+        raise InvalidRequest(
+            f"invalid value for {name!r}: expected a whole number from {least} to {most} (got {value[:64]!r})",
+            field=name,
+            reason="INVALID_VALUE",
+        )
+    return int(value)

@@ -1,0 +1,137 @@
+"""One line as a request to this very gateway: the endpoint that answers HTTP answers it, in process."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import structlog
+from fastapi import Request, Response
+
+from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
+from services.gateway.batch.ids import new_id
+from services.gateway.batch.leases import Outcome
+from services.gateway.batch.lines import parse_line
+from services.gateway.http import CALLER, Caller
+from services.gateway.openai.errors import to_response
+
+log = structlog.get_logger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+LOW_PRIORITY = 1
+# A line that was lost so often with the scheduler that had it may be what kills schedulers.
+MAX_LOSSES = 30
+# Line ends to Unicode, and to str.splitlines; not to JSON.
+_SEPARATORS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
+
+
+class Requests:
+    """Asks the endpoints of ``gateway``."""
+
+    def __init__(self, gateway: Any, endpoints: Mapping[str, Endpoint]) -> None:
+        self._app = SimpleNamespace(state=SimpleNamespace(gateway=gateway))
+        self._gateway = gateway
+        self._endpoints = endpoints
+
+    async def run(self, endpoint: str, number: int, text: bytes, fairness_key: str) -> Outcome:
+        """What becomes of a line of a batch, which waits for a scheduler as long as it takes."""
+        request = parse_line(text)
+        body = dict(request["body"])
+        if body.get("stream"):
+            error = InvalidRequest("stream: not in a batch; leave it out", field="stream", reason="INVALID_VALUE")
+            response = to_response(error)
+        else:
+            priority = body.get("priority")
+            if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
+                body["priority"] = LOW_PRIORITY
+            response = await self._persistently(endpoint, orjson.dumps(body), Caller("", fairness_key))
+        return outcome(number, request["custom_id"], response)
+
+    async def _persistently(self, endpoint: str, raw: bytes, caller: Caller) -> Response:
+        losses, pause = 0, _FIRST_PAUSE_S
+        while True:
+            waiting = bool(self._gateway.fleet.trouble)
+            try:
+                return await self.ask(endpoint, raw, caller)
+            except Overloaded as error:
+                pause = max(pause, error.retry_after_s)
+            except Unavailable as error:
+                losses += not waiting
+                if losses > MAX_LOSSES:
+                    return to_response(error)
+            except TokaError as error:
+                return to_response(error)
+            except Exception:
+                log.exception("batch line failed")
+                return to_response(Internal("internal error; the server's log has the details"))
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
+    async def ask(self, endpoint: str, raw: bytes, caller: Caller) -> Response:
+        """The endpoint's response, not streamed, to a body of ``raw``. Raises what it raises."""
+        unread = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if unread:
+                return unread.pop()
+            await asyncio.get_running_loop().create_future()  # nobody leaves
+            raise AssertionError
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": endpoint,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "app": self._app,
+            CALLER: caller,
+        }
+        return await self._endpoints[endpoint](Request(scope, receive))
+
+
+def outcome(number: int, custom_id: str, response: Response) -> Outcome:
+    """``response`` as a line of the output or the error file."""
+    line = {
+        "id": new_id("batch_req_"),
+        "custom_id": custom_id,
+        "response": {
+            "status_code": response.status_code,
+            "request_id": response.headers.get("x-request-id", ""),
+            "body": orjson.Fragment(response.body),
+        },
+        "error": None,
+    }
+    ok = response.status_code == 200
+    usage = _usage(response.body) if ok else (0, 0, 0)
+    return Outcome(number, ok, _one_line(line), *usage)
+
+
+def error_line(custom_id: str, code: str, message: str) -> bytes:
+    """A line of the error file for a request that was never answered."""
+    line = {
+        "id": new_id("batch_req_"),
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return _one_line(line)
+
+
+def _one_line(document: dict[str, Any]) -> bytes:
+    """JSON on a line that stays one, whatever its reader takes for the end of a line."""
+    text = orjson.dumps(document)
+    for separator, escaped in _SEPARATORS:
+        text = text.replace(separator, escaped)
+    return text + b"\n"
+
+
+def _usage(body: bytes) -> tuple[int, int, int]:
+    """Prompt, cached and completion tokens, whatever the endpoint calls them."""
+    usage = orjson.loads(body).get("usage") or {}
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens")) or 0
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
+    return prompt, details.get("cached_tokens") or 0, usage.get("completion_tokens", usage.get("output_tokens")) or 0

@@ -1,0 +1,154 @@
+"""Files and batches of one gateway: the store it opens, and what works on it in the background."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import structlog
+from fastapi import Request
+
+from services.common.config import GatewayConfig
+from services.common.errors import InvalidRequest, NotFound, TokaError, Unavailable
+from services.gateway.batch.batches import Batches
+from services.gateway.batch.blobs import Blobs
+from services.gateway.batch.executor import Executor
+from services.gateway.batch.files import Files
+from services.gateway.batch.ids import new_id
+from services.gateway.batch.leases import Leases
+from services.gateway.batch.requests import Endpoint, Requests
+from services.gateway.batch.store import Store
+
+if TYPE_CHECKING:
+    from services.gateway.gateway import Gateway
+
+log = structlog.get_logger(__name__)
+
+NO_STORE = "none"
+_DATABASE = "batches.db"
+_OPEN_AGAIN_S = 5.0
+_FIRST_TRY_S = 10.0  # a request waits so long for the first attempt to open the store
+
+
+class Opened(NamedTuple):
+    """What the routes work with."""
+
+    files: Files
+    batches: Batches
+    blobs: Blobs
+    executor: Executor
+    pool: str
+    endpoints: Mapping[str, Endpoint]
+
+
+class BatchService:
+    """Made with the gateway; has a store between ``start`` and ``close``, if it can be opened.
+
+    ``endpoints``: those that a batch may ask, by path. The application fills it.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.endpoints: dict[str, Endpoint] = {}
+        self._config = config
+        self._trouble: TokaError = Unavailable("the store is not open")
+        self._tried = asyncio.Event()  # to open it, once
+        self._opened: Opened | None = None
+        self._store: Store | None = None
+        self._opening: asyncio.Task | None = None
+
+    def start(self, gateway: "Gateway") -> None:
+        """Open the store, however often it takes, and then begin to work."""
+        if self._config.store_url == NO_STORE:
+            self._trouble = NotFound(
+                "this server keeps no files and batches (store_url=none); start it with a store", reason="NO_STORE"
+            )
+            self._tried.set()
+        else:
+            self._opening = asyncio.create_task(self._open(gateway), name="open the store")
+
+    async def opened(self) -> Opened:
+        """What there is to work with. Raises why there is nothing."""
+        if self._opened is None and self._opening is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_TRY_S):
+                    await self._tried.wait()
+        if self._opened is None:
+            raise self._trouble
+        return self._opened
+
+    async def stop(self) -> None:
+        """Leave the work to others. Files and batches can still be asked for."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._opened is not None:
+            await self._opened.executor.stop()
+
+    async def close(self) -> None:
+        """After ``stop``, when nobody asks any more."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.blobs.stop()
+        if self._store is not None:
+            await self._store.close()
+
+    async def _open(self, gateway: "Gateway") -> None:
+        while self._opened is None:
+            try:
+                self._opened = await self._open_once(gateway)
+            except TokaError as error:
+                if error.message != self._trouble.message:
+                    log.warning("no files and batches", reason=error.message)
+                self._trouble = Unavailable(f"files and batches are not available: {error.message}")
+                self._tried.set()
+                await asyncio.sleep(_OPEN_AGAIN_S)
+            except Exception:
+                log.exception("the store cannot be opened")
+                self._trouble = Unavailable("files and batches are not available; the server's log has the details")
+                self._tried.set()
+                await asyncio.sleep(_OPEN_AGAIN_S)
+        self._tried.set()
+        self._opened.executor.start()
+
+    async def _open_once(self, gateway: "Gateway") -> Opened:
+        config = self._config
+        blobs = await asyncio.to_thread(Blobs, f"{config.store_dir}/files")
+        try:
+            store = await Store.open(store_url(config))
+        except BaseException:
+            blobs.stop()
+            raise
+        self._store = store
+        pool = config.served_model_name or os.path.basename(config.model.rstrip("/"))
+        owner = f"{socket.gethostname()}-{os.getpid()}-{new_id('')[:8]}"
+        leases, files = Leases(store, owner=owner, pool=pool), Files(store)
+        executor = Executor(
+            leases,
+            files,
+            blobs,
+            Requests(gateway, self.endpoints),
+            concurrency=config.batch_concurrency,
+            max_body_bytes=config.max_body_bytes,
+        )
+        log.info("store open", pool=pool, owner=owner)
+        return Opened(files, Batches(store), blobs, executor, pool, self.endpoints)
+
+
+def store_url(config: GatewayConfig) -> str:
+    """The database's, which by default lies beside the files. Raises ``InvalidRequest``."""
+    if config.store_url is not None:
+        return config.store_url
+    if "://" in config.store_dir:
+        raise InvalidRequest(
+            f"flag store_dir={config.store_dir}: SQLite needs a directory; name a database with store_url=",
+            field="store_dir",
+        )
+    return f"sqlite+aiosqlite:///{Path(config.store_dir).expanduser().absolute() / _DATABASE}"
+
+
+async def opened(request: Request) -> Opened:
+    """Of the gateway that answers ``request``. Raises why there is no store."""
+    return await request.app.state.gateway.batches.opened()

@@ -1,0 +1,129 @@
+"""The store's tables. Times are Unix time in seconds."""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Double, Index, Integer, LargeBinary, String
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+Bytes = LargeBinary(2**31 - 1)
+# SQLite counts up by itself in a column of this very type only.
+Serial = BigInteger().with_variant(Integer, "sqlite")
+
+UPLOADING, PROCESSED = "uploading", "processed"  # of files; nobody is shown the first
+
+VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
+COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
+ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)  # somebody has to work on it
+
+
+class Base(DeclarativeBase):
+    """Every table here."""
+
+
+class SchemaVersion(Base):
+    """One row: how many of the migrations were made."""
+
+    __tablename__ = "toka_schema"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    version: Mapped[int] = mapped_column(Integer)
+
+
+class StoredFile(Base):
+    """A file. Its content is the blob of that name."""
+
+    __tablename__ = "toka_files"
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    filename: Mapped[str] = mapped_column(String(1024))
+    purpose: Mapped[str] = mapped_column(String(32))
+    status: Mapped[str] = mapped_column(String(16))
+    blob: Mapped[str] = mapped_column(String(160))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+
+
+class StoredBatch(Base):
+    """A batch. ``owner`` validates or finishes it until ``lease_until``; its lines are leased by ``Chunk``."""
+
+    __tablename__ = "toka_batches"
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    pool: Mapped[str] = mapped_column(String(512))  # gateways of this pool serve its model
+    endpoint: Mapped[str] = mapped_column(String(128))
+    input_file_id: Mapped[str] = mapped_column(String(64), index=True)
+    input_blob: Mapped[str] = mapped_column(String(160))
+    completion_window: Mapped[str] = mapped_column(String(16))
+    labels: Mapped[dict[str, str] | None] = mapped_column(JSON)  # OpenAI's ``metadata``
+    fairness_key: Mapped[str] = mapped_column(String(64))
+    output_expires_after: Mapped[int] = mapped_column(BigInteger)  # seconds
+    model: Mapped[str | None] = mapped_column(String(512))  # of the first line
+
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    ending: Mapped[str | None] = mapped_column(String(16))  # while finalizing: the status that comes next
+    errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
+    finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
+    completed_at: Mapped[int | None] = mapped_column(BigInteger)
+    failed_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
+    expired_at: Mapped[int | None] = mapped_column(BigInteger)
+    output_file_id: Mapped[str | None] = mapped_column(String(64))
+    error_file_id: Mapped[str | None] = mapped_column(String(64))
+
+    # Known in the end; while lines run, their chunks know.
+    total: Mapped[int] = mapped_column(Integer, default=0)
+    completed: Mapped[int] = mapped_column(Integer, default=0)
+    failed: Mapped[int] = mapped_column(Integer, default=0)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+    owner: Mapped[str | None] = mapped_column(String(160))
+    lease_until: Mapped[float] = mapped_column(Double, default=0.0)
+    attempt: Mapped[int] = mapped_column(
+        Integer, default=0
+    )  # leases so far; blobs that it writes have it in their name
+    purged: Mapped[bool] = mapped_column(default=False)  # its chunks and results are gone
+
+
+class Chunk(Base):
+    """Some lines of a batch, leased together. Their results may be written by ``owner`` only."""
+
+    __tablename__ = "toka_chunks"
+
+    batch_seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # in the order of execution
+    lines: Mapped[bytes] = mapped_column(Bytes)  # int64 [count, 3]: line number, offset in the file, bytes
+    count: Mapped[int] = mapped_column(Integer)
+    done: Mapped[bool] = mapped_column(default=False)
+    done_at: Mapped[float | None] = mapped_column(Double)
+    owner: Mapped[str | None] = mapped_column(String(160))
+    lease_until: Mapped[float] = mapped_column(Double, default=0.0)
+    completed: Mapped[int] = mapped_column(Integer, default=0)
+    failed: Mapped[int] = mapped_column(Integer, default=0)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+    __table_args__ = (
+        Index("toka_chunks_open", "batch_seq", "done", "number"),
+        Index("toka_chunks_owner", "owner"),
+    )
+
+
+class LineResult(Base):
+    """What became of one line: the key is why no line has two."""
+
+    __tablename__ = "toka_results"
+
+    batch_seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    line: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    ok: Mapped[bool]
+    body: Mapped[bytes] = mapped_column(Bytes)  # the line of the output or error file, with its newline

@@ -1,0 +1,66 @@
+"""``POST /v1/chat/completions/batch``: many conversations in one request, answered together when all are done."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import structlog
+from fastapi import Request, Response
+
+from services.common.errors import Internal, InvalidRequest, TokaError
+from services.gateway.batch.requests import Requests
+from services.gateway.http import Caller, read_body, read_caller, while_connected
+from services.gateway.openai.errors import to_body
+
+log = structlog.get_logger(__name__)
+
+CHAT = "/v1/chat/completions"
+TOGETHER_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+
+
+async def create_chat_completions(request: Request) -> Response:
+    """Answer a list of bodies of chat completions with a list of chat completions, or of errors in their place."""
+    gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    bodies = _read_list(raw, gateway.config.max_choices)
+    requests = Requests(gateway, gateway.batches.endpoints)
+    caller = read_caller(request)
+    slots = asyncio.Semaphore(gateway.config.batch_concurrency)
+
+    async def answer(number: int, body: Any) -> bytes:
+        async with slots:
+            return await _answer(requests, number, body, caller)
+
+    async def all_of_them() -> list[bytes]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(number, body)) for number, body in enumerate(bodies)]
+        return [task.result() for task in tasks]
+
+    answers = await while_connected(request.receive, all_of_them())
+    return Response(b"[" + b",".join(answers) + b"]", media_type="application/json")
+
+
+def _read_list(raw: bytes, most: int) -> list[Any]:
+    """The JSON array in ``raw``. Raises ``InvalidRequest``."""
+    try:
+        bodies = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
+    if not isinstance(bodies, list):
+        raise InvalidRequest("the body must be a JSON array of bodies of chat completions", reason="INVALID_JSON")
+    if not 1 <= len(bodies) <= most:
+        raise InvalidRequest(f"the list has {len(bodies)} bodies: expected 1 to {most}", reason="INVALID_VALUE")
+    return bodies
+
+
+async def _answer(requests: Requests, number: int, body: Any, caller: Caller) -> bytes:
+    """JSON: a chat completion, or an error."""
+    try:
+        if isinstance(body, dict) and body.get("stream"):
+            raise InvalidRequest(f"[{number}]: stream: not in a list; leave it out", field="stream")
+        return bytes((await requests.ask(CHAT, orjson.dumps(body), caller)).body)
+    except TokaError as error:
+        return orjson.dumps(to_body(error))
+    except Exception:
+        log.exception("a request of a list failed")
+        return orjson.dumps(to_body(Internal("internal error; the server's log has the details")))

@@ -1,0 +1,254 @@
+"""``toka-run-batch INPUT.jsonl OUTPUT.jsonl``: run a batch file against a server, or against one of its own.
+
+It may be stopped at any time: what is in the output is not run again.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+import orjson
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from services.common.config import DeploymentConfig, from_command_line
+from services.common.flags import Bool, Int
+from services.common.process import PARENT_PID
+
+_PASSING = (429, 502, 503, 504)
+_LAST_PAUSE_S = 10.0
+_START_S = 3600.0  # a model may have to be fetched first
+_STOP_S = 30.0
+
+
+class RunBatchConfig(DeploymentConfig):
+    """The files, and which server answers. Without ``url``, the other flags are those of ``toka``, which is started."""
+
+    input: str = Field(description="JSON lines: custom_id, method, url and body of a request each")
+    output: str = Field(description="JSON lines: results are appended as they come")
+    url: str | None = Field(None, description="of a server that runs, such as http://127.0.0.1:10210")
+    api_key: str = Field("none", description="sent to that server")
+    concurrency: Int = Field(256, ge=1, le=65536, description="requests at once")
+    retries: Int = Field(20, ge=0, description="times that a request is sent again when the server is busy or away")
+    retry_failed: Bool = Field(False, description="run lines again whose result in the output is a failure")
+    timeout_s: float = Field(3600.0, gt=0, description="for one request")
+
+
+@dataclass
+class Tally:
+    """How far it is."""
+
+    failed: int = 0
+    skipped: int = 0
+    complaints: list[str] = field(default_factory=list)  # about lines that are no requests
+
+
+def main() -> None:
+    """The ``toka-run-batch`` command. Exit status: 0 if every line succeeded, 1 if not, 2 for a wrong flag."""
+    names = iter(("input", "output"))
+    for index, argument in enumerate(sys.argv[1:], 1):
+        if "=" not in argument and argument not in ("help", "-h", "--help") and (name := next(names, None)):
+            sys.argv[index] = f"{name}={argument}"
+    config = from_command_line(RunBatchConfig)
+    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in sys.argv[1:]}
+    theirs = sorted(given & set(DeploymentConfig.model_fields))
+    if config.url is not None and theirs:
+        _exit(2, f"flag {theirs[0]}: the server at url={config.url} has its own; leave one of them out")
+    try:
+        with contextlib.nullcontext(config.url) if config.url is not None else _own_server(config, theirs) as url:
+            run = _Run(config, url.rstrip("/").removesuffix("/v1"))
+            done = run.read_output()
+            with open(config.output, "ab") as output:
+                tally = asyncio.run(run.all_lines(done, output))
+    except (OSError, RuntimeError) as error:
+        _exit(1, str(error))
+    except KeyboardInterrupt:
+        _exit(130, f"stopped; the same command goes on with what is not in {config.output} yet")
+    for complaint in tally.complaints[:20]:
+        print(f"toka-run-batch: {complaint}", file=sys.stderr)
+    if tally.failed:
+        _exit(1, f"{tally.failed} lines failed; see {config.output}")
+
+
+class _Run:
+    """From the input to the output."""
+
+    def __init__(self, config: RunBatchConfig, url: str) -> None:
+        self._config = config
+        self._url = url
+        self._tally = Tally()
+        self._slots = asyncio.Semaphore(config.concurrency)
+
+    async def all_lines(self, done: set[str], output: BinaryIO) -> Tally:
+        """Those whose custom_id is in ``done`` are passed over. Raises ``OSError`` for an input that cannot be read."""
+        config = self._config
+        total = _count_lines(config.input)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        failures = TextColumn("{task.fields[failed]} failed")
+        with Progress(*columns, failures, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("", total=total, failed=self._tally.failed)
+            limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+            headers = {"authorization": f"Bearer {config.api_key}"}
+            async with (
+                httpx.AsyncClient(timeout=config.timeout_s, limits=limits, headers=headers, trust_env=False) as client,
+                asyncio.TaskGroup() as group,
+            ):
+
+                def advance() -> None:
+                    progress.update(bar, advance=1, failed=self._tally.failed)
+
+                for number, text in _lines(config.input):
+                    request = self._parse(number, text)
+                    if request is None or request["custom_id"] in done:
+                        advance()
+                        continue
+                    done.add(request["custom_id"])
+                    await self._slots.acquire()
+                    group.create_task(self._answer(client, request, output, advance))
+        return self._tally
+
+    def read_output(self) -> set[str]:
+        """The custom_ids in the output, whose last line may be torn, and goes."""
+        path, known = Path(self._config.output), set()
+        if not path.exists():
+            return known
+        kept = path.with_name(path.name + ".kept")
+        with path.open("rb") as lines, kept.open("wb") as copy:
+            for text in lines:
+                try:
+                    result = orjson.loads(text)
+                    custom_id, ok = result["custom_id"], (result.get("response") or {}).get("status_code") == 200
+                except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+                    continue
+                if ok or not self._config.retry_failed:
+                    known.add(custom_id)
+                    self._tally.failed += not ok
+                    copy.write(text if text.endswith(b"\n") else text + b"\n")
+        os.replace(kept, path)
+        return known
+
+    def _parse(self, number: int, text: bytes) -> dict[str, Any] | None:
+        """A request; None for what is none, which is complained about."""
+        try:
+            request = orjson.loads(text)
+            if request["method"] != "POST" or not isinstance(request["body"], dict):
+                raise ValueError("expected method POST and a JSON object as body")
+            if not request["custom_id"] or not request["url"].startswith("/"):
+                raise ValueError("expected a custom_id and a url such as /v1/chat/completions")
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            self._tally.complaints.append(f"line {number} is no request: {reason}")
+            self._tally.failed += 1
+            return None
+        return request
+
+    async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any], output: BinaryIO, advance) -> None:
+        result = {"id": f"batch_req_{os.urandom(16).hex()}", "custom_id": request["custom_id"]}
+        try:
+            answer = await self._send(client, request)
+            try:
+                body = orjson.loads(answer.content)
+            except orjson.JSONDecodeError:
+                body = answer.text
+            response = {
+                "status_code": answer.status_code,
+                "request_id": answer.headers.get("x-request-id", ""),
+                "body": body,
+            }
+            result |= {"response": response, "error": None}
+            self._tally.failed += answer.status_code != 200
+        except httpx.HTTPError as error:
+            message = f"{type(error).__name__}: {error}"
+            result |= {"response": None, "error": {"code": "no_answer", "message": message}}
+            self._tally.failed += 1
+        finally:
+            self._slots.release()
+        output.write(orjson.dumps(result) + b"\n")
+        output.flush()
+        advance()
+
+    async def _send(self, client: httpx.AsyncClient, request: dict[str, Any]) -> httpx.Response:
+        pause = 0.25
+        for attempt in range(self._config.retries + 1):
+            last = attempt == self._config.retries
+            try:
+                answer = await client.post(self._url + request["url"], json=request["body"])
+                if last or answer.status_code not in _PASSING:
+                    return answer
+            except httpx.TransportError:
+                if last:
+                    raise
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LAST_PAUSE_S)
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
+    """``toka`` with those of its ``flags`` that were given; its URL once it serves."""
+    port = config.port if "port" in flags else _free_port()
+    given = [argument for argument in sys.argv[1:] if argument.partition("=")[0].lstrip("-").replace("-", "_") in flags]
+    more = {"port": port, "grpc_port": 0, "store_url": "none"}
+    command = [sys.executable, "-m", "services.launcher.toka", *given]
+    command += [f"{name}={value}" for name, value in more.items() if name not in flags]
+    environment = os.environ | {PARENT_PID: str(os.getpid())}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        give_up_at = time.monotonic() + _START_S
+        while not _ready(url):
+            if process.poll() is not None:
+                raise RuntimeError(f"toka ended with status {process.returncode} before it served")
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"toka did not serve within {_START_S:.0f} s")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb") as lines:
+        for number, text in enumerate(lines, 1):
+            if text.strip():
+                yield number, text
+
+
+def _count_lines(path: str) -> int:
+    return sum(1 for _ in _lines(path))
+
+
+def _exit(status: int, reason: str) -> None:
+    print(f"toka-run-batch: {reason}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

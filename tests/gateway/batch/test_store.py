@@ -1,0 +1,185 @@
+"""The store by itself: opened by many at once, and leased from by owners of which some come too late."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from sqlalchemy import select, update
+
+from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
+from services.gateway.batch import leases
+from services.gateway.batch.ids import new_id, now
+from services.gateway.batch.leases import LeaseLost, Leases, Outcome
+from services.gateway.batch.store import Store
+from services.gateway.batch.tables import Chunk, LineResult, SchemaVersion, StoredBatch
+
+OPEN = """
+import asyncio, sys
+from services.gateway.batch.store import Store
+asyncio.run(asyncio.wait_for(Store.open(sys.argv[1]), 60))
+"""
+
+
+@pytest.fixture
+async def store(store_url):
+    opened = await Store.open(store_url)
+    yield opened
+    await opened.close()
+
+
+def test_many_processes_may_open_an_empty_store_at_once(store_url):
+    opening = [subprocess.Popen([sys.executable, "-c", OPEN, store_url]) for _ in range(6)]
+    assert [process.wait(60) for process in opening] == [0] * 6
+
+
+async def test_a_store_of_a_newer_program_is_refused(store, store_url):
+    async with store.writing() as session:
+        await session.execute(update(SchemaVersion).values(version=999))
+    with pytest.raises(FailedPrecondition, match="999"):
+        await Store.open(store_url)
+
+
+@pytest.mark.parametrize("url", ["what", "oracle://x/y", "sqlite+pysqlite:///x.db"])
+async def test_an_url_that_cannot_work_names_the_flag(url):
+    with pytest.raises(InvalidRequest, match="store_url"):
+        await Store.open(url)
+
+
+@pytest.mark.parametrize("url", ["sqlite:////proc/none/x.db", "postgresql://a:secret@127.0.0.1:1/x"])
+async def test_a_store_that_does_not_answer_may_do_so_later(url):
+    with pytest.raises(Unavailable) as caught:
+        await Store.open(url)
+    assert "secret" not in caught.value.message
+
+
+def owner(store: Store, name: str) -> Leases:
+    return Leases(store, owner=name, pool="m")
+
+
+async def running_batch(store: Store, chunks: int = 2, size: int = 3) -> StoredBatch:
+    """A batch in progress with lines 1 to ``chunks * size``."""
+    batch = StoredBatch(
+        id=new_id("batch_"), pool="m", endpoint="/v1/completions", input_file_id="f", input_blob="b", labels=None,
+        completion_window="24h", fairness_key="", output_expires_after=1, status="validating",
+        created_at=now(), expires_at=now() + 3600,
+    )  # fmt: skip
+    async with store.writing() as session:
+        session.add(batch)
+    first = owner(store, "first")
+    claimed = await first.claim_batch()
+    lines = np.array([(number, 0, 0) for number in range(1, chunks * size + 1)]).reshape(chunks, size, 3)
+    await first.begin_validation(claimed)
+    await first.add_chunks(claimed, 0, list(lines))
+    await first.end_validation(claimed, total=chunks * size, model=None, errors=None)
+    return batch
+
+
+def outcomes(*lines: int, body: bytes = b"x") -> list[Outcome]:
+    return [Outcome(line, True, body) for line in lines]
+
+
+async def kept(store: Store) -> dict[int, bytes]:
+    async with store.reading() as session:
+        return dict(tuple(row) for row in await session.execute(select(LineResult.line, LineResult.body)))
+
+
+async def pass_leases(store: Store) -> None:
+    """As if their time had passed."""
+    async with store.writing() as session:
+        await session.execute(update(Chunk).where(Chunk.owner.is_not(None)).values(lease_until=time.time() - 1))
+        await session.execute(update(StoredBatch).values(lease_until=0.0))
+
+
+async def test_a_chunk_is_leased_once(store):
+    batch = await running_batch(store)
+    a, b = owner(store, "a"), owner(store, "b")
+    got = await asyncio.gather(*(each.lease_chunk(batch.seq) for each in (a, b, a, b)))
+    assert sorted(lease.number for lease in got if lease is not None) == [0, 1]
+    assert await a.runnable() == []
+
+
+async def test_who_takes_over_runs_only_the_lines_that_are_left_and_who_comes_late_changes_nothing(store):
+    batch = await running_batch(store, chunks=1)
+    dead, heir = owner(store, "dead"), owner(store, "heir")
+    lease = await dead.lease_chunk(batch.seq)
+    assert await dead.commit({lease.key: outcomes(2)}, again=False) == set()
+    assert await heir.runnable() == []
+    await pass_leases(store)
+    assert await heir.runnable() == [batch.seq]
+    taken = await heir.lease_chunk(batch.seq)
+    assert taken.lines[:, 0].tolist() == [1, 3]
+    assert await dead.commit({lease.key: outcomes(1, 3, body=b"late")}, again=False) == {lease.key}
+    assert await heir.commit({lease.key: outcomes(1, 3)}, again=False) == set()
+    assert await dead.commit({lease.key: outcomes(1, 3, body=b"late")}, again=True) == {lease.key}
+    assert await kept(store) == {1: b"x", 2: b"x", 3: b"x"}
+    assert (await heir.claim_batch()).ending == "completed"
+
+
+async def test_a_commit_whose_answer_was_lost_may_be_sent_again(store):
+    batch = await running_batch(store, chunks=1)
+    mine = owner(store, "mine")
+    lease = await mine.lease_chunk(batch.seq)
+    await mine.commit({lease.key: outcomes(1)}, again=False)
+    assert await mine.commit({lease.key: outcomes(1, 2)}, again=True) == set()
+    async with store.reading() as session:
+        assert await session.scalar(select(Chunk.completed)) == 2
+
+
+async def test_of_two_who_finish_one_does(store):
+    batch = await running_batch(store, chunks=1)
+    a, b = owner(store, "a"), owner(store, "b")
+    lease = await a.lease_chunk(batch.seq)
+    await a.commit({lease.key: outcomes(1, 2, 3)}, again=False)
+    claimed = await a.claim_batch()
+    assert await b.claim_batch() is None
+    await pass_leases(store)
+    heir = await b.claim_batch()
+    assert heir.attempt == claimed.attempt + 1
+    counts = await b.close_chunks(heir)
+    with pytest.raises(LeaseLost):
+        await a.finish(claimed, counts, None, None)
+    await b.finish(heir, counts, None, None)
+    async with store.reading() as session:
+        assert await session.scalar(select(StoredBatch.status)) == "completed"
+    while await a.purge():
+        pass
+    assert await kept(store) == {}
+
+
+async def test_a_batch_whose_time_is_over_is_finished_as_expired(store):
+    batch = await running_batch(store)
+    mine = owner(store, "mine")
+    lease = await mine.lease_chunk(batch.seq)
+    async with store.writing() as session:
+        await session.execute(update(StoredBatch).values(expires_at=now()))
+    assert await mine.runnable() == []
+    statuses, _ = await mine.beat([])
+    assert statuses == {batch.seq: "in_progress"}
+    claimed = await owner(store, "other").claim_batch()
+    assert (claimed.status, claimed.ending) == ("finalizing", "expired")
+    statuses, chunks = await mine.beat([])
+    assert (statuses, chunks) == ({batch.seq: "finalizing"}, {lease.key})
+
+
+async def test_gateways_of_another_model_leave_a_batch_alone(store):
+    batch = await running_batch(store)
+    other = Leases(store, owner="other", pool="another")
+    assert await other.runnable() == []
+    async with store.writing() as session:
+        await session.execute(update(StoredBatch).values(status="cancelling"))
+    assert await other.claim_batch() is None
+    assert (await owner(store, "mine").claim_batch()).seq == batch.seq
+
+
+async def test_a_heartbeat_keeps_what_is_held(store):
+    batch = await running_batch(store)
+    mine = owner(store, "mine")
+    await mine.lease_chunk(batch.seq)
+    await pass_leases(store)
+    await mine.beat([])
+    async with store.reading() as session:
+        until = await session.scalar(select(Chunk.lease_until).where(Chunk.owner == "mine"))
+    assert until > time.time() + leases.LEASE_S / 2
