@@ -189,7 +189,7 @@ def _make_cpu_runner(
     # It reads weights where they are, as float32.
     if isinstance(kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
         fused = FusedDecoder(model, cache)
-    limits = make_limits(config, model, config.page_count, max_context)
+    limits = make_limits(config, model, config.page_count, max_context, prompt_logprobs=True)
     runner = StepRunner(model, cache, attention, limits, threads, fused)
     warm_up(runner)
     return runner

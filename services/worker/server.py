@@ -22,7 +22,7 @@ from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.3"
+CONTRACT_VERSION = "1.4"
 MAX_PLANS_IN_FLIGHT = 16
 # A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
 STUCK_AFTER_S = 120.0
@@ -109,6 +109,7 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
         max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
         hydragen=limits.hydragen,
         max_micro_batches=limits.max_micro_batches,
+        prompt_logprobs=limits.prompt_logprobs,
         tensor_parallel=worker_pb2.Rank(rank=ranks.tp_rank, size=ranks.tp_size),
         pipeline_parallel=worker_pb2.Rank(rank=ranks.pp_rank, size=ranks.pp_size),
         data_parallel_rank=config.dp_rank,

@@ -31,6 +31,7 @@ class FakeShape:
     max_plans_in_flight: int = 64
     hydragen: bool = True
     max_micro_batches: int = 8
+    prompt_logprobs: bool = True
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -52,6 +53,7 @@ class FakeShape:
             max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size,
             max_top_logprobs=self.max_top_logprobs, max_plans_in_flight=self.max_plans_in_flight,
             hydragen=bool(self.hydragen), max_micro_batches=self.max_micro_batches,
+            prompt_logprobs=bool(self.prompt_logprobs),
             tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
             pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip
@@ -86,7 +88,19 @@ class FakeModel:
         sampling = self.checker.apply(plan)
         for admission in plan.admissions:
             self._admit(admission)
-        return self._sample(sampling)
+        result = self._sample(sampling)
+        self._score(result)
+        return result
+
+    def _score(self, result: plan_pb2.StepResult) -> None:
+        for slot, due in self.checker.scores_due.items():
+            scored = self.checker.prompts[slot][due.start : due.stop]
+            scores = result.prompts.add(slot=slot, start=due.start)
+            fill(scores, "logprobs", chosen_logprob(scored))
+            fill(scores, "ranks", scored % 7 + 1)
+            ids = np.concatenate([top_token_ids(token, due.top, self.shape.vocab_size) for token in scored.tolist()])
+            fill(scores, "top_token_ids", ids)
+            fill(scores, "top_logprobs", chosen_logprob(ids))
 
     def _admit(self, admission: plan_pb2.Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -173,6 +187,22 @@ def reply_script(reply: Sequence[int]) -> Script:
             if list(tokens[-length:]) == reply[:length]:
                 return reply[length % len(reply)]
         return reply[0]
+
+    return next_token
+
+
+def parrot_script(user: int, end: int, assistant: int, eos: int) -> Script:
+    """An answer is what the user said last: what is between the tokens ``user`` and ``end`` comes behind ``assistant``,
+    as far as it is not there already, and then ``eos``. Where nobody said anything the hash decides."""
+
+    def next_token(tokens: Sequence[int], sample_index: int) -> int | None:
+        tokens = list(tokens)
+        if user not in tokens or assistant not in tokens:
+            return None
+        begin = len(tokens) - tokens[::-1].index(user)
+        said = tokens[begin : tokens.index(end, begin)]
+        answered = tokens[::-1].index(assistant)
+        return said[answered] if answered < len(said) else eos
 
     return next_token
 

@@ -2,7 +2,8 @@
 
 In a test: ``worker = FakeWorker(FakeShape(...)); address = await worker.start("127.0.0.1:0")``. As a process:
 ``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50`` (fields of ``FakeShape``, and ``reply_ids=5,6,7``
-to answer every prompt with these tokens, and ``step_ms=20`` for the time of a step).
+to answer every prompt with these tokens, ``parrot_ids=2,4,3`` to answer with what the user said (the tokens of
+``parrot_script``), and ``step_ms=20`` for the time of a step).
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import grpc
 
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.rpc.server import RpcServer
-from tests.fakes.model import FakeModel, FakeShape, Script, Violation, reply_script
+from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
@@ -237,9 +238,11 @@ async def _serve(arguments: list[str]) -> None:
     shape = FakeShape(**{name: int(value) for name, value in values.items() if name in known})
     reply = values.get("reply_ids")
     script = reply_script([int(token) for token in reply.split(",")]) if reply else None
-    unknown = set(values) - known - {"listen", "reply_ids", "step_ms"}
+    if parrot := values.get("parrot_ids"):
+        script = parrot_script(*map(int, parrot.split(",")), shape.eos_token_id)
+    unknown = set(values) - known - {"listen", "reply_ids", "parrot_ids", "step_ms"}
     if unknown:
-        raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, listen, reply_ids, step_ms")
+        raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, listen, reply_ids, parrot_ids, step_ms")
     worker = FakeWorker(shape, script, float(values.get("step_ms", 0)) / 1000)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

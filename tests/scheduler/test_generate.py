@@ -184,3 +184,66 @@ async def test_compiled_stop_strings_are_kept_within_bounds(service, monkeypatch
     assert huge.nbytes > 100_000
     assert len(model._automata) == 0
     assert model._automata_bytes == 0
+
+
+async def test_penalties_reach_the_worker_and_know_what_was_generated_before(service):
+    service.worker.record = True
+    sampling = g.Sampling(seed=11, repetition_penalty=1.5, frequency_penalty=-2, presence_penalty=0.25)
+    resumed = g.Resume(generated_tokens=3)
+    await service.generate(tokens=tokens_prompt(), sampling=sampling, stopping=g.Stopping(max_tokens=2), n=2)
+    await service.generate(tokens=tokens_prompt(), sampling=sampling, stopping=g.Stopping(max_tokens=5), resume=resumed)
+    admissions = [admission for plan in service.worker.plans for admission in plan.admissions]
+    assert len(admissions) == 3
+    for admission in admissions:
+        sent = admission.sampling
+        assert (sent.repetition_penalty, sent.frequency_penalty, sent.presence_penalty) == (1.5, -2, 0.25)
+    assert [admission.prompt_tokens for admission in admissions] == [0, 0, len(PROMPT) - 3]
+
+
+async def test_text_may_end_behind_the_stop_instead_of_before_it(tokenizer):
+    reply = tokenizer.encode("one two three four five", add_special_tokens=False)
+    output = g.Output(include_stop=True)
+    async with start(worker=FakeWorker(script=reply_script([*reply, 0]))) as service:
+        stopping = g.Stopping(max_tokens=50, strings=["nope", "ee fo"])
+        samples = await service.generate(text="Count", stopping=stopping, output=output)
+        assert samples[0].text == "one two three fo"
+        stopping = g.Stopping(max_tokens=50, token_ids=[reply[1]])
+        samples = await service.generate(text="Count", stopping=stopping, output=output)
+        assert samples[0].text == tokenizer.vocabulary.text_bytes(reply[:2]).decode()
+
+
+async def test_text_may_show_special_tokens(tokenizer):
+    reply = tokenizer.encode("one two", add_special_tokens=False)
+    name = tokenizer.decode([0], skip_special_tokens=False)
+    async with start(worker=FakeWorker(script=reply_script([*reply, 0]))) as service:
+        for special, text in ((True, f"one two{name}"), (False, "one two")):
+            output = g.Output(special_tokens=special, include_stop=True)
+            samples = await service.generate(text="Count", output=output)
+            assert samples[0].text == text
+
+
+async def test_a_prompts_log_probabilities_come_with_the_first_sample(service):
+    call = service.stub.Generate(
+        g.GenerateRequest(
+            tokens=tokens_prompt(), output=g.Output(prompt_logprobs=2), stopping=g.Stopping(max_tokens=3), n=2
+        )
+    )
+    outputs = [output async for response in call for output in response.outputs.samples]
+    pieces = [piece for output in outputs for piece in output.prompt_logprobs]
+    assert {output.sample_index for output in outputs if output.prompt_logprobs} == {0}
+    assert [place for piece in pieces for place in range(piece.start, piece.start + len(piece.ranks))] == [
+        *range(1, 43)
+    ]
+    chosen = [value for piece in pieces for value in piece.logprobs.chosen]
+    assert chosen == chosen_logprob(PROMPT[1:]).tolist()
+    tops = [token for piece in pieces for token in piece.logprobs.top_token_ids]
+    assert tops == [token for chosen in PROMPT[1:] for token in top_token_ids(chosen, 2, 2048)]
+    assert sum(len(output.token_ids) for output in outputs) == 6
+
+
+async def test_a_worker_without_log_probabilities_of_prompts_is_named():
+    async with start(FakeShape(prompt_logprobs=False)) as service:
+        request = g.GenerateRequest(tokens=tokens_prompt(), output=g.Output(prompt_logprobs=0))
+        with pytest.raises(grpc.aio.AioRpcError, match="device=cpu") as caught:
+            await service.stub.Generate(request).read()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

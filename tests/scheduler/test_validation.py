@@ -29,6 +29,10 @@ WRONG = [
     ({"sampling": g.Sampling(top_p=0)}, "sampling.top_p", "more than 0"),
     ({"sampling": g.Sampling(top_p=1.5)}, "sampling.top_p", "1.5"),
     ({"sampling": g.Sampling(min_p=-0.5)}, "sampling.min_p", "0 to 1"),
+    ({"sampling": g.Sampling(repetition_penalty=0)}, "sampling.repetition_penalty", "0.01 to 100"),
+    ({"sampling": g.Sampling(repetition_penalty=math.inf)}, "sampling.repetition_penalty", "0.01 to 100"),
+    ({"sampling": g.Sampling(frequency_penalty=2.5)}, "sampling.frequency_penalty", "-2 to 2"),
+    ({"sampling": g.Sampling(presence_penalty=math.nan)}, "sampling.presence_penalty", "-2 to 2"),
     ({"sampling": g.Sampling(logit_bias_token_ids=[1])}, "sampling.logit_bias_values", "as many"),
     (
         {"sampling": g.Sampling(logit_bias_token_ids=[1, 4000], logit_bias_values=[1, 1])},
@@ -54,6 +58,12 @@ WRONG = [
     ({"stopping": g.Stopping(token_ids=[9999])}, "stopping.token_ids[0]", "9999"),
     ({"output": g.Output(top_logprobs=2)}, "output.top_logprobs", "needs logprobs"),
     ({"output": g.Output(logprobs=True, top_logprobs=21)}, "output.top_logprobs", "0 to 20"),
+    ({"output": g.Output(prompt_logprobs=21)}, "output.prompt_logprobs", "0 to 20"),
+    (
+        {"output": g.Output(special_tokens=True), "stopping": g.Stopping(strings=["x"])},
+        "output.special_tokens",
+        "leave one out",
+    ),
     ({"n": 0}, "n", "n is 0"),
     ({"n": 100}, "n", "max_samples_per_request"),
     ({"priority": 9}, "priority", "9"),

@@ -22,7 +22,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "1.3",
+        "contract_version": "1.4",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -32,6 +32,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
         "max_top_logprobs": 20,
         "max_plans_in_flight": 16,
         "max_micro_batches": 1,
+        "prompt_logprobs": True,
         "tensor_parallel": one,
         "pipeline_parallel": one,
         "device": "cpu",
@@ -216,9 +217,9 @@ async def test_a_defect_in_a_step_ends_the_stream_and_nothing_else(connect, monk
 async def test_calls_are_unavailable_while_the_model_loads(connect, worker, monkeypatch):
     loading = threading.Event()
 
-    def slow_boot(config):
+    def slow_boot(config, on_lost):
         loading.wait()
-        return boot(config)
+        return boot(config, on_lost)
 
     monkeypatch.setattr(server, "boot", slow_boot)
     scheduler = await connect(await worker())

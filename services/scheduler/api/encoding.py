@@ -9,7 +9,7 @@ from services.common.packed import fill
 from services.common.rpc.status import to_status
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.load import Load
-from services.scheduler.core.plan import NO_SLOTS
+from services.scheduler.core.plan import NO_SLOTS, Scored
 from services.scheduler.core.request import Finish, FinishReason, Request
 from services.scheduler.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
@@ -48,9 +48,22 @@ def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
         fill(message.logprobs, "top_counts", delta.top_counts)
         fill(message.logprobs, "top_token_ids", delta.top_token_ids)
         fill(message.logprobs, "top_logprobs", delta.top_logprobs)
+    for handle, scored in delta.scored:
+        encode_scored(message.prompts.add(handle=handle).logprobs, scored)
     for finish in delta.finished:
         message.finished.add(handle=finish.handle).finish.CopyFrom(encode_finish(finish))
     return message
+
+
+def encode_scored(message: generate_pb2.PromptLogprobs, scored: Scored) -> None:
+    count = len(scored.logprobs)
+    message.start = scored.start
+    fill(message, "ranks", scored.ranks)
+    fill(message.logprobs, "chosen", scored.logprobs)
+    if len(scored.top_token_ids):
+        fill(message.logprobs, "top_counts", np.full(count, len(scored.top_token_ids) // count))
+        fill(message.logprobs, "top_token_ids", scored.top_token_ids)
+        fill(message.logprobs, "top_logprobs", scored.top_logprobs)
 
 
 def encode_finish(finish: Finish) -> generate_pb2.Finish:

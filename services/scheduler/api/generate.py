@@ -9,7 +9,7 @@ import numpy as np
 
 from services.common.packed import fill
 from services.common.text.detokenizer import Detokenizer
-from services.scheduler.api.encoding import encode_accepted, encode_finish
+from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
@@ -29,6 +29,8 @@ class Generation:
         self._model = model
         self._texts: dict[int, Detokenizer] = {}
         self._wants_logprobs = False
+        self._include_stop = False
+        self._stops: list[bytes] = []
 
     async def run(
         self, message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -47,9 +49,12 @@ class Generation:
         self._wants_logprobs = request.sampling.logprobs
         wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)
         if wants_text:
-            self._texts = {
-                index: Detokenizer(model.tokenizer.vocabulary, message.stopping.strings) for index in range(request.n)
-            }
+            self._include_stop = message.output.include_stop
+            self._stops = [stop.encode() for stop in message.stopping.strings]
+            vocabulary = model.tokenizer.vocabulary
+            if message.output.special_tokens:
+                vocabulary = vocabulary.with_specials
+            self._texts = {index: Detokenizer(vocabulary, message.stopping.strings) for index in range(request.n)}
             if request.resumed_tokens:  # sent before, but what was held back then may be sent now
                 self._texts[0].push(tokens[request.prompt_tokens :].tolist())
         request.sink, mailbox = self._hub.open(session=False)
@@ -74,6 +79,9 @@ class Generation:
         counts = np.ones(len(delta.handles), np.int64) if delta.counts is None else delta.counts
         ends = np.cumsum(counts)
         message = generate_pb2.SampleOutputs()
+        for handle, scored in delta.scored:
+            sample = message.samples.add(sample_index=handle)
+            encode_scored(sample.prompt_logprobs.add(), scored)
         for index, end, count in zip(delta.handles.tolist(), ends.tolist(), counts.tolist(), strict=True):
             self._add(message.samples.add(), delta, index, slice(end - count, end), finished.pop(index, None))
         for index, finish in finished.items():
@@ -96,9 +104,11 @@ class Generation:
     def _text(self, text: Detokenizer, tokens: list[int], finish: Finish | None) -> str:
         if finish is None:
             return text.push(tokens)
-        if finish.stop_token_id is not None:
+        if finish.stop_token_id is not None and not self._include_stop:
             tokens = tokens[:-1]  # its text is not part of the answer
-        trailing = finish.stop_string[1] if finish.stop_string is not None else 0
+        index, trailing = finish.stop_string or (0, 0)
+        if trailing and self._include_stop:
+            trailing -= len(self._stops[index])
         return text.push(tokens) + text.finish(trailing)
 
 

@@ -23,6 +23,7 @@ class MergedDelta:
     def __init__(self, deltas: list[Delta]) -> None:
         self.step = deltas[-1].step
         self.finished = [finish for delta in deltas for finish in delta.finished]
+        self.scored = [scored for delta in deltas for scored in delta.scored]
         if len(deltas) == 1:
             delta = deltas[0]
             self.handles, self.counts, self.tokens = delta.handles, None, delta.tokens
@@ -122,7 +123,8 @@ def _size(item: Any) -> int:
     if not isinstance(item, Delta):
         return 64
     tokens = len(item.tokens)
-    return 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * len(item.top_token_ids) + 64 * len(item.finished)
+    scored = sum(8 * len(scored.logprobs) + 8 * len(scored.top_logprobs) for _, scored in item.scored)
+    return scored + 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * len(item.top_token_ids) + 64 * len(item.finished)
 
 
 def _join(deltas: list[Delta], name: str, none: np.ndarray, missing: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
 _LONGEST_ID = 256
+_LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
 _LONGEST_LENGTH_CLASS = 64
 _LONGEST_FAIRNESS_KEY = 256
 _PRIORITIES = {
@@ -51,6 +52,11 @@ def read_request(
         raise InvalidRequest(f"handle {handle} + n={n} is beyond 32 bits: choose a smaller handle", field="handle")
     stopping = message.stopping
     strings = _stop_strings(stopping)
+    if strings and message.output.special_tokens:
+        raise InvalidRequest(
+            "special_tokens does not go with stop strings, which are looked for in text without them: leave one out",
+            field="output.special_tokens",
+        )
     request = Request(
         request_id=message.request_id or f"req-{_random.getrandbits(128):032x}",
         tokens=tokens,
@@ -87,6 +93,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         raise InvalidRequest(f"top_p is {top_p:g}: expected more than 0 and at most 1", field="sampling.top_p")
     if not 0 <= min_p <= 1:
         raise InvalidRequest(f"min_p is {min_p:g}: expected 0 to 1", field="sampling.min_p")
+    repetition, frequency, presence = _penalties(sampling)
     bias_tokens, bias_values = _logit_bias(sampling, model)
     logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
     most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
@@ -94,6 +101,15 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         raise InvalidRequest(f"top_logprobs is {top}: expected 0 to {most}", field="output.top_logprobs")
     if top and not logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: set output.logprobs", field="output.top_logprobs")
+    scored = _number(message.output, "prompt_logprobs", None)
+    if scored is not None and not model.shape.prompt_logprobs:
+        raise InvalidRequest(
+            "the worker computes no log-probabilities of prompt tokens: leave prompt_logprobs out, or serve the model"
+            " with device=cpu and without tp_size or pp_size",
+            field="output.prompt_logprobs",
+        )
+    if scored is not None and scored > most:
+        raise InvalidRequest(f"prompt_logprobs is {scored}: expected 0 to {most}", field="output.prompt_logprobs")
     return SamplingSettings(
         temperature=temperature,
         top_p=top_p,
@@ -104,7 +120,26 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         top_logprobs=top,
         logit_bias_token_ids=bias_tokens,
         logit_bias_values=bias_values,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        prompt_logprobs=scored,
     )
+
+
+def _penalties(sampling: generate_pb2.Sampling) -> tuple[float, float, float]:
+    """Repetition, frequency and presence; the comparisons are such that NaN fails."""
+    repetition = _number(sampling, "repetition_penalty", 1.0)
+    if not np.float32(_LEAST_REPETITION) <= repetition <= _MOST_REPETITION:
+        raise InvalidRequest(
+            f"repetition_penalty is {repetition:g}: expected {_LEAST_REPETITION:g} to {_MOST_REPETITION:g}, 1 = off",
+            field="sampling.repetition_penalty",
+        )
+    others = [_number(sampling, name, 0.0) for name in ("frequency_penalty", "presence_penalty")]
+    for name, value in zip(("frequency_penalty", "presence_penalty"), others, strict=True):
+        if not -2 <= value <= 2:
+            raise InvalidRequest(f"{name} is {value:g}: expected -2 to 2, 0 = off", field=f"sampling.{name}")
+    return repetition, *others
 
 
 def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel) -> tuple[np.ndarray, np.ndarray]:

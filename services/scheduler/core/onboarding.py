@@ -110,7 +110,7 @@ class Onboarding:
                 return None
             return Entry([sample], tokens, len(tokens) - 1, share.node, share.last_page, shared=True)
         # The page of the last token is never taken from the tree: that token is computed, to sample behind it.
-        most = (len(tokens) - 1) // size
+        most = (request.scored if request.unscored else len(tokens) - 1) // size
         node, early = state.tree.match(tokens, request.salt, most, plan.step)
         if early:
             return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, Result, no_floats, no_slots, no_tokens
+from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, Result, Scored, no_floats, no_slots, no_tokens
 from services.scheduler.core.request import Finish
 
 
@@ -21,6 +21,7 @@ class Delta:
     top_token_ids: np.ndarray = field(default_factory=no_tokens)
     top_logprobs: np.ndarray = field(default_factory=no_floats)
     finished: list[Finish] = field(default_factory=list)
+    scored: list[tuple[int, Scored]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
 
 
 class Outbox:
@@ -29,6 +30,10 @@ class Outbox:
     def __init__(self) -> None:
         self._deltas: list[tuple[int, Delta]] = []
         self._finished: dict[int, list[Finish]] = defaultdict(list)
+        self._scored: dict[int, list[tuple[int, Scored]]] = defaultdict(list)
+
+    def score(self, sink: int, handle: int, scored: Scored) -> None:
+        self._scored[sink].append((handle, scored))
 
     def finish(self, sink: int, finish: Finish) -> None:
         self._finished[sink].append(finish)
@@ -47,14 +52,17 @@ class Outbox:
     def take(self, step: int) -> list[tuple[int, Delta]]:
         """Everything since the last call, as (sink, delta)."""
         deltas, self._deltas = self._deltas, []
-        if self._finished:
+        if self._finished or self._scored:
             by_sink = dict(deltas)
-            for sink, finished in self._finished.items():
+            for sink in dict.fromkeys((*self._scored, *self._finished)):
                 if sink not in by_sink:
-                    deltas.append((sink, Delta(step, finished=finished)))
-                else:
-                    by_sink[sink].finished = finished
-            self._finished = defaultdict(list)
+                    by_sink[sink] = Delta(step)
+                    deltas.append((sink, by_sink[sink]))
+            for sink, finished in self._finished.items():
+                by_sink[sink].finished = finished
+            for sink, scored in self._scored.items():
+                by_sink[sink].scored = scored
+            self._finished, self._scored = defaultdict(list), defaultdict(list)
         return deltas
 
     def _add(self, sink: int, result: Result, handles: np.ndarray, rows: np.ndarray | None) -> None:

@@ -1,6 +1,7 @@
 """What goes to the worker and what comes back, as arrays: the core's side of the worker's contract."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,6 +69,22 @@ class Plan:
     postponed: bool = False  # onboarding waits for a later plan
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of consecutive prompt tokens."""
+
+    start: int  # place of the first of them in the prompt
+    logprobs: np.ndarray  # float32 [tokens]
+    ranks: np.ndarray  # uint32, beside logprobs; 1 = most likely
+    top_token_ids: np.ndarray  # uint32 [tokens * top]
+    top_logprobs: np.ndarray  # float32, beside top_token_ids
+
+    def behind(self, tokens: int) -> "Scored":
+        """Without the first so many."""
+        top = tokens * (len(self.top_token_ids) // len(self.logprobs))
+        rest = self.logprobs[tokens:], self.ranks[tokens:], self.top_token_ids[top:], self.top_logprobs[top:]
+        return Scored(self.start + tokens, *rest)
+
+
 @dataclass(frozen=True, eq=False)
 class Result:
     """A worker's answer to one plan. Arrays stand beside ``slots``; empty when nobody asked for them."""
@@ -80,5 +97,6 @@ class Result:
     top_token_ids: np.ndarray = field(default_factory=no_tokens)  # concatenated
     top_logprobs: np.ndarray = field(default_factory=no_floats)
     failures: tuple[tuple[int, str], ...] = ()  # (slot, message)
+    scored: tuple[tuple[int, Scored], ...] = ()  # (slot, prompt tokens)
     device_ns: int = 0  # the device worked on the step; 0 = not measured
     idle_ns: int = 0  # it had nothing to do before the step

@@ -50,6 +50,10 @@ class SamplingSettings:
     top_logprobs: int = 0
     logit_bias_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     logit_bias_values: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None: none
 
 
 @dataclass(eq=False)
@@ -76,6 +80,7 @@ class Request:
     stop_state: int = 0  # of the automaton after the resumed tail
     sink: int = 0  # where the output goes: the owner of the handles
     handle: int = 0  # sample i answers to handle + i
+    scored: int = 0  # prompt tokens, behind the first, whose log-probabilities were told
     limit: int = 0  # length at which a sample ends
     guaranteed: bool = True
     length_class_id: int = 0  # of the length predictor
@@ -90,6 +95,11 @@ class Request:
     def prompt_tokens(self) -> int:
         """Length of the prompt proper, without a resumed tail."""
         return len(self.tokens) - self.resumed_tokens
+
+    @property
+    def unscored(self) -> bool:
+        """Log-probabilities of its prompt are still to come: cached tokens have none."""
+        return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens - 1
 
 
 @dataclass(eq=False)
@@ -187,6 +197,7 @@ class WorkerShape:
     max_context_tokens: int
     vocab_size: int
     max_top_logprobs: int = 20
+    prompt_logprobs: bool = False
 
     @property
     def max_running(self) -> int:

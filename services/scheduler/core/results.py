@@ -25,6 +25,7 @@ class Results:
         if np.count_nonzero(live) < len(live):
             state.counters.wasted_tokens += int(len(live) - np.count_nonzero(live))
             result = select_rows(result, np.flatnonzero(live))
+        self._take_scored(result)
         self._fail(result)
         rows, tokens = result.slots, result.tokens
         if len(rows) == 0:
@@ -52,6 +53,17 @@ class Results:
                 endings.append(Ending(sample, FinishReason.LENGTH))
         if endings:
             self._lifecycle.finish(endings)
+
+    def _take_scored(self, result: Result) -> None:
+        """Log-probabilities of prompts, each once: after an interruption some may be computed again."""
+        slots = self._state.slots
+        for slot, scored in result.scored:
+            if slots.active[slot] and slots.admitted_step[slot] <= result.step:
+                request = slots.samples[slot].request
+                told = request.scored + 1 - scored.start
+                if 0 <= told < len(scored.logprobs):
+                    request.scored += len(scored.logprobs) - told
+                    self._state.outbox.score(request.sink, request.handle, scored.behind(told))
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
         state, slots = self._state, self._state.slots

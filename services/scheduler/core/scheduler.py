@@ -14,7 +14,7 @@ from services.scheduler.core.load import Load, read_load
 from services.scheduler.core.onboarding import Onboarding
 from services.scheduler.core.outlook import steps_until_released
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import Plan, Result
+from services.scheduler.core.plan import Plan, Result, Scored
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prediction import Prediction
@@ -129,7 +129,9 @@ class Scheduler:
         """What the core wants to know about an accepted request."""
         state, policy = self.state, self.state.policy
         default = AdmissionMode.GUARANTEED if request.priority in policy.guaranteed_classes else policy.mode
-        request.guaranteed = (request.mode or default) is AdmissionMode.GUARANTEED
+        # What is computed of a prompt must be heard of.
+        scored = request.sampling.prompt_logprobs is not None
+        request.guaranteed = scored or (request.mode or default) is AdmissionMode.GUARANTEED
         request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
         answer = request.limit - request.prompt_tokens
         request.length_class_id = state.lengths.class_of(request.length_class, answer)
@@ -239,8 +241,15 @@ class Scheduler:
         whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows) and len(result.top_counts) in (0, rows)
         listed = int(result.top_counts.sum()) if len(result.top_counts) else 0
         whole = whole and len(result.top_token_ids) == listed and len(result.top_logprobs) == listed
+        whole = whole and all(self._is_whole(slot, scored) for slot, scored in result.scored)
         if not whole or result.tokens.max(initial=0) >= self.state.shape.vocab_size:
             raise ValueError(f"step {result.step}: tokens that do not exist, or arrays of unequal length")
+
+    def _is_whole(self, slot: int, scored: Scored) -> bool:
+        count, listed = len(scored.logprobs), len(scored.top_token_ids)
+        fits = slot < self.state.shape.max_slots and scored.start > 0 < count == len(scored.ranks)
+        fits = fits and listed % count == 0 and listed == len(scored.top_logprobs)
+        return bool(fits and scored.top_token_ids.max(initial=0) < self.state.shape.vocab_size)
 
     def take_output(self) -> list[tuple[int, Delta]]:
         """News since the last call, as (sink, delta). A finished sample's handle is free from here on."""

@@ -11,7 +11,7 @@ from services.common.packed import read_fixed32
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.layout import NONE, Groups, check_groups, check_micro_batches
 from services.scheduler.record.limits import WorkerLimits, check_admission, most_pages
-from services.scheduler.record.logprobs import NOT_ASKED, check_logprobs
+from services.scheduler.record.logprobs import NOT_ASKED, ScoresDue, check_logprobs, check_scores
 from services.scheduler.record.violation import PlanViolation, ResultViolation, Violation, expect, require, require_each
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -37,6 +37,8 @@ class PlanChecker:
         self.hash = np.zeros(slots, np.uint64)  # of the computed tokens
         self.last_token = np.zeros(slots, np.uint32)  # of the known ones
         self.top_asked = np.full(slots, NOT_ASKED)  # top log-probabilities wanted; NOT_ASKED = not even the token's own
+        self._scored: dict[int, tuple[int, int]] = {}  # slot -> top log-probabilities of its prompt, prompt tokens
+        self.scores_due: dict[int, ScoresDue] = {}  # by slot, of the plan applied last
         self.page_counts = np.zeros(slots, np.int64)
         self.tables = np.zeros((slots, self._width), np.int32)
         self.prompts: dict[int, np.ndarray] = {}  # slot -> tokens given at admission, uint32
@@ -100,6 +102,7 @@ class PlanChecker:
             expect((given < self.limits.vocab_size).all(), "a token outside the vocabulary")
             asked = self.top_asked[self._sampling]
             check_logprobs(result, slots, asked[good], asked[~good], self.limits.vocab_size)
+            check_scores(result, self.scores_due, self.limits.vocab_size)
         except Violation as violation:
             violation.step = self.step
             raise
@@ -130,6 +133,7 @@ class PlanChecker:
         self.holders[pages] -= 1
         self.pages_in_use -= int(np.count_nonzero(self.holders[pages] == 0))
         del self.prompts[slot], self._prompt_hashes[slot]
+        self._scored.pop(slot, None)
 
     def _admit(self, admission: plan_pb2.Admission) -> None:
         limits, slot, cached = self.limits, admission.slot, admission.cached_tokens
@@ -146,6 +150,8 @@ class PlanChecker:
         self.last_token[slot] = tokens[-1]
         sampling = admission.sampling
         self.top_asked[slot] = sampling.top_logprobs if sampling.logprobs else NOT_ASKED
+        if sampling.HasField("prompt_logprobs"):
+            self._scored[slot] = sampling.prompt_logprobs, admission.prompt_tokens or len(tokens)
         self.tables[slot, : len(pages)] = pages
         self.pages_in_use += int(np.count_nonzero(self.holders[pages] == 0))
         self.holders[pages] += 1
@@ -238,11 +244,21 @@ class PlanChecker:
         require_each(ends <= self.known[slots], "computes more tokens than are known", slots=slots)
         require_each(ends < self.limits.max_context_tokens, "computes past the context", slots=slots)
         require_each(ends <= self.page_counts[slots] * self.limits.page_size, "computes past its pages", slots=slots)
+        self.scores_due = self._due(slots, start, ends) if self._scored else {}
         single = start >= self.given[slots] - 1
         self._compute_last(slots[single])
         for slot, count in zip(slots[~single].tolist(), counts[~single].tolist(), strict=True):
             self._prefill(slot, count)
         return slots[ends == self.known[slots]]
+
+    def _due(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> "dict[int, ScoresDue]":
+        due = {}
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            if slot in self._scored:
+                top, prompt = self._scored[slot]
+                if start + 1 < min(end + 1, prompt):
+                    due[slot] = ScoresDue(start + 1, min(end + 1, prompt), top)
+        return due
 
     def _compute_last(self, slots: np.ndarray) -> None:
         """Each slot computes its last known token: the one sampled last, or the last one given."""

@@ -22,6 +22,7 @@ class WorkerLimits(Protocol):
     max_top_logprobs: int
     hydragen: bool
     max_micro_batches: int
+    prompt_logprobs: bool
 
 
 def most_pages(limits: WorkerLimits) -> int:
@@ -49,8 +50,15 @@ def check_sampling(settings: plan_pb2.SamplingSettings, slot: int, limits: Worke
     require(0 <= settings.temperature < math.inf, f"temperature={settings.temperature}", slot=slot)
     require(0 < settings.top_p <= 1, f"top_p={settings.top_p}", slot=slot)
     require(0 <= settings.min_p <= 1, f"min_p={settings.min_p}", slot=slot)
+    repetition = settings.repetition_penalty
+    require(0 <= repetition < math.inf, f"repetition_penalty={repetition}", slot=slot)
+    require(-2 <= settings.frequency_penalty <= 2, f"frequency_penalty={settings.frequency_penalty}", slot=slot)
+    require(-2 <= settings.presence_penalty <= 2, f"presence_penalty={settings.presence_penalty}", slot=slot)
     most_top = min(limits.max_top_logprobs, limits.vocab_size)
     require(settings.top_logprobs <= most_top, f"top_logprobs={settings.top_logprobs}", slot=slot)
+    if settings.HasField("prompt_logprobs"):
+        require(limits.prompt_logprobs, "prompt_logprobs, which the worker does not compute", slot=slot)
+        require(settings.prompt_logprobs <= most_top, f"prompt_logprobs={settings.prompt_logprobs}", slot=slot)
     biased, values = settings.logit_bias_token_ids, settings.logit_bias_values
     require(len(biased) == len(values), "logit_bias arrays differ in length", slot=slot)
     if len(biased):

@@ -1,5 +1,8 @@
 """Whether an answer has the log-probabilities that its rows asked for, and no others."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 
 from services.common.packed import read_fixed32, read_float
@@ -7,6 +10,14 @@ from services.scheduler.record.violation import expect, expect_each
 from tokasaurus.worker.v1 import plan_pb2
 
 NOT_ASKED = -1
+
+
+class ScoresDue(NamedTuple):
+    """Prompt tokens of one slot whose log-probabilities a step has to give."""
+
+    start: int  # place in the sequence
+    stop: int
+    top: int  # of the most likely tokens for each
 
 
 def check_logprobs(
@@ -34,3 +45,20 @@ def check_logprobs(
     expect(len(ids) == len(values) == total, f"{len(ids)} top_token_ids and {len(values)} top_logprobs of {total} due")
     expect((ids < vocab_size).all(), "a top token outside the vocabulary")
     expect(not np.isnan(values).any(), "a top logprob that is not a number")
+
+
+def check_scores(result: plan_pb2.StepResult, due: Mapping[int, ScoresDue], vocab_size: int) -> None:
+    """``due`` by slot: each comes once, whole, in parts that follow each other. Raises ``ResultViolation``."""
+    told = {slot: wanted.start for slot, wanted in due.items()}
+    for scores in result.prompts:
+        slot, count = scores.slot, len(scores.logprobs)
+        expect(slot in due and scores.start == told[slot], f"scores of the token at {scores.start}", slot=slot)
+        told[slot] += count
+        listed = count * due[slot].top
+        lengths = len(scores.ranks), len(scores.top_token_ids), len(scores.top_logprobs)
+        expect(lengths == (count, listed, listed), f"scores of {count} tokens with arrays of {lengths}", slot=slot)
+        values = np.concatenate((read_float(scores.logprobs), read_float(scores.top_logprobs)))
+        expect(not np.isnan(values).any(), "a score that is not a number", slot=slot)
+        expect((read_fixed32(scores.top_token_ids) < vocab_size).all(), "a top token outside the vocabulary", slot=slot)
+    for slot, wanted in due.items():
+        expect(told[slot] == wanted.stop, f"scores up to {told[slot]}, due were {wanted.stop}", slot=slot)

@@ -16,6 +16,7 @@ _BATCH_ARRAYS = ("slots", "token_counts")
 _GROUP_ARRAYS = ("starts", "counts", "prefix_pages")
 _ADMISSION_ARRAYS = ("token_ids", "pages")
 _BIAS_ARRAYS = ("logit_bias_token_ids", "logit_bias_values")
+_SCORE_ARRAYS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
 _RESULT_ARRAYS = ("slots", "token_ids", "logprobs", "top_counts", "top_token_ids", "top_logprobs")
 
 
@@ -34,7 +35,8 @@ def plan_size(plan: plan_pb2.StepPlan) -> int:
 def result_size(result: plan_pb2.StepResult) -> int:
     """Bytes; at least what it takes on the wire."""
     failures = sum(_MESSAGE_BYTES + 4 * len(failure.message) for failure in result.failures)
-    return _of(result, _RESULT_ARRAYS) + failures
+    scores = sum([_of(scores, _SCORE_ARRAYS) for scores in result.prompts])
+    return _of(result, _RESULT_ARRAYS) + failures + scores
 
 
 def _of(message: Message, arrays: tuple[str, ...]) -> int:

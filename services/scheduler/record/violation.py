@@ -49,7 +49,7 @@ def expect_each(good: np.ndarray, message: str, *, slots: np.ndarray) -> None:
         raise ResultViolation(message, slot=int(slots[int(good.argmin())]))
 
 
-def expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str, *, slot: int | None = None) -> None:
     """``ResultViolation`` unless ``condition``."""
     if not condition:
-        raise ResultViolation(message)
+        raise ResultViolation(message, slot=slot)

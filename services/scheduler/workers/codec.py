@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Plan, Result, SlotAdmissions
+from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Plan, Result, Scored, SlotAdmissions
 from services.scheduler.core.request import WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
@@ -44,6 +44,10 @@ def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -
     sampling.logprobs, sampling.top_logprobs = wanted.logprobs, wanted.top_logprobs
     fill(sampling, "logit_bias_token_ids", wanted.logit_bias_token_ids)
     fill(sampling, "logit_bias_values", wanted.logit_bias_values)
+    sampling.repetition_penalty, sampling.frequency_penalty = wanted.repetition_penalty, wanted.frequency_penalty
+    sampling.presence_penalty = wanted.presence_penalty
+    if wanted.prompt_logprobs is not None:
+        sampling.prompt_logprobs = wanted.prompt_logprobs
     encoded = common.SerializeToString()
     rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
     for slot, pages, sample_index in rows:
@@ -65,6 +69,17 @@ def decode_result(message: plan_pb2.StepResult) -> Result:
         device_ns=message.timing.device_ns,
         idle_ns=message.timing.idle_ns,
         failures=tuple((failure.slot, failure.message) for failure in message.failures),
+        scored=tuple((scores.slot, _decode_scores(scores)) for scores in message.prompts),
+    )
+
+
+def _decode_scores(message: plan_pb2.PromptScores) -> Scored:
+    return Scored(
+        message.start,
+        read_float(message.logprobs),
+        read_fixed32(message.ranks),
+        read_fixed32(message.top_token_ids),
+        read_float(message.top_logprobs),
     )
 
 
@@ -78,4 +93,5 @@ def decode_shape(info: worker_pb2.WorkerInfo, max_context_tokens: int) -> Worker
         max_context_tokens=min(info.max_context_tokens, max_context_tokens),
         vocab_size=info.vocab_size,
         max_top_logprobs=info.max_top_logprobs,
+        prompt_logprobs=info.prompt_logprobs,
     )

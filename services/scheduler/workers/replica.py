@@ -15,6 +15,7 @@ _LEAST = (
     "max_plans_in_flight",
     "hydragen",
     "max_micro_batches",
+    "prompt_logprobs",
 )
 
 

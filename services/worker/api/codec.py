@@ -53,6 +53,12 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
         fill(message, "top_counts", sampled.top_counts[good])
         fill(message, "top_token_ids", sampled.top_token_ids[kept])
         fill(message, "top_logprobs", sampled.top_logprobs[kept])
+    for scored in output.scored:
+        scores = message.prompts.add(slot=scored.slot, start=scored.start)
+        fill(scores, "logprobs", scored.logprobs)
+        fill(scores, "ranks", scored.ranks)
+        fill(scores, "top_token_ids", scored.top_token_ids.reshape(-1))
+        fill(scores, "top_logprobs", scored.top_logprobs.reshape(-1))
     return message
 
 
@@ -77,6 +83,7 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
             repetition_penalty=sampling.repetition_penalty or 1.0,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
         prompt_tokens=message.prompt_tokens,
     )

@@ -167,6 +167,16 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
     for name, value, good, expected in ranges:
         if not good:
             raise InvalidRequest(f"{field}.{name}={value}: expected {expected}", field=f"{field}.{name}")
+    scored = settings.prompt_logprobs
+    if scored is not None and not limits.prompt_logprobs:
+        raise InvalidRequest(
+            f"{field}.prompt_logprobs, but this worker's WorkerInfo.prompt_logprobs is false: leave it unset",
+            field=f"{field}.prompt_logprobs",
+        )
+    if scored is not None and scored > (most := min(limits.max_top_logprobs, limits.vocab_size)):
+        raise InvalidRequest(
+            f"{field}.prompt_logprobs={scored}: expected at most {most}", field=f"{field}.prompt_logprobs"
+        )
     if len(settings.bias_token_ids) != len(settings.bias_values):
         raise InvalidRequest(
             f"{field}: {len(settings.bias_token_ids)} logit_bias_token_ids and {len(settings.bias_values)}"

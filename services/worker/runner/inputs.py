@@ -1,6 +1,6 @@
 """From a batch and the slots' state to the arrays of a forward pass, split into shards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +14,16 @@ _SMALLEST_SHARD = 16
 
 
 @dataclass(frozen=True)
+class ToScore:
+    """Prompt tokens of one row whose log-probabilities were asked for."""
+
+    slot: int
+    start: int  # place in the sequence of the first of them
+    first: int  # index within the shard of the token before it, from which it is scored; the others follow
+    token_ids: np.ndarray  # [n] int64, those to be scored
+
+
+@dataclass(frozen=True)
 class Shard:
     """A run of the step's tokens that one thread computes. A row may go on in the next shard."""
 
@@ -23,6 +33,7 @@ class Shard:
     sample_tokens: np.ndarray  # [samples] int64, index within the shard of each token that is sampled from
     sample_slots: np.ndarray  # beside sample_tokens
     sample_positions: np.ndarray  # beside sample_tokens: the place in the sequence of the token to be sampled
+    scores: tuple["ToScore", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,24 @@ def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
         _cut(start, end, token_slots, positions, ends - counts, ends, samples, rows, slots.page_table)
         for start, end in pairwise(cuts)
     )
+    if known_tokens is not None and (asked := np.flatnonzero(~decoding & (slots.prompt_logprobs[rows] >= 0))).size:
+        runs = [(int(rows[row]), int(begins[row]), int(ends[row] - counts[row]), int(ends[row])) for row in asked]
+        shards = tuple(replace(shard, scores=_scores(shard, runs, slots)) for shard in shards)
     return StepInputs(positions, known_tokens, last_of, last_slots, shards, known_tokens is None)
+
+
+def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTable) -> tuple[ToScore, ...]:
+    """``runs``: (slot, place in the sequence, start and end among the step's tokens) of each row to score."""
+    found = []
+    for slot, begin, row_start, end in runs:
+        place = row_start - begin  # of the sequence's token 0 among the step's tokens
+        first = max(row_start, shard.start)
+        stop = min(end, shard.end, place + int(slots.prompt_tokens[slot]) - 1)
+        if first < stop:
+            start = first - place + 1
+            token_ids = slots.prompts[slot][start : start + stop - first]
+            found.append(ToScore(slot, start, first - shard.start, token_ids))
+    return tuple(found)
 
 
 def _cut(

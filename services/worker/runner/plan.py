@@ -22,6 +22,7 @@ class SamplingSettings:
     repetition_penalty: float = 1.0  # 1 = off
     frequency_penalty: float = 0.0  # 0 = off
     presence_penalty: float = 0.0  # 0 = off
+    prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None = none
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Limits:
     max_top_logprobs: int
     hydragen: bool = False  # whether plans may have groups
     max_micro_batches: int = 1  # parts that a step may be cut into
+    prompt_logprobs: bool = False  # whether sequences may ask for them
 
     @property
     def max_pages_per_slot(self) -> int:
@@ -120,6 +122,18 @@ class Sampled:
     top_logprobs: np.ndarray | None = None  # beside top_token_ids
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of consecutive prompt tokens of one sequence."""
+
+    slot: int
+    start: int  # place in the sequence of the first of them
+    logprobs: np.ndarray  # [n] float32
+    ranks: np.ndarray  # [n] int64, 1 = the most likely token
+    top_token_ids: np.ndarray  # [n, asked for] int64, most likely first
+    top_logprobs: np.ndarray  # beside top_token_ids
+
+
 @dataclass
 class Timing:
     """Nanoseconds."""
@@ -138,3 +152,4 @@ class StepOutput:
     step: int
     sampled: Sampled
     timing: Timing = field(default_factory=Timing)
+    scored: tuple[Scored, ...] = ()  # in batch order; a sequence may come in parts

@@ -13,9 +13,10 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.fused_cpu import FusedDecoder
 from services.worker.runner.checks import check_plan
 from services.worker.runner.inputs import Shard, StepInputs, build
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Limits, Plan, Sampled, StepOutput, Timing
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Limits, Plan, Sampled, Scored, StepOutput, Timing
 from services.worker.runner.shards import ShardThreads
 from services.worker.runner.slots import SlotTable
+from services.worker.sampling.prompt_logprobs import score
 from services.worker.sampling.sampler import NOTHING, concatenate, sample
 
 
@@ -70,11 +71,11 @@ class StepRunner:
         token_ids, positions = self._to_device(inputs)
         self._keep_tokens(inputs, token_ids)
         timing.prepare = time.perf_counter_ns() - started
-        parts = self._compute(inputs, token_ids, positions, timing)
+        parts, scored = zip(*self._compute(inputs, token_ids, positions, timing), strict=True)
         sampled = parts[0] if len(parts) == 1 else concatenate(parts)
         self._keep_sampled(sampled)
         self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
-        return StepOutput(plan.step, sampled, timing)
+        return StepOutput(plan.step, sampled, timing, tuple(each for part in scored for each in part))
 
     def _apply(self, plan: Plan) -> None:
         slots = self._slots
@@ -110,7 +111,7 @@ class StepRunner:
 
     def _compute(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
-    ) -> list[Sampled]:
+    ) -> list[tuple[Sampled, list[Scored]]]:
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
         timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the first shard's counts as the step's
         jobs = [
@@ -128,7 +129,7 @@ class StepRunner:
         independent: bool,
         barrier: threading.Barrier | None,
         timing: Timing,
-    ) -> Sampled:
+    ) -> tuple[Sampled, list[Scored]]:
         started = time.perf_counter_ns()
         token_ids, positions = token_ids[shard.start : shard.end], positions[shard.start : shard.end]
         if independent and self._fused is not None:
@@ -137,10 +138,11 @@ class StepRunner:
             attention = self._attention.step(shard.attention, _nothing if barrier is None else barrier.wait)
             hidden = self._model(token_ids, positions, attention)
         timing.forward = time.perf_counter_ns() - started
+        scored = [score(hidden, self._model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
         sampled = self._sample(shard, hidden)
-        if len(sampled.slots):
+        if len(sampled.slots) or scored:
             timing.sample = time.perf_counter_ns() - started - timing.forward
-        return sampled
+        return sampled, scored
 
     def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
         """From ``hidden [tokens, hidden_size]`` of the shard."""

@@ -40,6 +40,7 @@ class SlotTable:
         self.frequency_penalty = np.zeros(slots, np.float32)
         self.presence_penalty = np.zeros(slots, np.float32)
         self.penalised = np.zeros(slots, bool)  # any of the three is on
+        self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
         self.biased = np.zeros(slots, bool)
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
         # Of those above, by ``derive``.
@@ -84,6 +85,7 @@ class SlotTable:
         self.penalised[slot] = (
             settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
         )
+        self.prompt_logprobs[slot] = -1 if settings.prompt_logprobs is None else settings.prompt_logprobs
         self.biased[slot] = len(settings.bias_token_ids) > 0
         if self.biased[slot]:
             self.biases[slot] = settings.bias_token_ids, settings.bias_values

@@ -58,7 +58,7 @@ class Driver:
         self.core.attach(
             WorkerShape(
                 shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step, shape.max_context_tokens,
-                shape.vocab_size,
+                shape.vocab_size, prompt_logprobs=shape.prompt_logprobs,
             )
         )  # fmt: skip
 

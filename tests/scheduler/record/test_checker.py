@@ -391,3 +391,50 @@ def test_prefix_hashes_are_those_of_one_token_after_another(tokens):
     found = prefix_hashes(np.array(tokens, np.uint32))
     assert found.tolist() == expected
     assert next_hashes(found[:-1], np.array(tokens[1:], np.uint32)).tolist() == expected[1:]
+
+
+def scores_model() -> tuple[PlanChecker, plan_pb2.StepResult]:
+    """A checker that computed the first three of four prompt tokens in slot 0, and the right answer: three scores."""
+    checker = PlanChecker(SHAPE)
+    sampling = plan_pb2.SamplingSettings(top_p=1, prompt_logprobs=1)
+    plan = plan_pb2.StepPlan(
+        step=1,
+        admissions=[plan_pb2.Admission(slot=0, token_ids=[2, 3, 4, 5], pages=[0], sampling=sampling)],
+        batch=plan_pb2.Batch(slots=[0], token_counts=[3]),
+    )
+    checker.apply(plan)
+    parts = [
+        plan_pb2.PromptScores(start=1, logprobs=[-1], ranks=[2], top_token_ids=[7], top_logprobs=[-0.5]),
+        plan_pb2.PromptScores(start=2, logprobs=[-1, -2], ranks=[1, 4], top_token_ids=[4, 9], top_logprobs=[-1, -1]),
+    ]
+    return checker, plan_pb2.StepResult(step=1, prompts=parts)
+
+
+WRONG_SCORES = {
+    "none": (lambda result: result.ClearField("prompts"), "slot 0: scores up to 1, due were 4"),
+    "a part less": (lambda result: result.prompts.pop(), "slot 0: scores up to 2, due were 4"),
+    "another place": (lambda result: setattr(result.prompts[0], "start", 2), "slot 0: scores of the token at 2"),
+    "another slot": (lambda result: setattr(result.prompts[1], "slot", 3), "slot 3: scores of the token at 2"),
+    "a rank less": (lambda result: result.prompts[1].ranks.pop(), "slot 0: scores of 2 tokens with arrays"),
+    "no number": (lambda result: result.prompts[0].logprobs.__setitem__(0, math.nan), "a score that is not a number"),
+    "no token": (lambda result: result.prompts[0].top_token_ids.__setitem__(0, 5000), "outside the vocabulary"),
+}
+
+
+def test_right_scores_of_a_prompt_pass():
+    checker, result = scores_model()
+    assert checker.answered(result) == 0
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG_SCORES.values(), ids=WRONG_SCORES)
+def test_wrong_scores_of_a_prompt(spoil, message):
+    checker, result = scores_model()
+    spoil(result)
+    with pytest.raises(ResultViolation, match=message):
+        checker.answered(result)
+
+
+def test_scores_that_a_worker_does_not_have_are_not_asked_for(steps):
+    settings = settings_of(prompt_logprobs=1)
+    with pytest.raises(PlanViolation, match="prompt_logprobs, which the worker"):
+        list(replayed(steps, 1, settings, replace(SHAPE, prompt_logprobs=False)))

@@ -1,0 +1,136 @@
+"""Log-probabilities of prompts: told once, in order, whatever is cached, shared or interrupted."""
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.plan import Result, Scored
+from services.scheduler.core.request import AdmissionMode, SamplingSettings
+from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
+from tests.scheduler.core.driver import SINK, Driver
+
+SHAPE = FakeShape(
+    vocab_size=62, page_size=4, page_count=60, max_slots=8, max_tokens_per_step=16, max_context_tokens=100,
+    first_token=2, eos_token_id=-1,
+)  # fmt: skip
+PROMPT = [2 + number * 7 % 60 for number in range(43)]
+ASKED = SamplingSettings(seed=7, prompt_logprobs=2)
+
+
+class Scores(Driver):
+    """Keeps what was told of prompts, by handle."""
+
+    told: dict[int, list[Scored]]
+
+    def _note(self, delta):
+        self.told = getattr(self, "told", {})
+        for handle, scored in delta.scored:
+            assert not self.seen[handle].tokens, "a prompt's scores behind its tokens"
+            self.told.setdefault(handle, []).append(scored)
+        super()._note(delta)
+
+    def check(self, handle: int, prompt: list[int], top: int = 2) -> None:
+        """All of ``prompt`` was told once, in order."""
+        parts, place = self.told[handle], 1
+        for part in parts:
+            assert part.start == place
+            place += len(part.logprobs)
+            tokens = prompt[part.start : place]
+            assert part.logprobs.tolist() == chosen_logprob(tokens).tolist()
+            assert part.ranks.tolist() == [token % 7 + 1 for token in tokens]
+            tops = [top_token_ids(token, top, SHAPE.vocab_size) for token in tokens]
+            assert part.top_token_ids.tolist() == np.concatenate(tops).tolist()
+            assert part.top_logprobs.tolist() == chosen_logprob(np.concatenate(tops)).tolist()
+        assert place == len(prompt)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_they_come_piece_by_piece_with_the_first_sample(n):
+    driver = Scores(SHAPE)
+    handle = driver.submit(PROMPT, n=n, sampling=ASKED, max_tokens=6)
+    driver.run()
+    assert list(driver.told) == [handle]
+    assert len(driver.told[handle]) >= 3
+    driver.check(handle, PROMPT)
+    for sample in range(handle, handle + n):
+        assert driver.seen[sample].tokens == driver.expected(sample)[0]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_cached_is_computed_again_and_stays_cached(n):
+    driver = Scores(SHAPE)
+    for sampling in (SamplingSettings(seed=7), ASKED, SamplingSettings(seed=7)):
+        handle = driver.submit(PROMPT, n=n, sampling=sampling, max_tokens=3)
+        driver.run()
+        cached = driver.seen[handle].finish.cached_prompt_tokens
+        if sampling is ASKED:
+            driver.check(handle, PROMPT)
+            assert cached == 0
+    assert cached == 40
+
+
+def test_two_with_one_prefix_at_once():
+    driver = Scores(SHAPE)
+    handles = [driver.submit([*PROMPT, more], sampling=ASKED, max_tokens=3) for more in (5, 6, 5)]
+    plain = driver.submit([*PROMPT, 9], max_tokens=3)
+    driver.run()
+    for handle, more in zip(handles, (5, 6, 5), strict=True):
+        driver.check(handle, [*PROMPT, more])
+    assert plain not in driver.told
+    for handle in (*handles, plain):
+        assert driver.seen[handle].tokens == driver.expected(handle)[0]
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_lost_worker_loses_none_and_repeats_none(steps, n):
+    driver = Scores(SHAPE)
+    handle = driver.submit(PROMPT, n=n, sampling=ASKED, max_tokens=8)
+    for _ in range(steps):
+        driver.step()
+    driver.lose_worker()
+    driver.run()
+    driver.check(handle, PROMPT)
+    for sample in range(handle, handle + n):
+        assert driver.seen[sample].tokens == driver.expected(sample)[0]
+
+
+def test_who_asks_for_them_is_never_preempted():
+    driver = Scores(SHAPE, mode=AdmissionMode.PREDICTED)
+    assert driver.core.state.requests == {}
+    handle = driver.submit(PROMPT, sampling=ASKED, max_tokens=20)
+    other = driver.submit(PROMPT[1:], max_tokens=20)
+    assert driver.requests[handle].guaranteed
+    assert not driver.requests[other].guaranteed
+    driver.run()
+    driver.check(handle, PROMPT)
+
+
+def test_a_resumed_sequence_tells_those_of_its_prompt_only():
+    driver = Scores(SHAPE)
+    handle = driver.submit(PROMPT, sampling=ASKED, max_tokens=20, resumed_tokens=10)
+    driver.run()
+    driver.check(handle, PROMPT[:33])
+
+
+def test_a_prompt_of_one_token_has_none():
+    driver = Scores(SHAPE)
+    handle = driver.submit([5], n=2, sampling=ASKED, max_tokens=3)
+    driver.run()
+    assert driver.told == {}
+    assert driver.seen[handle].finish is not None
+
+
+def test_scores_that_do_not_fit_each_other_are_refused():
+    driver = Scores(SHAPE)
+    driver.submit(PROMPT, sampling=ASKED, max_tokens=3)
+    driver.core.plan(driver.tick())
+    one, two = np.zeros(1, np.float32), np.zeros(2, np.uint32)
+    for scored in (
+        Scored(1, one, two, two, two),
+        Scored(0, one, two[:1], two, two),
+        Scored(1, one[:0], *[two[:0]] * 3),
+    ):
+        result = Result(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=((0, scored),))
+        with pytest.raises(ValueError, match="unequal length"):
+            driver.core.take(result, driver.tick())
+    assert driver.core.live(SINK) == 1
