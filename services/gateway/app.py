@@ -11,12 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Internal, TokaError
 from services.gateway import probes
+from services.gateway.batch.routes import BATCHABLE, add_routes
 from services.gateway.gateway import Gateway
 from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
 from services.gateway.openai.completions import create_completion
 from services.gateway.openai.models import get_model, list_models
+from services.gateway.openai.other import create_embedding, get_version
+from services.gateway.openai.responses.body import ResponsesBody
+from services.gateway.openai.responses.routes import create_response, get_response
 from services.gateway.openai.schemas import ChatBody, CompletionBody
+from services.gateway.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 log = structlog.get_logger(__name__)
 
@@ -39,19 +44,26 @@ def _make_api(gateway: Gateway) -> FastAPI:
     for path, endpoint, body in (
         ("/v1/completions", create_completion, CompletionBody),
         ("/v1/chat/completions", create_chat_completion, ChatBody),
+        ("/v1/responses", create_response, ResponsesBody),
+        ("/tokenize", tokenize, TokenizeBody),
+        ("/detokenize", detokenize, DetokenizeBody),
     ):
         schema = {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}
         api.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema})
+    api.add_api_route("/v1/embeddings", create_embedding, methods=["POST"], response_model=None)
     for path, endpoint in (
         ("/v1/models", list_models),
         ("/v1/models/{model_id:path}", get_model),
+        ("/v1/responses/{response_id}", get_response),
         ("/health", probes.health),
         ("/ready", probes.ready),
         ("/ping", probes.ping),
+        ("/version", get_version),
         ("/metrics", probes.metrics),
     ):
         api.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         api.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    add_routes(api)
 
     for kind in (TokaError, ClientDisconnect, Exception):
         api.add_exception_handler(kind, _on_error)
@@ -69,8 +81,9 @@ class _Application:
         self._endpoints: dict[str, Endpoint] = {
             route.path: route.endpoint
             for route in api.routes
-            if isinstance(route, APIRoute) and "POST" in route.methods
+            if isinstance(route, APIRoute) and "POST" in route.methods and "{" not in route.path
         }
+        gateway.batches.endpoints |= {path: self._endpoints[path] for path in BATCHABLE if path in self._endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -6,13 +6,13 @@ the HTTP handler waits on it and, whatever happens, closes it.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from services.common.errors import TokaError
-from services.gateway.job import Job
-from services.gateway.session.codec import Ending, TokenLogprob
+from services.gateway.job import Job, Settings
+from services.gateway.session.codec import Ending, PromptScores, TokenLogprob
 
 _ENDED_AT_ONCE = 32  # choices: waking the handler costs as much as writing a few of them
 
@@ -67,8 +67,10 @@ class Generation:
             first = len(self.choices)
             self.choices += [Choice(self, first + i, prompt_index) for i in range(job.settings.n)]
             self.calls.append(Call(job, self, self.choices[first:]))
+        self.prompt_scores: list[list[PromptScores]] = [[] for _ in jobs]  # of each prompt, in order; where asked for
         self.first_token_at: float | None = None
         self._streaming = streaming
+        self._settings = jobs[0].settings if jobs else Settings()
         self.logprobs = any(job.settings.logprobs for job in jobs)
         self.fed = streaming or self.logprobs  # token by token, by ``feed``; else the session keeps them to the end
         self._unaccepted = len(self.calls)
@@ -85,11 +87,16 @@ class Generation:
         if self._unaccepted == 0 and self._streaming:
             self._wake()
 
+    def score(self, prompt_index: int, scores: PromptScores) -> None:
+        """Log-probabilities of a prompt, before the first token behind it."""
+        self.prompt_scores[prompt_index].append(scores)
+
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
-        choice.new_ids += token_ids
-        if self.logprobs:  # a message that other requests share may have entries for those who did not ask
-            choice.new_logprobs += [None] * len(token_ids) if logprobs is None else logprobs
+        if not self._settings.silent:
+            choice.new_ids += token_ids
+            if self.logprobs:  # a message that other requests share may have entries for those who did not ask
+                choice.new_logprobs += [None] * len(token_ids) if logprobs is None else logprobs
         if self._streaming and not choice.noticed:
             choice.noticed = True
             self._news.append(choice)
@@ -100,7 +107,9 @@ class Generation:
         if ending.error is not None:
             self.fail(ending.error)
             return
-        choice.ending = ending
+        choice.ending = self._as_asked(ending)
+        if self._settings.silent:
+            choice.new_ids = []
         self._unfinished -= 1
         if self._streaming:
             self.feed(choice, (), None)
@@ -108,6 +117,16 @@ class Generation:
         self._news.append(choice)
         if self._unfinished == 0 or len(self._news) >= _ENDED_AT_ONCE:
             self._wake()
+
+    def _as_asked(self, ending: Ending) -> Ending:
+        """Whether the answer has its stop in it, and whether there is one, is between the client and the gateway."""
+        settings = self._settings
+        if settings.silent:
+            return replace(ending, reason="length", at_stop_token=False, trailing_bytes=0, completion_tokens=0)
+        if not settings.include_stop:
+            return ending
+        stop = b"" if ending.stop_string is None else settings.stop_strings[ending.stop_string].encode()
+        return replace(ending, at_stop_token=False, trailing_bytes=ending.trailing_bytes - len(stop))
 
     def fail(self, error: TokaError) -> None:
         """The request cannot be completed. The first error counts."""

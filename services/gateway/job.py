@@ -24,16 +24,26 @@ class Settings:
     top_k: int | None = None
     min_p: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones
     priority: Priority = Priority.NORMAL
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller
     fairness_key: str = ""  # whom it is for: keys share the scheduler's queue
+    # What the gateway makes of the tokens; the scheduler is not told.
+    include_stop: bool = False  # the answer ends behind its stop string or stop token
+    special_tokens: bool = False  # they have text
+    return_token_ids: bool = False
+    told_prompt_logprobs: int | None = None  # by that name; `prompt_logprobs` may be for an echo, or more
+    silent: bool = False  # no answer was asked for: its one token, which a scheduler needs, is nobody's
 
 
 @dataclass(frozen=True)

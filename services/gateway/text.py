@@ -1,9 +1,9 @@
 """Prompts to token ids, off the event loop: small texts of many requests in one batch, large ones by themselves."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,12 +30,16 @@ class TextEngine:
         self._batcher: asyncio.Task | None = None
         self.token_text = lru_cache(maxsize=65_536)(self._token_text)
 
-    async def encode(self, texts: list[str], *, max_tokens: int, field: str) -> list[list[int]]:
-        """Token ids of each text. ``InvalidRequest`` for one that cannot fit into ``max_tokens``, found cheaply."""
-        for text in texts:
-            self.check_length(text, max_tokens, field)
-        if sum(map(len, texts)) > BATCH_CHARACTERS:
-            return await self.in_thread(self._encode_large, texts, max_tokens, field)
+    async def encode(
+        self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text. ``InvalidRequest`` for one that cannot fit into ``max_tokens`` (None: any may be as
+        long as it is), found cheaply."""
+        if max_tokens is not None:
+            for text in texts:
+                self.check_length(text, max_tokens, field)
+        if not add_special_tokens or sum(map(len, texts)) > BATCH_CHARACTERS:
+            return await self.in_thread(self._encode_large, texts, max_tokens, field, add_special_tokens)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((texts, future))
         if self._batcher is None:
@@ -43,13 +47,27 @@ class TextEngine:
         return await future
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, max_tokens: int
-    ) -> list[int]:
-        """Token ids of a conversation under the model's template. Raises ``InvalidRequest``.
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        max_tokens: int | None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """Text and token ids of a conversation under the model's template. Raises ``InvalidRequest``.
 
         What counts is the rendered text: a template may leave out much of the messages, such as old reasoning.
         """
-        return await self.in_thread(self._encode_chat, messages, add_generation_prompt, max_tokens)
+        render = partial(
+            self.tokenizer.render_chat,
+            messages,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        return await self.in_thread(self._encode_chat, render, max_tokens, add_special_tokens)
 
     async def in_thread(self, work: Callable[..., R], *arguments: Any) -> R:
         """``work(*arguments)`` in one of the engine's threads."""
@@ -85,16 +103,22 @@ class TextEngine:
         finally:
             self._batcher = None
 
-    def _encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, max_tokens: int) -> list[int]:
-        text = self.tokenizer.render_chat(messages, add_generation_prompt)
-        self.check_length(text, max_tokens, "messages")
-        self._check_beginning(text, max_tokens, "messages")
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def _encode_chat(
+        self, render: Callable[[], str], max_tokens: int | None, add_special_tokens: bool
+    ) -> tuple[str, list[int]]:
+        text = render()
+        if max_tokens is not None:
+            self.check_length(text, max_tokens, "messages")
+            self._check_beginning(text, max_tokens, "messages")
+        return text, self.tokenizer.encode(text, add_special_tokens)
 
-    def _encode_large(self, texts: list[str], max_tokens: int, field: str) -> list[list[int]]:
-        for text in texts:
-            self._check_beginning(text, max_tokens, field)
-        return self.tokenizer.encode_batch(texts)
+    def _encode_large(
+        self, texts: list[str], max_tokens: int | None, field: str, add_special_tokens: bool
+    ) -> list[list[int]]:
+        if max_tokens is not None:
+            for text in texts:
+                self._check_beginning(text, max_tokens, field)
+        return self.tokenizer.encode_batch(texts, add_special_tokens)
 
     def _check_beginning(self, text: str, max_tokens: int, field: str) -> None:
         """Refuse a text of which the beginning alone is far too long: megabytes need not be tokenised for that.

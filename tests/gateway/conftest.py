@@ -4,6 +4,7 @@ import pytest
 
 from services.common.text.tokenizer import Tokenizer
 from tests.gateway.deployment import Deployment
+from tests.gateway.parrot import LLAMA, QWEN, start_parrot
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,19 @@ def sdk(deployment):
 def model(deployment):
     with deployment.sdk() as client:
         return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory):
+    """A parrot that thinks and calls tools as Qwen3 does."""
+    running = start_parrot(tmp_path_factory.mktemp("qwen"), QWEN)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A parrot that calls tools as Llama 3 does."""
+    running = start_parrot(tmp_path_factory.mktemp("llama"), LLAMA)
+    yield running
+    running.stop()

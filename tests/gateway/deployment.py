@@ -88,7 +88,7 @@ class Deployment:
             **scheduler or {},
         )
         addresses = ",".join([self.scheduler_address, *other_schedulers])
-        flags = {"port": port, "scheduler_addresses": addresses} | (gateway or {})
+        flags = {"port": port, "scheduler_addresses": addresses, "store_dir": directory / "store"} | (gateway or {})
         self.gateway = Process(directory / "gateway.log", "services.gateway", **flags)
 
     def stop(self) -> None:

@@ -2,19 +2,32 @@
 
 import datetime
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json
 
+# Stands behind the words that an answer is to continue, and says where in the rendered text they end.
+_HERE = "<<the answer goes on here>> "
+_OWN_NAMES = {"messages", "add_generation_prompt"}
+# A template that meets what it did not expect: the words of an answer, or a variable of another type.
+_REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
+
 
 class ChatTemplate:
-    """One compiled template. Templates come from model directories, so they run sandboxed."""
+    """One compiled template. Templates come from model directories, so they run sandboxed.
+
+    ``variables`` are the names it reads beside the messages: ``tools``, ``enable_thinking`` and so on.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -24,31 +37,70 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._special_tokens = special_tokens
+        self.source = source
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the model's chat template does not compile: {error}", field="tokenizer") from error
+        self.variables = frozenset(names - environment.globals.keys() - special_tokens.keys() - _OWN_NAMES)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt text. ``InvalidRequest`` (field ``messages``) when the template refuses the messages."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. ``continue_final_message``: it ends where the last message ends, for the answer to go on.
+
+        Raises ``InvalidRequest`` (field ``messages``) when the template refuses the messages.
+        """
+        if continue_final_message:
+            last = messages[-1]
+            messages = [*messages[:-1], last | {"content": last["content"] + _HERE}]
+        known = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._special_tokens}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            text = self._template.render(dict(variables or {}) | known)
+        except _REFUSALS as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise InvalidRequest(message, field="messages") from error
+        return _cut(text) if continue_final_message else text
 
 
-def read_chat_template(directory: Path, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """The template of a Hugging Face directory (``chat_template.jinja``, or in ``tokenizer_config.json``), if any."""
+def _cut(text: str) -> str:
+    """``text`` up to ``_HERE``, of which a template that trims messages leaves no trailing space."""
+    before, here, rest = text.rpartition(_HERE.rstrip())
+    if not here:
+        raise InvalidRequest(
+            "the model's chat template does not show the end of the last message, so no answer can continue it; leave"
+            " out continue_final_message",
+            field="continue_final_message",
+        )
+    return before if rest.startswith(" ") else before.rstrip()
+
+
+class ChatTemplates(NamedTuple):
+    """Some models have a template of their own for conversations with tools; with others it is the same one."""
+
+    plain: ChatTemplate
+    with_tools: ChatTemplate
+
+
+def read_chat_templates(directory: Path, special_tokens: dict[str, str]) -> ChatTemplates | None:
+    """Those of a Hugging Face directory (``chat_template.jinja``, or in ``tokenizer_config.json``), if any."""
     path = directory / "chat_template.jinja"
-    if path.exists():
-        return ChatTemplate(path.read_text(), special_tokens)
-    source = read_json(directory / "tokenizer_config.json").get("chat_template")
+    source = path.read_text() if path.exists() else read_json(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return ChatTemplate(source, special_tokens) if source else None
+        named = {entry["name"]: entry["template"] for entry in source}
+        source, source_with_tools = named.get("default"), named.get("tool_use")
+    else:
+        source_with_tools = None
+    if not source:
+        return None
+    plain = ChatTemplate(source, special_tokens)
+    return ChatTemplates(plain, ChatTemplate(source_with_tools, special_tokens) if source_with_tools else plain)
 
 
 class _GenerationBlock(jinja2.ext.Extension):

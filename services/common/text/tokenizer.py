@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import tokenizers
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json, resolve, tokenizer_fingerprint
-from services.common.text.chat_template import ChatTemplate, read_chat_template
+from services.common.text.chat_template import ChatTemplate, ChatTemplates, read_chat_templates
 from services.common.text.tokenizer_class import apply_tokenizer_class
 from services.common.text.vocabulary import Vocabulary, read_vocabulary
 
@@ -28,10 +29,10 @@ class Tokenizer:
     """Wraps ``tokenizers`` with what transformers adds around it. Safe to share between threads."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, template: ChatTemplate | None, fingerprint: str
+        self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, templates: ChatTemplates | None, fingerprint: str
     ) -> None:
         self._backend = backend
-        self._template = template
+        self._templates = templates
         self.vocabulary = vocabulary
         self.fingerprint = fingerprint
 
@@ -44,12 +45,21 @@ class Tokenizer:
         apply_tokenizer_class(backend, directory)
         model_vocab_size = read_json(directory / "config.json").get("vocab_size", 0)
         vocabulary = read_vocabulary(backend, model_vocab_size)
-        template = read_chat_template(directory, special_tokens)
-        return cls(backend, vocabulary, template, tokenizer_fingerprint(directory))
+        templates = read_chat_templates(directory, special_tokens)
+        return cls(backend, vocabulary, templates, tokenizer_fingerprint(directory))
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._templates is not None
+
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate:
+        """The model's template for conversations with or without tools. ``InvalidRequest`` when it has none."""
+        if self._templates is None:
+            raise InvalidRequest(
+                "this model has no chat template: use completions, or add chat_template.jinja to its directory",
+                field="messages",
+            )
+        return self._templates.with_tools if tools else self._templates.plain
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens (such as BOS) are added as the model expects."""
@@ -63,14 +73,20 @@ class Tokenizer:
         """Token ids of a conversation under the model's template. Raises ``InvalidRequest`` (field ``messages``)."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, special tokens included. Raises ``InvalidRequest`` (field ``messages``)."""
-        if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template: use completions, or add chat_template.jinja to its directory",
-                field="messages",
-            )
-        return self._template.render(messages, add_generation_prompt)
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as text, special tokens included. ``variables``: what else the template is told, ``tools``
+        among them. Raises ``InvalidRequest`` (field ``messages``)."""
+        template = self.chat_template(tools=bool(variables and variables.get("tools")))
+        return template.render(
+            messages, add_generation_prompt, continue_final_message=continue_final_message, variables=variables
+        )
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` standing alone, as the tokenizer's own decoder gives it."""

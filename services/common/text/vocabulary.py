@@ -6,8 +6,8 @@ automaton both work on these bytes, so they agree on every character, also on th
 
 import json
 import re
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 import tokenizers
@@ -15,6 +15,8 @@ import tokenizers
 from services.common.errors import InvalidRequest
 
 _SPACE_MARK = "▁"  # SentencePiece writes a space as this
+# Some tokenizers call them special, but an answer cannot be understood without them.
+_MARKS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -24,11 +26,20 @@ class Vocabulary:
 
     token_bytes: list[bytes]  # index = token id; empty for special tokens and for ids without a token
     special_ids: frozenset[int]
+    special_names: dict[int, str] = field(default_factory=dict)  # by id
 
     @property
     def size(self) -> int:
         """Number of token ids, those included that the model has and the tokenizer lacks."""
         return len(self.token_bytes)
+
+    @cached_property
+    def with_specials(self) -> "Vocabulary":
+        """The same where special tokens have their names as text."""
+        token_bytes = self.token_bytes.copy()
+        for token, name in self.special_names.items():
+            token_bytes[token] = name.encode()
+        return replace(self, token_bytes=token_bytes)
 
     def text_bytes(self, token_ids) -> bytes:
         """The bytes of a sequence of ids; ids beyond the vocabulary add nothing."""
@@ -48,9 +59,10 @@ def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) 
         entry = added.get(token)
         if entry is None:
             token_bytes[token] = to_bytes(piece)
-        elif not entry["special"]:
+        elif not entry["special"] or entry["content"] in _MARKS:
             token_bytes[token] = piece.encode()
-    return Vocabulary(token_bytes, frozenset(token for token, entry in added.items() if entry["special"]))
+    names = {token: entry["content"] for token, entry in added.items() if entry["special"]}
+    return Vocabulary(token_bytes, frozenset(names), names)
 
 
 def _piece_decoder(decoder: dict[str, Any] | None):

@@ -7,11 +7,14 @@ from functools import partial
 
 from fastapi import Response
 
+from services.common.text.vocabulary import Vocabulary
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Choice, Generation
-from services.gateway.job import Job
+from services.gateway.job import Job, Settings
+from services.gateway.openai.logprobs import mean_logprob
+from services.gateway.openai.prompt_scores import echoed, prompt_logprobs
 from services.gateway.openai.shapes import Shape
-from services.gateway.openai.sse import DONE, EventStream
+from services.gateway.openai.sse import EventStream
 from services.gateway.openai.transcript import Piece, Transcript, whole_text
 
 # More tokens than this are turned into text in a thread: the event loop has streams to feed. With logprobs it is far
@@ -28,12 +31,16 @@ class Answer:
     shape: Shape
     headers: dict[str, str]
     started_at: float
+    echo: Sequence[str] = ()  # what stands before the answers to each prompt
+    best: int | None = None  # so many of each prompt's samples are told, most likely ones first; None: all
 
     async def respond(self, *, stream: bool) -> Response:
         """The response: whole, or a stream once every prompt is accepted. Raises ``TokaError``.
 
         A whole answer does not wait for the acceptance: it would only be woken twice.
         """
+        if self._settings.return_token_ids:
+            self.shape.tell_prompts(self.jobs)
         generation = self.gateway.fleet.generate(self.jobs, streaming=stream)
         handed_over = False
         try:
@@ -42,7 +49,7 @@ class Answer:
                 await generation.wait_accepted()
                 handed_over = True
                 return EventStream(self._events(generation), partial(self._close, generation), headers)
-            written = await self._write_all(generation)
+            written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)
             body = self.shape.whole(generation.choices, written)
             return Response(body, headers=headers, media_type="application/json")
@@ -53,9 +60,10 @@ class Answer:
     async def _write_all(self, generation: Generation) -> list[bytes]:
         """Every choice as JSON, written soon after it ended: little is left to do after the last one."""
         written = [b""] * len(generation.choices)
-        most = _INLINE_LOGPROBS if generation.logprobs else _INLINE_TOKENS
+        scored = self._settings.prompt_logprobs is not None
+        most = _INLINE_LOGPROBS if generation.logprobs or scored else _INLINE_TOKENS
         while ended := await generation.ended():
-            if sum(choice.ending.completion_tokens for choice in ended) > most:
+            if sum(self._prompt_work(choice) + choice.ending.completion_tokens for choice in ended) > most:
                 texts = await self.gateway.text.in_thread(self._write, ended)
             else:
                 texts = self._write(ended)
@@ -63,43 +71,105 @@ class Answer:
                 written[choice.index] = text
         return written
 
+    async def _write_best(self, generation: Generation) -> list[bytes]:
+        """The choices whose tokens are most likely on average, as JSON; best first, prompt after prompt."""
+        while await generation.ended():
+            pass
+        kept, samples = [], self._settings.n
+        for first in range(0, len(generation.choices), samples):
+            ranked = sorted(generation.choices[first : first + samples], key=mean_logprob, reverse=True)
+            kept += ranked[: self.best]
+        for index, choice in enumerate(kept):
+            choice.index = index
+        return await self.gateway.text.in_thread(self._write, kept)
+
     def _write(self, choices: Sequence[Choice]) -> list[bytes]:
         return [self.shape.choice(choice, self._piece(choice)) for choice in choices]
 
     def _piece(self, choice: Choice) -> Piece:
+        token_ids = self._token_ids(choice)
         ids, logprobs = choice.take()
+        self.shape.note(choice.index, ids)
         if not logprobs:
-            return Piece(whole_text(self.gateway.text.vocabulary, ids, choice.ending), [])
+            text = whole_text(self._vocabulary, ids, choice.ending)
+            return self._behind_prompt(choice, Piece(text, [], token_ids))
         transcript = self._transcript(choice)
         said = transcript.push(ids, logprobs)
         rest = transcript.finish(choice.ending)
-        return Piece(said.text + rest.text, said.entries + rest.entries)
+        return self._behind_prompt(choice, Piece(said.text + rest.text, said.entries + rest.entries, token_ids))
 
     async def _events(self, generation: Generation) -> AsyncIterator[bytes]:
         shape = self.shape
         transcripts: dict[int, Transcript] = {}
+        if beginning := shape.beginning():
+            yield beginning
+        told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
         while news := await generation.news():
             chunks = []
             for choice in news:
+                if choice.index in told:
+                    continue
                 transcript = transcripts.get(choice.index)
-                if transcript is None:
+                opens = transcript is None
+                if opens:
                     transcript = transcripts[choice.index] = self._transcript(choice)
                     chunks.append(shape.opening(choice.index))
-                text, entries = transcript.push(*choice.take())
+                token_ids = self._token_ids(choice)
+                ids, logprobs = choice.take()
+                shape.note(choice.index, ids)
+                said = transcript.push(ids, logprobs)
+                text, entries = said.text, said.entries
                 reason = None
                 if choice.ending is not None:
+                    told.add(choice.index)
                     reason = choice.ending.reason
                     rest = transcript.finish(choice.ending)
                     text, entries = text + rest.text, entries + rest.entries
-                if text or entries or reason:
-                    chunks.append(shape.chunk(choice.index, Piece(text, entries), reason))
+                piece = Piece(text, entries, token_ids)
+                if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
+                    piece = await self.gateway.text.in_thread(self._behind_prompt, choice, piece)
+                elif opens:
+                    piece = self._behind_prompt(choice, piece)
+                if piece.text or piece.entries or piece.token_ids or reason:
+                    chunks.append(shape.chunk(choice.index, piece, reason))
             if chunks:
                 yield b"".join(chunks)
         self._measure(generation)
-        yield shape.usage_chunk(generation.choices) + DONE
+        yield shape.ending(generation.choices)
 
     def _transcript(self, choice: Choice) -> Transcript:
-        return Transcript(self.gateway.text.vocabulary, self.jobs[choice.prompt_index].settings.stop_strings)
+        behind = len(self.echo[choice.prompt_index]) if self.echo else 0
+        return Transcript(self._vocabulary, self._settings.stop_strings, behind=behind)
+
+    @property
+    def _settings(self) -> Settings:
+        return self.jobs[0].settings
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        vocabulary = self.gateway.text.vocabulary
+        return vocabulary.with_specials if self._settings.special_tokens else vocabulary
+
+    def _token_ids(self, choice: Choice) -> list[int] | None:
+        """Those that nobody has taken yet, a stop token included."""
+        return list(map(int, choice.new_ids)) if self._settings.return_token_ids else None
+
+    def _behind_prompt(self, choice: Choice, piece: Piece) -> Piece:
+        """A choice's first piece, or its only one, behind its prompt if that is to be told as well."""
+        settings, number = self._settings, choice.prompt_index
+        if settings.prompt_logprobs is None:
+            return piece._replace(text=self.echo[number] + piece.text) if self.echo else piece
+        prompt, scores = self.jobs[number].prompt_ids, choice.generation.prompt_scores[number]
+        if settings.told_prompt_logprobs is not None:
+            top, token_text = settings.told_prompt_logprobs, self.gateway.text.token_text
+            piece = piece._replace(prompt_logprobs=prompt_logprobs(prompt, scores, top, token_text))
+        if not self.echo:
+            return piece
+        return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)
+
+    def _prompt_work(self, choice: Choice) -> int:
+        """Tokens of the prompt whose log-probabilities are told with a choice."""
+        return 0 if self._settings.prompt_logprobs is None else len(self.jobs[choice.prompt_index].prompt_ids)
 
     def _close(self, generation: Generation, disconnected: bool) -> None:
         generation.close()

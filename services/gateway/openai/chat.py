@@ -2,16 +2,21 @@
 
 import secrets
 import time
+from functools import partial
+from typing import NamedTuple
 
 from fastapi import Request, Response
 
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
+from services.gateway.job import Job, Settings
 from services.gateway.openai.answer import Answer
+from services.gateway.openai.chat_shape import ChatShape, MakeReader
+from services.gateway.openai.conversation import check_tools, make_reader, render
 from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
-from services.gateway.openai.shapes import ChatShape
+from services.gateway.session.codec import ModelFacts
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -22,32 +27,55 @@ async def create_chat_completion(request: Request) -> Response:
     return await while_connected(request.receive, _chat(gateway, raw, read_caller(request), started_at))
 
 
-async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
-    body = await parse_large(gateway.text, raw, ChatBody)
+class Asked(NamedTuple):
+    """A conversation on its way to an answer."""
+
+    request_id: str
+    facts: ModelFacts
+    settings: Settings
+    jobs: list[Job]
+    make_reader: MakeReader
+    unknown: list[str]  # parameters that the model's template does not know
+
+
+async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> Asked:
+    """What ``body`` asks of the schedulers. ``prefix``: of its id. Raises ``TokaError``."""
     check_choices(1, body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller)
-    prompt = await gateway.text.encode_chat(
-        [message.render() for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt is not False,
+    tools = check_tools(gateway, body, body.tool_choice)
+    prompt = await render(
+        gateway,
+        body,
         max_tokens=facts.max_context_tokens,
+        effort=body.reasoning_effort,
+        with_tools=body.tool_choice != "none",
     )
-    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    request_id = f"{prefix}-{secrets.token_hex(16)}"
     jobs = make_jobs(
         request_id,
-        [prompt],
+        [prompt.ids],
         settings,
         facts,
         field="messages",
         max_tokens=body.most_tokens,
         seed=body.seed,
     )
+    parallel = body.parallel_tool_calls is not False
+    reader = partial(make_reader, gateway, body, prompt, tools, parallel=parallel)
+    return Asked(request_id, facts, settings, jobs, reader, prompt.unknown)
+
+
+async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
+    body = await parse_large(gateway.text, raw, ChatBody)
+    asked = await ask(gateway, body, caller, "chatcmpl")
     shape = ChatShape(
-        request_id,
-        facts,
-        gateway.text.token_text if settings.logprobs else None,
+        asked.request_id,
+        asked.facts,
+        gateway.text.token_text if asked.settings.logprobs else None,
         include_usage=body.wants_usage,
+        make_reader=asked.make_reader,
     )
-    answer = Answer(gateway, jobs, shape, ignored_header(body), started_at)
+    answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), started_at)
     return await answer.respond(stream=bool(body.stream))

@@ -2,9 +2,11 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 
 from fastapi import Request, Response
 
+from services.common.errors import InvalidRequest
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
@@ -29,9 +31,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     settings = make_settings(body, facts, body.logprobs, "logprobs", caller)
-    prompts = body.prompt
-    if isinstance(prompts[0], str):
-        prompts = await gateway.text.encode(prompts, max_tokens=facts.max_context_tokens, field="prompt")
+    prompts = await _token_ids(gateway, body, facts.max_context_tokens)
     request_id = f"cmpl-{secrets.token_hex(16)}"
     jobs = make_jobs(
         request_id,
@@ -39,14 +39,52 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
         settings,
         facts,
         field="prompt",
-        max_tokens=body.most_tokens or DEFAULT_MAX_TOKENS,
+        max_tokens=DEFAULT_MAX_TOKENS if body.most_tokens is None else body.most_tokens,
         seed=body.seed,
     )
     shape = CompletionShape(
         request_id,
         facts,
-        gateway.text.token_text if settings.logprobs else None,
+        gateway.text.token_text if body.logprobs is not None else None,
         include_usage=body.wants_usage,
     )
-    answer = Answer(gateway, jobs, shape, ignored_header(body), started_at)
+    answer = Answer(
+        gateway,
+        jobs,
+        shape,
+        ignored_header(body),
+        started_at,
+        echo=_echo(gateway, body, prompts) if body.echo else (),
+        best=(body.n or 1) if body.best_of else None,
+    )
     return await answer.respond(stream=bool(body.stream))
+
+
+async def _token_ids(gateway: Gateway, body: CompletionBody, max_context_tokens: int) -> list[Sequence[int]]:
+    """Each prompt, the beginning cut off when that was asked for."""
+    kept, prompts = body.truncate_prompt_tokens, body.prompt
+    if kept is not None and kept >= max_context_tokens:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens={kept} leaves no room for an answer: this model's context is"
+            f" {max_context_tokens} tokens, prompt and answer together",
+            field="truncate_prompt_tokens",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    if isinstance(prompts[0], str):
+        prompts = await gateway.text.encode(
+            prompts,
+            max_tokens=max_context_tokens if kept is None else None,
+            field="prompt",
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+    return prompts if kept is None else [prompt[-kept:] for prompt in prompts]
+
+
+def _echo(gateway: Gateway, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each prompt: as it was given, unless it was given as token ids or is cut."""
+    if isinstance(body.prompt[0], str) and body.truncate_prompt_tokens is None:
+        return body.prompt
+    vocabulary = gateway.text.vocabulary
+    if body.skip_special_tokens is False:
+        vocabulary = vocabulary.with_specials
+    return [vocabulary.text_bytes(prompt).decode(errors="replace") for prompt in prompts]

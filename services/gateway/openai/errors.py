@@ -12,9 +12,9 @@ from services.common import errors
 _PARAMETERS = {
     "sampling.logit_bias_token_ids": "logit_bias",
     "sampling.logit_bias_values": "logit_bias",
+    "output.special_tokens": "skip_special_tokens",
     "stopping.strings": "stop",
     "stopping.token_ids": "stop_token_ids",
-    "tokens": "prompt",
     "tokens.token_ids": "prompt",
     "text": "prompt",
     "chat": "messages",

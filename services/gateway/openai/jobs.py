@@ -27,36 +27,65 @@ def make_settings(
             field=logprobs_field,
             reason="INVALID_VALUE",
         )
+    _check_prompt_logprobs(body, facts)
     stop_token_ids = tuple(body.stop_token_ids or ())
     for token in stop_token_ids:
         _check_token(token, token, facts, "stop_token_ids")
     return Settings(
-        n=body.n or 1,
+        n=body.samples,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=None if body.top_k is None else max(body.top_k, 0),
         min_p=body.min_p,
         logit_bias=_logit_bias(body.logit_bias or {}, facts),
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
         min_tokens=body.min_tokens or 0,
         stop_strings=body.stop,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs is not None,
+        logprobs=logprobs is not None or body.samples > (body.n or 1),  # the best are found by them
         top_logprobs=logprobs or 0,
+        prompt_logprobs=body.prompt_top,
         priority=_priority(body.priority),
         cache_salt=body.cache_salt or "",
         traceparent=caller.traceparent,
         fairness_key=caller.fairness_key,
+        include_stop=bool(body.include_stop_str_in_output),
+        special_tokens=body.skip_special_tokens is False,
+        return_token_ids=bool(body.return_token_ids),
+        told_prompt_logprobs=body.prompt_logprobs,
+        silent=body.most_tokens == 0,
     )
+
+
+def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
+    if body.prompt_top is not None and not facts.prompt_logprobs:
+        field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        what = "echo with logprobs" if field == "echo" else field
+        raise InvalidRequest(
+            f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out, or"
+            " serve the model with device=cpu and without tp_size or pp_size",
+            field=field,
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    if (body.prompt_logprobs or 0) > facts.max_top_logprobs:
+        raise InvalidRequest(
+            f"prompt_logprobs={body.prompt_logprobs}: this server returns at most {facts.max_top_logprobs}",
+            field="prompt_logprobs",
+            reason="INVALID_VALUE",
+        )
 
 
 def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
     """Refuse more choices than one request may have."""
-    if prompts * (body.n or 1) > max_choices:
-        field = "n" if body.n and body.n > 1 else "prompt"
+    if prompts * body.samples > max_choices:
+        given = "best_of" if body.samples > (body.n or 1) else "n"
         raise InvalidRequest(
-            f"{prompts} prompt(s) with n={body.n or 1} are more than {max_choices} choices; send several requests",
-            field=field,
+            f"{prompts} prompt(s) with {given}={body.samples} are more than {max_choices} choices;"
+            " send several requests",
+            field=given if body.samples > 1 else "prompt",
             reason="INVALID_VALUE",
         )
 
@@ -71,7 +100,7 @@ def make_jobs(
     max_tokens: int | None,
     seed: int | None,
 ) -> list[Job]:
-    """One job for each prompt. Answers are cut where the context ends; ``max_tokens`` None: there only."""
+    """One job for each prompt. Answers are cut where the context ends; ``max_tokens`` None: there only; 0: none."""
     if max_tokens is not None and settings.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens={settings.min_tokens} is more than max_tokens={max_tokens}",
@@ -93,7 +122,7 @@ def make_jobs(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 model=facts.id,
                 prompt_ids=ids,
-                max_tokens=room if max_tokens is None else min(max_tokens, room),
+                max_tokens=room if max_tokens is None else min(max(max_tokens, 1), room),
                 seed=None if seed is None else _seed(seed, repeat),
                 settings=settings,
             )

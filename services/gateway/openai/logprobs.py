@@ -3,12 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from services.gateway.generation import Choice
 from services.gateway.openai.transcript import TokenEntry
 
 TokenText = Callable[[int], tuple[str, bytes]]
 
 # OpenAI's stand-in for minus infinity, which JSON does not have.
-_LOWEST = -9999.0
+LOWEST = -9999.0
+
+
+def mean_logprob(choice: Choice) -> float:
+    """Of all tokens of a choice that has ended and that nobody has taken yet."""
+    return sum(entry.logprob for entry in choice.new_logprobs) / max(1, len(choice.new_logprobs))
 
 
 def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[dict[str, Any]]:
@@ -29,9 +35,16 @@ def completion_logprobs(entries: Sequence[TokenEntry], token_text: TokenText) ->
     """``logprobs`` of a completion choice; the chosen token is always among the top ones."""
     tokens, values, tops, offsets = [], [], [], []
     for token_id, logprob, offset in entries:
-        token, value = _completion_token(token_id, token_text), max(logprob.logprob, _LOWEST)
+        token = _completion_token(token_id, token_text)
+        if logprob is None:
+            tokens.append(token)
+            values.append(None)
+            tops.append(None)
+            offsets.append(offset)
+            continue
+        value = max(logprob.logprob, LOWEST)
         top = {
-            _completion_token(other, token_text): max(other_value, _LOWEST)
+            _completion_token(other, token_text): max(other_value, LOWEST)
             for other, other_value in zip(logprob.top_ids, logprob.top_logprobs, strict=True)
         }
         top.setdefault(token, value)
@@ -44,7 +57,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], token_text: TokenText) ->
 
 def _chat_token(token_id: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
     text, data = token_text(token_id)
-    return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
 
 def _completion_token(token_id: int, token_text: TokenText) -> str:

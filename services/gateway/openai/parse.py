@@ -1,5 +1,6 @@
 """Bytes of a request to a validated body; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -7,7 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.gateway.openai.schemas import GenerationBody
+from services.gateway.openai.body import Body
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
 from services.gateway.text import TextEngine
 
@@ -15,9 +16,16 @@ IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024
 _INLINE_BYTES = 64 * 1024  # a larger body is parsed in a thread: the event loop has streams to feed
 _LONGEST_HEADER = 1024
-_UNION_STEPS = ("str", "list[TextPart]")
+_UNION_STEPS = (
+    "str",
+    "list[TextPart]",
+    "list[InputPart]",
+    "NamedTool",
+    "NamedFunctionTool",
+    "literal['none','auto','required']",
+)
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=Body)
 
 
 async def parse_large(text: TextEngine, raw: bytes, kind: type[B]) -> B:
@@ -46,9 +54,11 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise _describe(error) from None
 
 
-def ignored_header(body: GenerationBody) -> dict[str, str]:
-    """The header that lists what the client sent and this server does not know; empty when there is nothing."""
-    unknown = [name for name in body.model_extra or {} if name not in HARMLESS and name not in UNSUPPORTED]
+def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
+    """The header that lists what the client sent and this server does not know, and ``more``; empty when there is
+    nothing."""
+    unknown = [*more]
+    unknown += [name for name in body.model_extra or {} if name not in HARMLESS and name not in UNSUPPORTED]
     for name in body.nested:
         value = getattr(body, name)
         for part in value if isinstance(value, list) else [value]:
@@ -80,7 +90,7 @@ def _path(steps: tuple[int | str, ...]) -> str:
     for step in steps:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in _UNION_STEPS and step != "[key]":
+        elif step not in _UNION_STEPS and step != "[key]" and not step.startswith("#"):
             path += f".{step}" if path else step
     return path
 

@@ -1,30 +1,26 @@
-"""The bodies of OpenAI requests, with the types and ranges this server takes. Strict: ``"3"`` is not a number.
+"""The bodies of OpenAI requests, with the types and ranges this server takes.
 
 What these do not name is in ``unsupported`` or unknown; unknown parameters end up in ``model_extra``.
 """
 
 import contextlib
 from array import array
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
+
+from services.gateway.openai.body import Body
+from services.gateway.openai.messages import ConversationBody, ReasoningEffort, ToolChoice
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 4096
 # Far beyond any use; they bound the time that one body takes to validate.
 MAX_PROMPTS = 65_536
-MAX_MESSAGES = 65_536
-MAX_PARTS = 4096
 MAX_BIASES = 2**18
 MAX_STOP_TOKENS = 4096
+MAX_METADATA = 16
 _MAX_TOKEN_ID = 2**32 - 1
-
-
-class Body(BaseModel):
-    """Base of everything a client sends."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 def _prompts(value: Any) -> list[str] | list[np.ndarray]:
@@ -85,6 +81,9 @@ Prompts = Annotated[
     PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 
 
@@ -118,18 +117,54 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
         None
     )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, description="1 = off")] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    # OpenAI's bookkeeping: checked as there, and of no effect.
+    user: str | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
 
     @property
     def most_tokens(self) -> int | None:
         """Tokens that each answer may have, as asked for."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def samples(self) -> int:
+        """Answers to make of each prompt."""
+        return self.n or 1
+
+    @property
+    def prompt_top(self) -> int | None:
+        """Most likely tokens to find beside each token of the prompt; None: not even its own log-probability."""
+        return self.prompt_logprobs
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_or_stream(self) -> "GenerationBody":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not with stream; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _special_tokens_and_stop_strings(self) -> "GenerationBody":
+        if self.skip_special_tokens is False and self.stop:
+            raise ValueError(
+                "skip_special_tokens: false does not go with stop, which is looked for in the text without special"
+                " tokens; leave one of them out, or use stop_token_ids"
+            )
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":
@@ -143,45 +178,46 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
 
+    @property
+    def samples(self) -> int:
+        return self.best_of or self.n or 1
 
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
-    name: str | None = None
+    @property
+    def prompt_top(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((top for top in (echoed, self.prompt_logprobs) if top is not None), default=None)
 
     @model_validator(mode="after")
-    def _no_tools_or_audio(self) -> "Message":
-        for extra in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
-            if (self.model_extra or {}).get(extra):
-                raise ValueError(f"messages with {extra!r} are not supported by this server yet; leave them out")
+    def _best_of_at_least_n(self) -> "CompletionBody":
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of: expected at least n={self.n}, of which it is the choice")
+        if self.best_of is not None and self.stream:
+            raise ValueError("best_of: not with stream, which cannot wait for the best; leave one of them out")
         return self
 
-    def render(self) -> dict[str, str]:
-        """As chat templates take it. OpenAI's ``developer`` is what every template calls ``system``."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name is not None else {})
+    @model_validator(mode="after")
+    def _no_tokens_only_with_the_prompt(self) -> "CompletionBody":
+        if self.most_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 is only allowed with echo or prompt_logprobs; ask for at least 1")
+        return self
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ConversationBody, GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    nested = ("stream_options", "messages")
+    nested = ("stream_options", "messages", "tools")
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    add_generation_prompt: bool | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatBody":

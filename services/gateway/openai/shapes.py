@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 
 from services.gateway.generation import Choice
-from services.gateway.openai.logprobs import TokenText, chat_content, completion_logprobs
-from services.gateway.openai.sse import Template, event
+from services.gateway.job import Job
+from services.gateway.openai.logprobs import TokenText, completion_logprobs
+from services.gateway.openai.sse import DONE, Template, event
 from services.gateway.openai.transcript import Piece, TokenEntry
 from services.gateway.openai.usage import usage_of
 from services.gateway.session.codec import ModelFacts
@@ -28,6 +29,9 @@ class Shape(ABC):
         self.request_id = request_id
         self._token_text = token_text
         self._include_usage = include_usage
+        self._prompt_ids: list[list[int]] = []  # of each prompt, when token ids were asked for
+        self._prompt_logprobs: list[Any] | None = None  # of the prompt whose choice was written last
+        self._untold: dict[int, list[int]] = {}  # the same by choice, until its first chunk
         self._head = {
             "id": request_id,
             "object": self.whole_object,
@@ -44,10 +48,24 @@ class Shape(ABC):
     def _chunk_head(self) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object}
 
+    def tell_prompts(self, jobs: Sequence[Job]) -> None:
+        """Token ids were asked for: those of prompts are told as well."""
+        self._prompt_ids = [job.prompt_ids.tolist() for job in jobs]
+        by_choice = [ids for job, ids in zip(jobs, self._prompt_ids, strict=True) for _ in range(job.settings.n)]
+        self._untold = dict(enumerate(by_choice))
+
     def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
         """The body of an answer that is not streamed. ``written``: what ``choice`` made of each."""
         fragments = [orjson.Fragment(text) for text in written]
-        return orjson.dumps(self._head | {"choices": fragments, "usage": usage_of(choices)})
+        return orjson.dumps(self._head | {"choices": fragments, "usage": self._usage(choices)} | self._whole_extras())
+
+    def beginning(self) -> bytes:
+        """What comes before all choices."""
+        return b""
+
+    def ending(self, choices: Sequence[Choice]) -> bytes:
+        """What comes behind all choices."""
+        return self.usage_chunk(choices) + DONE
 
     def opening(self, index: int) -> bytes:
         """What comes before the first chunk of a choice."""
@@ -55,35 +73,70 @@ class Shape(ABC):
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
         """A chunk with new text, and the finish reason in the last one of its choice."""
+        return self._chunk(index, self._chunk_content(piece.text, reason is not None), piece, reason)
+
+    def note(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: B027 (most need no tokens)
+        """What the next piece of a choice comes from, whether or not its text is held back."""
+
+    def _chunk(self, index: int, content: bytes, piece: Piece, reason: str | None) -> bytes:
+        """A chunk with ``content``, and what ``piece`` has beside its text."""
         logprobs = orjson.dumps(self._logprobs(piece.entries)) if piece.entries else b"null"
         finish = b"null" if reason is None else b'"%b"' % reason.encode()
-        return self._template.fill(self._chunk_choice(index, piece.text, logprobs, finish, reason is not None))
+        choice = b'[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, content, logprobs, finish)
+        if piece.token_ids is not None:
+            extras = {"token_ids": piece.token_ids} | self._chunk_extras(index)
+            choice = choice[:-2] + b"," + orjson.dumps(extras)[1:-1] + choice[-2:]
+        return self._template.fill(choice)
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """The chunk after the last, when ``stream_options.include_usage`` asked for it."""
         if not self._include_usage:
             return b""
-        return event(self._chunk_head | {"choices": [], "usage": usage_of(choices)})
+        return event(self._chunk_head | {"choices": [], "usage": self._usage(choices)})
 
     def choice(self, choice: Choice, piece: Piece) -> bytes:
         """One whole choice as JSON."""
         logprobs = None if self._token_text is None else self._logprobs(piece.entries)
-        content = self._content(piece.text)
-        return orjson.dumps(
-            {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.ending.reason}
-        )
+        content, reason = self._content(choice, piece.text)
+        told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        if piece.token_ids is not None:
+            told |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
+        if piece.prompt_logprobs is not None:
+            self._prompt_logprobs = piece.prompt_logprobs
+            told |= self._scores()
+        return orjson.dumps(told)
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """``usage`` of the answer."""
+        return usage_of(choices)
+
+    def _whole_extras(self) -> dict[str, Any]:
+        """What an answer holds beside its choices."""
+        return {}
+
+    def _choice_extras(self, choice: Choice) -> dict[str, Any]:
+        """What a whole choice holds beside its token ids."""
+        return {}
+
+    def _scores(self) -> dict[str, Any]:
+        """What a whole choice holds when log-probabilities of its prompt were asked for."""
+        return {}
+
+    def _chunk_extras(self, index: int) -> dict[str, Any]:
+        """What a chunk's choice holds beside its token ids."""
+        return {}
 
     @abstractmethod
-    def _content(self, text: str) -> dict[str, Any]:
-        """What a whole choice holds its text in."""
+    def _content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str]:
+        """What a whole choice holds its text in, and its finish reason."""
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
         """``logprobs`` of a choice."""
 
     @abstractmethod
-    def _chunk_choice(self, index: int, text: str, logprobs: bytes, finish: bytes, last: bool) -> bytes:
-        """``choices`` of a chunk, as JSON."""
+    def _chunk_content(self, text: str, last: bool) -> bytes:
+        """What a chunk holds its text in, as a member of a JSON object."""
 
 
 class CompletionShape(Shape):
@@ -91,33 +144,21 @@ class CompletionShape(Shape):
 
     whole_object = chunk_object = "text_completion"
 
-    def _content(self, text):
-        return {"text": text}
+    def _content(self, choice, text):
+        return {"text": text}, choice.ending.reason
+
+    def _choice_extras(self, choice):
+        return {"prompt_token_ids": self._prompt_ids[choice.prompt_index]}
+
+    def _scores(self):
+        return {"prompt_logprobs": self._prompt_logprobs}
+
+    def _chunk_extras(self, index):
+        ids = self._untold.pop(index, None)
+        return {} if ids is None else {"prompt_token_ids": ids}
 
     def _logprobs(self, entries):
         return completion_logprobs(entries, self._token_text)
 
-    def _chunk_choice(self, index, text, logprobs, finish, last):
-        parts = (index, orjson.dumps(text), logprobs, finish)
-        return b'[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}]' % parts
-
-
-class ChatShape(Shape):
-    """``/v1/chat/completions``."""
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def opening(self, index):
-        delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return self._template.fill(delta % index)
-
-    def _content(self, text):
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _logprobs(self, entries):
-        return {"content": chat_content(entries, self._token_text), "refusal": None}
-
-    def _chunk_choice(self, index, text, logprobs, finish, last):
-        delta = b"{}" if last and not text else b'{"content":%b}' % orjson.dumps(text)
-        return b'[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]' % (index, delta, logprobs, finish)
+    def _chunk_content(self, text, last):
+        return b'"text":' + orjson.dumps(text)

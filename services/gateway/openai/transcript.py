@@ -3,7 +3,7 @@
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ class TokenEntry(NamedTuple):
     """A token with its logprob; ``text_offset`` counts characters of the choice's text before it."""
 
     token_id: int
-    logprob: TokenLogprob
+    logprob: TokenLogprob | None  # None: the first token of a prompt has none
     text_offset: int
 
 
@@ -25,6 +25,8 @@ class Piece(NamedTuple):
 
     text: str
     entries: list[TokenEntry]
+    token_ids: list[int] | None = None  # all new ones, also those whose text is held back; None: not asked for
+    prompt_logprobs: list[Any] | None = None  # in vLLM's shape; None: not asked for
 
 
 def whole_text(vocabulary: Vocabulary, token_ids: Sequence[int], ending: Ending) -> str:
@@ -39,12 +41,13 @@ def whole_text(vocabulary: Vocabulary, token_ids: Sequence[int], ending: Ending)
 class Transcript:
     """Owned by one choice; used by one thread. The text of all pieces is the answer, whatever the pieces."""
 
-    def __init__(self, vocabulary: Vocabulary, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, stop_strings: Sequence[str] = (), *, behind: int = 0) -> None:
+        """``behind``: characters of the choice's text that stand before its tokens."""
         self._token_bytes = vocabulary.token_bytes
         self._detokenizer = Detokenizer(vocabulary, stop_strings)
         self._held: deque[tuple[int, TokenEntry]] = deque()  # (where its bytes begin, entry)
         self._bytes = 0  # of all tokens so far
-        self._characters = 0  # complete in them
+        self._characters = behind  # complete in them, and before
         self._counter = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._told = 0  # bytes of the text given out
 

@@ -8,6 +8,14 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 
+# These stay refused, for the reason given.
+NEVER = {
+    "chat_template": (
+        "chat_template is code, and this server runs none that comes with a request; leave it out, or put the template"
+        " into the model's directory as chat_template.jinja"
+    ),
+}
+
 # What one endpoint has, the other refuses too: a client that sends it counts on it.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
@@ -15,20 +23,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "ebnf": (),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -37,17 +42,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "regex": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "stop_regex": ([],),
-    "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -57,12 +56,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
-}
+} | dict.fromkeys(NEVER, ())
 
 # They concern OpenAI's own bookkeeping and change no answer.
-HARMLESS = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
-)
+HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"})
 
 
 def refuse_unsupported(body: dict[str, Any], supported: Container[str]) -> None:
@@ -70,6 +67,8 @@ def refuse_unsupported(body: dict[str, Any], supported: Container[str]) -> None:
     for name in UNSUPPORTED.keys() & body.keys():
         value, neutrals = body[name], UNSUPPORTED[name]
         if name not in supported and value is not None and not any(_same(value, neutral) for neutral in neutrals):
+            if name in NEVER:
+                raise InvalidRequest(NEVER[name], field=name, reason="UNSUPPORTED_PARAMETER")
             neutral = "".join(f" or set it to {choice!r}" for choice in neutrals[:1])
             raise InvalidRequest(
                 f"the parameter {name!r} is not supported by this server yet; leave it out{neutral}",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.generation import Choice
+from services.gateway.session.codec import Ending
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -22,4 +23,14 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in prompts.values())},
+        "timing": _timing([choice.ending for choice in choices]),
+    }
+
+
+def _timing(endings: Sequence[Ending]) -> dict[str, int]:
+    """An extension: where the time went, each the longest of any choice. Whole numbers, as clients add them up."""
+    return {
+        "queue_ms": round(1000 * max((ending.queued_s for ending in endings), default=0)),
+        "prefill_ms": round(1000 * max((ending.prefill_s for ending in endings), default=0)),
+        "decode_ms": round(1000 * max((ending.decode_s for ending in endings), default=0)),
     }

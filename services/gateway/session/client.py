@@ -168,6 +168,10 @@ class Session:
             call.generation.fail(from_status(rejection.status))
 
     def _on_outputs(self, news: codec.StepNews) -> None:
+        for handle, scores in news.prompts:
+            choice = self._samples.get(handle)
+            if choice is not None:
+                choice.generation.score(choice.prompt_index, scores)
         seats, handles = self._seats, news.handles
         if len(handles):
             if handles.max() >= len(seats.taken):

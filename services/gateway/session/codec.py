@@ -1,6 +1,6 @@
 """Session messages to and from the gateway's own types: the only place that knows both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -12,6 +12,11 @@ from services.gateway.job import Job, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR = "1"
+
+# Those that a scheduler has a default for.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
 
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -39,6 +44,7 @@ class ModelFacts:
     max_top_logprobs: int
     tokenizer_fingerprint: str
     contract_version: str
+    prompt_logprobs: bool = False  # whether it has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Ending:
     prefill_s: float
     decode_s: float
     error: errors.TokaError | None
+    stop_string: int | None = None  # which of the request's ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of consecutive prompt tokens."""
+
+    start: int  # place in the prompt of the first of them
+    logprobs: np.ndarray  # float32 [tokens]
+    ranks: np.ndarray  # uint32, beside logprobs; 1 = most likely
+    top_ids: np.ndarray  # uint32 [tokens, top], most likely first
+    top_logprobs: np.ndarray  # float32, beside top_ids
+
+
+@dataclass(frozen=True, slots=True)
 class StepNews:
     """One step's tokens: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order. Arrays are uint32."""
 
@@ -75,6 +93,7 @@ class StepNews:
     token_ids: np.ndarray
     logprobs: list[TokenLogprob | None] | None  # beside token_ids; an entry is None where none was asked for
     endings: list[tuple[int, Ending]]  # (handle, ending), after the tokens
+    prompts: list[tuple[int, PromptScores]] = field(default_factory=list)  # (handle, scores), before the tokens
 
 
 def encode_open(client_id: str) -> session_pb2.SessionRequest:
@@ -105,7 +124,7 @@ def encode_submit(job: Job) -> session_pb2.SessionRequest:
     fill(request.tokens, "token_ids", job.prompt_ids)
 
     sampling = request.sampling
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in _SAMPLING:
         value = getattr(settings, name)
         if value is not None:
             setattr(sampling, name, value)
@@ -123,6 +142,8 @@ def encode_submit(job: Job) -> session_pb2.SessionRequest:
     stopping.token_ids.extend(settings.stop_token_ids)
 
     request.output.logprobs = settings.logprobs
+    if settings.prompt_logprobs is not None:
+        request.output.prompt_logprobs = settings.prompt_logprobs
     if settings.top_logprobs:
         request.output.top_logprobs = settings.top_logprobs
     return message
@@ -139,6 +160,7 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         max_top_logprobs=model.max_top_logprobs,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         contract_version=model.contract_version,
+        prompt_logprobs=model.prompt_logprobs,
     )
 
 
@@ -150,6 +172,19 @@ def decode_outputs(outputs: session_pb2.StepOutputs) -> StepNews:
         token_ids=read_fixed32(outputs.token_ids),
         logprobs=_decode_logprobs(outputs.logprobs) if outputs.HasField("logprobs") else None,
         endings=[(finished.handle, _decode_ending(finished.finish)) for finished in outputs.finished],
+        prompts=[(prompt.handle, _decode_scores(prompt.logprobs)) for prompt in outputs.prompts],
+    )
+
+
+def _decode_scores(scores: generate_pb2.PromptLogprobs) -> PromptScores:
+    logprobs = read_float(scores.logprobs.chosen)
+    shape = len(logprobs), -1 if len(scores.logprobs.top_token_ids) else 0
+    return PromptScores(
+        scores.start,
+        logprobs,
+        read_fixed32(scores.ranks),
+        read_fixed32(scores.logprobs.top_token_ids).reshape(shape),
+        read_float(scores.logprobs.top_logprobs).reshape(shape),
     )
 
 
@@ -186,6 +221,7 @@ def _decode_ending(finish: generate_pb2.Finish) -> Ending:
         prefill_s=timing.prefill_ns * 1e-9,
         decode_s=timing.decode_ns * 1e-9,
         error=_ending_error(finish) if reason == "error" else None,
+        stop_string=finish.stop_string.index if finish.HasField("stop_string") else None,
     )
 
 

@@ -1,0 +1,156 @@
+"""The JSON of chat answers: words, thoughts and tool calls, whole and in chunks."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from services.gateway.generation import Choice
+from services.gateway.openai.logprobs import TokenText, chat_content
+from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, Reasoning, parts_of
+from services.gateway.openai.output.reader import OutputReader
+from services.gateway.openai.shapes import Shape
+from services.gateway.openai.sse import Template
+from services.gateway.openai.transcript import Piece
+from services.gateway.session.codec import ModelFacts
+
+_NOTHING_MORE = Piece("", [])
+
+MakeReader = Callable[[], OutputReader | None]
+
+
+class Readers:
+    """The reader of each choice, made when its first words come; none where ``make`` gives none."""
+
+    def __init__(self, make: MakeReader) -> None:
+        self._make = make
+        self._readers: dict[int, OutputReader | None] = {}
+
+    def note(self, index: int, token_ids: Sequence[int]) -> None:
+        """The next tokens of a choice, whose words may come later."""
+        if (reader := self[index]) is not None:
+            reader.count(token_ids)
+
+    def read(self, index: int, text: str, *, last: bool) -> list[Delta] | None:
+        """What is new in a choice, ``last``: and its end; None when its text says it all."""
+        reader = self[index]
+        if reader is None:
+            return None
+        deltas = reader.push(text)
+        return deltas + reader.finish() if last else deltas
+
+    def reason(self, index: int, reason: str) -> str:
+        """Why a choice ended: a model that stops behind a call waits for its result."""
+        reader = self[index]
+        return "tool_calls" if reason == "stop" and reader is not None and reader.call_count else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of all choices' reasoning."""
+        return sum(reader.reasoning_tokens for reader in self._readers.values() if reader is not None)
+
+    def __getitem__(self, index: int) -> OutputReader | None:
+        if index not in self._readers:
+            self._readers[index] = self._make()
+        return self._readers[index]
+
+
+class ChatShape(Shape):
+    """``/v1/chat/completions``. ``make_reader``: for each choice, what takes its text apart."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        request_id: str,
+        facts: ModelFacts,
+        token_text: TokenText | None,
+        *,
+        include_usage: bool = False,
+        make_reader: MakeReader = lambda: None,
+    ) -> None:
+        super().__init__(request_id, facts, token_text, include_usage=include_usage)
+        self._readers = Readers(make_reader)
+        self._calls: dict[int, int] = {}  # told of each choice
+
+    def opening(self, index):
+        delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        if self._untold:
+            self._untold.clear()
+            head = Template(self._chunk_head | self._whole_extras(), "choices")
+            return head.fill(delta % index)
+        return self._template.fill(delta % index)
+
+    def note(self, index, token_ids):
+        self._readers.note(index, token_ids)
+
+    def chunk(self, index, piece, reason):
+        deltas = self._readers.read(index, piece.text, last=reason is not None)
+        if deltas is None:
+            return super().chunk(index, piece, reason)
+        contents = [b'"delta":' + orjson.dumps(self._delta(index, delta)) for delta in deltas]
+        beside = bool(piece.entries or piece.token_ids)
+        if reason is not None:
+            contents.append(b'"delta":{}')
+            reason = self._readers.reason(index, reason)
+        elif beside and not contents:
+            contents.append(self._chunk_content("", False))
+        pieces = [piece] + [_NOTHING_MORE] * (len(contents) - 1)
+        reasons = [None] * (len(contents) - 1) + [reason]
+        return b"".join(map(self._chunk, [index] * len(contents), contents, pieces, reasons))
+
+    def _whole_extras(self):
+        told = {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
+        return told if self._prompt_logprobs is None else told | {"prompt_logprobs": self._prompt_logprobs}
+
+    def _usage(self, choices):
+        usage = super()._usage(choices)
+        if reasoning := self._readers.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
+
+    def _content(self, choice: Choice, text):
+        message = {"role": "assistant", "content": text, "refusal": None}
+        deltas = self._readers.read(choice.index, text, last=True)
+        if deltas is not None:
+            message |= _message(parts_of(deltas))
+        return {"message": message}, self._readers.reason(choice.index, choice.ending.reason)
+
+    def _logprobs(self, entries):
+        return {"content": chat_content(entries, self._token_text), "refusal": None}
+
+    def _chunk_content(self, text, last):
+        return b'"delta":{}' if last and not text else b'"delta":{"content":%b}' % orjson.dumps(text)
+
+    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+        match delta:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegun(name):
+                number = self._calls[index] = self._calls.get(index, -1) + 1
+                return {"tool_calls": [{"index": number, **_call(name, "")}]}
+            case Arguments(text):
+                return {"tool_calls": [{"index": self._calls[index], "function": {"arguments": text}}]}
+
+
+def call_id() -> str:
+    """A new name for a call, by which its result is told."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _message(parts: Parts) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": parts.content}
+    if parts.calls:
+        message["content"] = parts.content or None
+        message["tool_calls"] = [_call(call.name, call.arguments) for call in parts.calls]
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    return message
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,199 @@
+"""A conversation as clients send it: its messages, its tools, and what they tell the chat template."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.gateway.openai.body import Body
+
+# Far beyond any use; they bound the time that one body takes to validate.
+MAX_MESSAGES = 65_536
+MAX_PARTS = 4096
+MAX_TOOLS = 1024
+MAX_CALLS = 1024
+MAX_DOCUMENTS = 4096
+MAX_TEMPLATE_VARIABLES = 64
+
+# They are parameters of their own.
+_NOT_VARIABLES = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+)  # fmt: skip
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """What a call was for."""
+
+    name: str
+    arguments: str
+
+    def render(self) -> dict[str, Any]:
+        """As chat templates take it: arguments as an object, unless they are none."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class PastCall(Body):
+    """A tool call that the model made in an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def render(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"id": self.id or "", "type": self.type, "function": self.function.render()}
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None, Field(validate_default=True)
+    ] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _only_the_assistant_calls(cls, calls: list[PastCall] | None, info: ValidationInfo) -> list[PastCall] | None:
+        if calls and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("only messages of the assistant have tool calls")
+        return calls
+
+    @field_validator("content")
+    @classmethod
+    def _something_is_said(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not info.data.get("tool_calls") and {"role", "tool_calls"} <= info.data.keys():
+            raise PydanticCustomError("missing", "Field required")
+        return content
+
+    @model_validator(mode="after")
+    def _no_audio(self) -> "Message":
+        for extra in ("function_call", "audio", "refusal"):
+            if (self.model_extra or {}).get(extra):
+                raise ValueError(f"messages with {extra!r} are not supported by this server yet; leave them out")
+        return self
+
+    @property
+    def text(self) -> str:
+        """What it says; parts are joined."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    def render(self) -> dict[str, Any]:
+        """As chat templates take it. OpenAI's ``developer`` is what every template calls ``system``."""
+        rendered: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            rendered["tool_calls"] = [call.render() for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                rendered[name] = value
+        return rendered
+
+
+class Function(Body):
+    """What a tool does and takes."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("strict")
+    @classmethod
+    def _no_promise(cls, strict: bool | None) -> bool | None:
+        if strict:
+            raise ValueError("this server does not hold arguments to their schema yet; leave it out, or send false")
+        return strict
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def render(self) -> dict[str, Any]:
+        """As chat templates take it. ``strict`` is for the server, not for the model."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class NamedFunction(Body):
+    """A tool by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def check_names_differ(names: Iterable[str]) -> None:
+    """Raise ``ValueError`` for two tools of one name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"two tools have the name {name!r}; give each its own")
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class ConversationBody(Body):
+    """What is rendered by the model's chat template, and how."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        check_names_differ(tool.function.name for tool in tools or ())
+        return tools
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _only_variables(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in _NOT_VARIABLES:
+            if variables and name in variables:
+                raise ValueError(f"{name!r} is a parameter of its own, where there is one; take it out of here")
+        return variables
+
+    @model_validator(mode="after")
+    def _one_who_goes_on(self) -> "ConversationBody":
+        if not self.continue_final_message or not self.messages:
+            return self
+        if self.add_generation_prompt is not False:
+            raise ValueError(
+                "continue_final_message: the answer goes on with the last message or begins a new one, not both; send"
+                " add_generation_prompt=false with it"
+            )
+        if self.messages[-1].role != "assistant" or not self.messages[-1].text:
+            raise ValueError("continue_final_message: the last message is none of the assistant's with words to go on")
+        return self

@@ -1,0 +1,142 @@
+"""Tool calls among an answer's words, in the formats that models write them in."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from services.gateway.openai.output.call import CallReader, State
+from services.gateway.openai.output.deltas import Arguments, Content, Delta
+from services.gateway.openai.output.held import certain_length, first_of
+
+
+class CallFormat(NamedTuple):
+    """How a model writes a call: something it begins with, ``{"name": ..., "arguments": ...}``, and what ends it."""
+
+    name: str
+    begins: tuple[str, ...]
+    ends: str  # may be missing
+    ends_visibly: bool  # by something that words and JSON do not have in them
+    any_name: bool  # what begins so is a call, also of a tool that was not offered
+
+
+HERMES = CallFormat("hermes", ("<tool_call>",), "</tool_call>", True, True)
+# Any object may be a call: it is one when it names a tool that was offered.
+LLAMA3 = CallFormat("llama3", ("<|python_tag|>", "{"), ";", False, False)
+CALL_FORMATS = {form.name: form for form in (HERMES, LLAMA3)}
+
+
+class CallParser:
+    """Finds the calls in one answer. White space around a call belongs to none of its neighbours.
+
+    What begins as a call and turns out to be none is content. Once a call was told it stays one: what is wrong in its
+    arguments stays in them, as the model wrote it.
+    """
+
+    def __init__(self, form: CallFormat, tools: Collection[str]) -> None:
+        self._form = form
+        self._tools = tools
+        self._pending = ""  # not yet understood
+        self._opening = ""  # what stands before the JSON of a call that may be none
+        self._unclosed = False  # a call's end mark may still come
+        self._call = self._new_call()
+        self._read = self._text
+
+    def push(self, text: str) -> list[Delta]:
+        """Take the next words; tell what is certain."""
+        self._pending += text
+        deltas: list[Delta] = []
+        while (told := self._read()) is not None:
+            deltas += told
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """The answer is over: what is left of it."""
+        rest = self._pending
+        if self._read == self._spilt:
+            return [Arguments(rest)]
+        if self._read == self._after:
+            return []
+        if self._read == self._in_call:
+            rest = self._call.untold + rest
+            if self._call.begun and not rest.strip():
+                return []
+        return [Content(self._opening + rest)]
+
+    # Each works on what is pending, and gives what is new; None when it needs more.
+
+    def _text(self) -> list[Delta] | None:
+        ends = (self._form.ends,) if self._unclosed else ()
+        markers = (*self._form.begins, *ends)
+        found = first_of(markers, self._pending)
+        if found is None:
+            length = certain_length(markers, self._pending)
+            text, self._pending = self._pending[:length], self._pending[length:]
+            return [Content(text)] if text else None
+        where, marker = found
+        words = self._pending[:where].rstrip()
+        if marker in ends:
+            self._pending, self._unclosed, self._read = self._pending[where + len(marker) :], False, self._after
+            return [Content(words)]
+        taken = where + (len(marker) if marker != "{" else 0)
+        self._opening, self._pending = self._pending[len(words) : taken], self._pending[taken:]
+        self._read = self._opened
+        return [Content(words)]
+
+    def _opened(self) -> list[Delta] | None:
+        rest = self._pending.lstrip()
+        if not rest:
+            return None
+        self._opening += self._pending[: len(self._pending) - len(rest)]
+        self._pending = rest
+        if rest[0] != "{":
+            return self._no_call("")
+        self._call, self._read = self._new_call(), self._in_call
+        return []
+
+    def _in_call(self) -> list[Delta] | None:
+        if not self._pending:
+            return None
+        call = self._call
+        end, state, deltas = call.take(self._pending, 0)
+        self._pending = self._pending[end:]
+        if call.begun:
+            self._opening = ""
+        if state is State.DONE:
+            self._read, self._unclosed = self._after, True
+        elif state is State.BROKEN and call.arguments_open:
+            self._read = self._spilt
+        elif state is State.BROKEN:
+            self._unclosed = call.begun and self._form.ends_visibly
+            deltas += self._no_call(call.untold)
+        return deltas
+
+    def _spilt(self) -> list[Delta] | None:
+        end = self._form.ends
+        where = self._pending.find(end) if self._form.ends_visibly else -1
+        if where >= 0:
+            text, self._pending = self._pending[:where], self._pending[where:]
+            self._read, self._unclosed = self._after, True
+            return [Arguments(text.rstrip())]
+        length = certain_length((end,), self._pending) if self._form.ends_visibly else len(self._pending)
+        text, self._pending = self._pending[:length], self._pending[length:]
+        return [Arguments(text)] if text else None
+
+    def _after(self) -> list[Delta] | None:
+        """Right behind a call."""
+        self._pending = rest = self._pending.lstrip()
+        end = self._form.ends
+        if self._unclosed and rest.startswith(end):
+            self._pending, self._unclosed = rest[len(end) :], False
+            return []
+        if not rest or (self._unclosed and end.startswith(rest)):
+            return None
+        self._unclosed = self._unclosed and self._form.ends_visibly
+        self._read = self._text
+        return []
+
+    def _no_call(self, untold: str) -> list[Delta]:
+        text, self._opening = self._opening + untold, ""
+        self._read = self._text
+        return [Content(text)]
+
+    def _new_call(self) -> CallReader:
+        return CallReader((lambda name: True) if self._form.any_name else self._tools.__contains__)

@@ -1,0 +1,53 @@
+"""Which formats a model's answers have, as its flags or its chat template say."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from services.common.config import GatewayConfig
+from services.common.text.tokenizer import Tokenizer
+from services.common.text.vocabulary import Vocabulary
+from services.gateway.openai.output.calls import CALL_FORMATS, HERMES, LLAMA3, CallFormat, CallParser
+from services.gateway.openai.output.reader import OutputReader
+from services.gateway.openai.output.reasoning import ENDS, ReasoningParser, ReasoningTokens
+
+
+@dataclass(frozen=True)
+class OutputFormats:
+    """``calls``: how the model writes its tool calls; None: they stay in the text. ``calls_known`` is false when
+    nobody knows. ``reasoning``: whether it may think first."""
+
+    calls: CallFormat | None = None
+    calls_known: bool = True
+    reasoning: bool = False
+
+    @classmethod
+    def of(cls, config: GatewayConfig, tokenizer: Tokenizer) -> "OutputFormats":
+        """Those that the flags name; with ``auto`` those that the model's template shows."""
+        source = tokenizer.chat_template(tools=True).source if tokenizer.has_chat_template else ""
+        calls = CALL_FORMATS.get(config.tool_call_parser)
+        if config.tool_call_parser == "auto":
+            calls = _detected(source)
+        return cls(
+            calls=calls,
+            calls_known=calls is not None or config.tool_call_parser == "none",
+            reasoning=config.reasoning_parser == "qwen3" or (config.reasoning_parser == "auto" and ENDS in source),
+        )
+
+    def reader(
+        self, vocabulary: Vocabulary, *, tools: Collection[str], parallel: bool, thinking_opened: bool
+    ) -> OutputReader | None:
+        """For one answer; None when there is nothing to find in it. ``thinking_opened``: the prompt ends so."""
+        calls = CallParser(self.calls, tools) if self.calls is not None and tools else None
+        if not self.reasoning:
+            return OutputReader(None, calls, parallel=parallel) if calls is not None else None
+        reasoning = ReasoningParser(opened=thinking_opened)
+        return OutputReader(reasoning, calls, parallel=parallel, tokens=ReasoningTokens(vocabulary))
+
+
+def _detected(template: str) -> CallFormat | None:
+    if "<function=" in template:  # Qwen3-Coder's, which is no JSON
+        return None
+    if HERMES.begins[0] in template:
+        return HERMES
+    llama = LLAMA3.begins[0] in template or ("ipython" in template and '"parameters"' in template)
+    return LLAMA3 if llama else None

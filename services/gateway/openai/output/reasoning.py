@@ -1,0 +1,97 @@
+"""A model's thoughts before its answer, as Qwen3 writes them: ``<think>...</think>``, then the answer."""
+
+from collections.abc import Callable, Sequence
+
+from services.common.text.vocabulary import Vocabulary
+from services.gateway.openai.output.deltas import Content, Delta, Reasoning
+from services.gateway.openai.output.held import certain_length
+
+BEGINS, ENDS = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """Takes one answer apart. ``opened``: its prompt ends with ``<think>``. White space around the marks belongs to
+    neither side; an answer without them is all content."""
+
+    def __init__(self, *, opened: bool) -> None:
+        self.thought = opened  # there is reasoning, if only the beginning of it
+        self._pending = ""
+        self._read = self._beginning
+
+    def push(self, text: str) -> list[Delta]:
+        """Take the next words; tell what is certain."""
+        self._pending += text
+        deltas: list[Delta] = []
+        while (told := self._read()) is not None:
+            deltas += told
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """The answer is over: what is left of it."""
+        if self._read == self._behind:
+            return []
+        return [Reasoning(self._pending) if self.thought and self._read != self._content else Content(self._pending)]
+
+    # Each works on what is pending, and gives what is new; None when it needs more.
+
+    def _beginning(self) -> list[Delta] | None:
+        rest = self._pending.lstrip()
+        if rest.startswith(BEGINS):
+            self.thought, rest = True, rest[len(BEGINS) :]
+        elif BEGINS.startswith(rest):
+            return None
+        elif not self.thought:
+            self._read = self._content
+            return []
+        self._pending, self._read = rest, self._before_thoughts
+        return []
+
+    def _before_thoughts(self) -> list[Delta] | None:
+        return self._skip_space(self._thoughts)
+
+    def _thoughts(self) -> list[Delta] | None:
+        thoughts, end, rest = self._pending.partition(ENDS)
+        if end:
+            self._pending, self._read = rest, self._behind
+            return [Reasoning(thoughts.rstrip())]
+        length = certain_length((ENDS,), thoughts)
+        thoughts, self._pending = thoughts[:length], thoughts[length:]
+        return [Reasoning(thoughts)] if thoughts else None
+
+    def _behind(self) -> list[Delta] | None:
+        return self._skip_space(self._content)
+
+    def _skip_space(self, following: Callable[[], list[Delta] | None]) -> list[Delta] | None:
+        self._pending = self._pending.lstrip()
+        if not self._pending:
+            return None
+        self._read = following
+        return []
+
+    def _content(self) -> list[Delta] | None:
+        text, self._pending = self._pending, ""
+        return [Content(text)] if text else None
+
+
+class ReasoningTokens:
+    """Counts the tokens up to the end of the reasoning, its marks among them."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._token_bytes = vocabulary.token_bytes
+        self._tail = b""
+        self._ended = False
+        self.count = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """The next tokens of the answer."""
+        if self._ended:
+            return
+        end = ENDS.encode()
+        for token_id in token_ids:
+            self.count += 1
+            added = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+            self._tail += added
+            if end in self._tail:
+                self._ended = True
+                return
+            self._tail = self._tail[1 - len(end) :]

@@ -1,0 +1,267 @@
+"""The body of ``POST /v1/responses``, and the conversation that it stands for."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+
+from services.common.errors import InvalidRequest
+from services.gateway.openai.body import Body
+from services.gateway.openai.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    CalledFunction,
+    Function,
+    Message,
+    PastCall,
+    ReasoningEffort,
+    Tool,
+    check_names_differ,
+)
+from services.gateway.openai.schemas import ChatBody, Metadata
+
+# Of OpenAI's own: with these values they change nothing, with others they are refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_KEEPS_NONE = "this server keeps no responses: send the whole conversation as input"
+_REASONS = {
+    "conversation": _KEEPS_NONE,
+    "previous_response_id": _KEEPS_NONE,
+    "store": "this server keeps no responses; leave it out, or set it to False",
+}
+
+
+class InputPart(Body):
+    """A piece of a text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+Text = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+
+
+class InputMessage(Body):
+    """A turn of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+
+
+class InputCall(Body):
+    """A tool call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(Body):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ReasoningPart(Body):
+    """A piece of the model's thoughts."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    """What the model thought."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
+    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
+
+
+def _tag(item: Any) -> str:
+    """A tag begins with #, so that nobody takes it for a part of a parameter's name."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return f"#{'message' if kind is None else kind}"
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("#message")]
+    | Annotated[InputCall, Tag("#function_call")]
+    | Annotated[InputCallOutput, Tag("#function_call_output")]
+    | Annotated[InputReasoning, Tag("#reasoning")],
+    Discriminator(_tag),
+]
+
+
+class Typed(Body):
+    """First of all a tool is checked to be of the one kind there is."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, Typed):
+    """A function that the model may call."""
+
+
+class NamedFunctionTool(Body):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(Body):
+    """How long to think."""
+
+    effort: ReasoningEffort | None = None
+    summary: None = None
+
+
+class PlainFormat(Body):
+    """The only one there is."""
+
+    type: Literal["text"]
+
+
+class TextConfig(Body):
+    """What the text is like."""
+
+    format: PlainFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseStreamOptions(Body):
+    """How a stream is."""
+
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
+
+
+class ResponsesBody(Body):
+    """``POST /v1/responses``."""
+
+    nested: ClassVar[tuple[str, ...]] = ("stream_options", "reasoning", "text", "tools")
+
+    model: str | None = None
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MAX_MESSAGES),
+        BeforeValidator(_items, json_schema_input_type=str | list[Item]),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+
+    access_programs: Any = None
+    background: Any = None
+    background_options: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    store: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, tools: list[FunctionTool] | None) -> list[FunctionTool] | None:
+        check_names_differ(tool.name for tool in tools or ())
+        return tools
+
+    def chat(self) -> ChatBody:
+        """The same request to chat completions. ``InvalidRequest`` for what this server does not do."""
+        self._refuse_what_is_not_neutral()
+        reasoning = self.reasoning or Reasoning()
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return ChatBody(
+            model=self.model,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            tools=[Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools]
+            if self.tools
+            else None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=reasoning.effort,
+        )
+
+    def _refuse_what_is_not_neutral(self) -> None:
+        for name, neutrals in _NEUTRAL.items():
+            value = getattr(self, name)
+            if value is None or any(value == neutral and type(value) is type(neutral) for neutral in neutrals):
+                continue
+            default = f"{name!r} is not supported by this server yet; leave it out"
+            raise InvalidRequest(_REASONS.get(name, default), field=name, reason="UNSUPPORTED_PARAMETER")
+
+    def _messages(self) -> list[Message]:
+        """Thoughts and calls become parts of the assistant's message that they belong to."""
+        messages = [Message(role="system", content=self.instructions)] if self.instructions else []
+        thoughts, turn = None, None  # turn: the assistant's message that may still get calls
+        for item in self.input:
+            match item:
+                case InputReasoning():
+                    thoughts, turn = _joined(item.content or item.summary or []), None
+                case InputCall():
+                    call = PastCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+                    if turn is None:
+                        turn = Message(role="assistant", content="", reasoning_content=thoughts, tool_calls=[])
+                        messages.append(turn)
+                    turn.tool_calls = [*(turn.tool_calls or []), call]
+                    thoughts = None
+                case InputCallOutput():
+                    messages.append(Message(role="tool", content=_joined(item.output), tool_call_id=item.call_id))
+                    turn = None
+                case InputMessage(role="assistant"):
+                    turn = Message(role="assistant", content=_joined(item.content), reasoning_content=thoughts)
+                    messages.append(turn)
+                    thoughts = None
+                case InputMessage():
+                    messages.append(Message(role=item.role, content=_joined(item.content)))
+                    turn = None
+        if not messages:
+            raise InvalidRequest(
+                "input: there is nothing to answer but thoughts; add a message", field="input", reason="INVALID_VALUE"
+            )
+        return messages
+
+
+def _joined(text: Any) -> str:
+    return text if isinstance(text, str) else "".join(part.text for part in text)

@@ -1,0 +1,91 @@
+"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shapes."""
+
+from typing import Annotated, ClassVar
+
+import orjson
+from fastapi import Request, Response
+from pydantic import Field, model_validator
+
+from services.common.errors import InvalidRequest
+from services.gateway.gateway import Gateway
+from services.gateway.http import read_body, while_connected
+from services.gateway.openai.body import Body
+from services.gateway.openai.conversation import render
+from services.gateway.openai.messages import MAX_MESSAGES, ConversationBody, Message
+from services.gateway.openai.parse import ignored_header, parse_large
+from services.gateway.openai.schemas import TokenId
+
+
+class TokenizeBody(ConversationBody):
+    """``POST /tokenize``: a text, or a conversation."""
+
+    nested: ClassVar[tuple[str, ...]] = ("messages", "tools")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, default_factory=list)]
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> "TokenizeBody":
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("prompt: expected either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    nested: ClassVar[tuple[str, ...]] = ()
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or a conversation, however long."""
+    gateway: Gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    return await while_connected(request.receive, _tokenize(gateway, raw))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    gateway: Gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    return await while_connected(request.receive, _detokenize(gateway, raw))
+
+
+async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
+    body = await parse_large(gateway.text, raw, TokenizeBody)
+    facts = await gateway.fleet.model(body.model)
+    unknown = []
+    if body.prompt is not None:
+        [ids] = await gateway.text.encode(
+            [body.prompt], max_tokens=None, field="prompt", add_special_tokens=body.add_special_tokens is not False
+        )
+    else:
+        prompt = await render(gateway, body, max_tokens=None, add_special_tokens=bool(body.add_special_tokens))
+        ids, unknown = prompt.ids, prompt.unknown
+    strings = [gateway.text.token_text(token)[0] for token in ids] if body.return_token_strs else None
+    answer = {"count": len(ids), "max_model_len": facts.max_context_tokens, "tokens": ids, "token_strs": strings}
+    return _json(answer, ignored_header(body, unknown))
+
+
+async def _detokenize(gateway: Gateway, raw: bytes) -> Response:
+    body = await parse_large(gateway.text, raw, DetokenizeBody)
+    facts = await gateway.fleet.model(body.model)
+    for place, token in enumerate(body.tokens):
+        if token >= facts.vocab_size:
+            raise InvalidRequest(
+                f"token id {token} does not exist: this model has ids 0 to {facts.vocab_size - 1}",
+                field=f"tokens[{place}]",
+                reason="UNKNOWN_TOKEN",
+            )
+    text = await gateway.text.in_thread(gateway.text.tokenizer.decode, body.tokens, False)
+    return _json({"prompt": text}, ignored_header(body))
+
+
+def _json(content: dict, headers: dict[str, str]) -> Response:
+    return Response(orjson.dumps(content), headers=headers, media_type="application/json")

@@ -1,0 +1,277 @@
+"""``/v1/responses`` through the official SDK. The model says what the user said."""
+
+import json
+from typing import get_type_hints
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types.responses import response_create_params
+
+from services.gateway.openai.responses.body import ResponsesBody
+from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED
+from tests.gateway.deployment import PATIENCE_S
+from tests.gateway.test_errors import error_of
+from tests.gateway.test_fuzz import values
+from tests.gateway.test_tools import CALL, THOUGHT
+
+WEATHER = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": None, "strict": False}
+
+
+@pytest.fixture
+def client(qwen):
+    with qwen.sdk() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def name(qwen):
+    with qwen.sdk() as made:
+        return made.models.list().data[0].id
+
+
+def respond(deployment, **body) -> httpx.Response:
+    return deployment.post("/v1/responses", {"input": "Hi"} | body)
+
+
+def raw_events(deployment, **body) -> list[dict]:
+    """Each checked to be named as its data is."""
+    with httpx.stream(
+        "POST", deployment.url + "/v1/responses", json={"input": "Hi", "stream": True} | body, timeout=PATIENCE_S
+    ) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        raw = response.read().decode()
+    told = []
+    for event in raw.removesuffix("\n\n").split("\n\n"):
+        head, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert head == f"event: {told[-1]['type']}"
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    return told
+
+
+def without_ids(item: dict) -> dict:
+    return {key: value for key, value in item.items() if key not in ("id", "call_id")}
+
+
+def test_a_text_is_answered(client, name):
+    response = client.responses.create(model=name, input="Yes, we can.", metadata={"a": "b"}, user="me")
+    assert (response.object, response.status, response.model) == ("response", "completed", name)
+    assert response.id.startswith("resp")
+    assert response.output_text == "Yes, we can."
+    [message] = response.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert response.metadata == {"a": "b"}
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_instructions_and_items_are_the_conversation(client, name, qwen):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Three"},
+    ]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "One"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Two", "annotations": []}],
+        },
+        {"role": "user", "content": "Three"},
+    ]
+    response = client.responses.create(model=name, instructions="Be brief.", input=items)
+    assert response.output_text == "Three"
+    assert response.instructions == "Be brief."
+    count = qwen.post("/tokenize", {"messages": messages}).json()["count"]
+    assert response.usage.input_tokens == count
+
+
+def test_an_answer_that_is_cut_is_incomplete(client, name, qwen):
+    response = client.responses.create(model=name, input="Yes, we can do this.", max_output_tokens=3, temperature=0)
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"
+    assert response.usage.output_tokens == 3
+    assert raw_events(qwen, max_output_tokens=1)[-1]["type"] == "response.incomplete"
+
+
+def test_the_events_of_a_text(qwen):
+    told = raw_events(qwen, input="Yes, we can.")
+    kinds = [event["type"] for event in told]
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(event["delta"] for event in told if event["type"].endswith("delta")) == "Yes, we can."
+    assert told[-4]["text"] == "Yes, we can."
+    assert told[-1]["response"]["output"] == [told[-2]["item"]]
+    assert told[0]["response"]["output"] == []
+
+
+@pytest.mark.parametrize("text", ["", "Yes.", THOUGHT + "Yes.", f"So: {CALL}{CALL}", THOUGHT + CALL, "<tool_call>no"])
+def test_a_stream_ends_as_the_whole_answer_is(qwen, text):
+    body = {"input": [{"role": "user", "content": text}], "tools": [WEATHER]}
+    whole = respond(qwen, **body).json()
+    last = raw_events(qwen, **body)[-1]["response"]
+    assert [without_ids(item) for item in last["output"]] == [without_ids(item) for item in whole["output"]]
+    assert last["usage"] == {**whole["usage"], "input_tokens_details": last["usage"]["input_tokens_details"]}
+    assert last.keys() == whole.keys()
+
+
+def test_the_sdks_stream_helper_follows(client, name):
+    with client.responses.stream(model=name, input=THOUGHT + "Let me see. " + CALL, tools=[WEATHER]) as stream:
+        kinds = {event.type for event in stream}
+        response = stream.get_final_response()
+    assert {"response.reasoning_text.delta", "response.output_text.delta"} < kinds
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} < kinds
+    thoughts, message, call = response.output
+    assert thoughts.content[0].text == "Is it cold?"
+    assert message.content[0].text == "Let me see."
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", '{"city": "Köln"}')
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+async def test_the_async_sdk_streams(qwen, name):
+    async with qwen.async_sdk() as client:
+        stream = await client.responses.create(model=name, input="Yes, we can.", stream=True)
+        text = "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+    assert text == "Yes, we can."
+
+
+def test_the_result_of_a_call_is_answered(client, name, qwen):
+    first = client.responses.create(model=name, input=f"{CALL}{CALL}", tools=[WEATHER])
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"{number} degrees"}
+        for number, call in enumerate(first.output)
+    ]
+    items = [{"role": "user", "content": "Cold?"}, *first.output, *results]
+    second = client.responses.create(model=name, input=items, tools=[WEATHER])
+    assert second.output_text == "1 degrees"
+    calls = [
+        {"id": "x", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in first.output
+    ]
+    tool = {"type": "function", "function": {"name": "weather", "description": "Tells it."}}
+    messages = [
+        {"role": "user", "content": "Cold?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "x", "content": "0 degrees"},
+        {"role": "tool", "tool_call_id": "x", "content": "1 degrees"},
+    ]
+    assert second.usage.input_tokens == qwen.post("/tokenize", {"messages": messages, "tools": [tool]}).json()["count"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": "word " * 4000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+        ({"tools": [WEATHER | {"strict": True}]}, "tools[0].strict"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"presence_penalty": "x", "logprobs": 1, "tools": 1}, "tools"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_is_named(qwen, body, param):
+    assert error_of(respond(qwen, **body), 400)["param"] == param
+
+
+def test_neutral_values_pass(client, name):
+    response = client.responses.create(
+        model=name,
+        input="Hi",
+        store=False,
+        background=False,
+        include=[],
+        truncation="disabled",
+        top_logprobs=0,
+        text={"format": {"type": "text"}, "verbosity": "medium"},
+        reasoning={"effort": None},
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        service_tier="auto",
+    )
+    assert response.output_text == "Hi"
+
+
+def test_nothing_is_kept_and_the_sdk_hears_so(client, name):
+    response = client.responses.create(model=name, input="Hi")
+    assert response.store is False
+    with pytest.raises(openai.NotFoundError, match="keeps none"):
+        client.responses.retrieve(response.id)
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
+        client.responses.create(model=name, input="Hi", previous_response_id=response.id)
+
+
+def test_unknown_parameters_are_listed(qwen):
+    assert respond(qwen, mood="good").headers["x-toka-ignored-params"] == "mood"
+
+
+def test_every_parameter_of_the_sdk_is_honoured_or_refused_or_harmless():
+    known = set(get_type_hints(response_create_params.ResponseCreateParamsNonStreaming))
+    assert known - ResponsesBody.model_fields.keys() - UNSUPPORTED.keys() - HARMLESS == set()
+
+
+calls = st.fixed_dictionaries(
+    {"type": st.just("function_call"), "call_id": st.text(max_size=3)}
+) | st.fixed_dictionaries(
+    {"type": st.just("function_call"), "call_id": st.just("c"), "name": st.text(max_size=5), "arguments": st.text()}
+)
+items = st.one_of(
+    calls,
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": st.text(max_size=9)}),
+    st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": st.just("c"), "output": st.text()}),
+    st.just({"type": "reasoning", "summary": []}),
+    values,
+)
+bodies = st.fixed_dictionaries(
+    {"input": st.lists(items, max_size=4) | st.text() | values},
+    optional={name: values for name in ResponsesBody.model_fields if name not in ("input", "model")}
+    | {"tools": st.just([WEATHER]) | values, "stream": st.booleans()},
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(body=bodies)
+def test_random_bodies_never_break_the_server(qwen, body):
+    response = qwen.post("/v1/responses", {"max_output_tokens": 3} | body)
+    assert response.status_code < 500, (body, response.text)
+    if response.status_code >= 400:
+        assert response.json()["error"]["message"]
+    assert '"error":{' not in response.text or response.status_code >= 400, (body, response.text)
