@@ -22,7 +22,7 @@ from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.4"
+CONTRACT_VERSION = "1.5"
 MAX_PLANS_IN_FLIGHT = 16
 # A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
 STUCK_AFTER_S = 120.0
