@@ -2,8 +2,10 @@
 [shape=llama-8b] [tokens=16,64,...] [device=cuda] [repeats=20]``.
 
 Each rank is a process, on a GPU of its own where there are any. A layer's products (qkv, output, gate and up, down) run
-with every way of exchanging that the worker has, and without any: the difference is what the links cost. Norms,
-attention and activation are left out; a rank that has a part of the rows norms fewer besides. On a GPU each way is a
+with every way of exchanging that the worker has, and without any: the difference is what the links cost. ``head`` is
+the product of a rank's part of the vocabulary. So a step's products and their exchange take the model's layers times
+one of the columns, and once the head. Norms, attention and activation are left out; a rank that has a part of the rows
+norms fewer besides. On a GPU each way is a
 CUDA graph. Times are those of the slowest rank. The worker's choices follow from them: up to how many tokens sums go
 through peers' memory, from how many on rows are sharded, and from how many on products overlap
 (``async_tp_threshold``). The last line is one JSON object.
@@ -12,13 +14,14 @@ through peers' memory, from how many on rows are sharded, and from how many on p
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 from pydantic import Field
 
-from bench.model import SHAPES
+from bench.model import SHAPES, VOCAB_SIZE
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int, Ints
@@ -56,7 +59,8 @@ def main() -> None:
     print(f"{'tokens':>8}" + "".join(f"{name:>18}" for name in names))
     for tokens, times in found.items():
         print(f"{tokens:>8}" + "".join(f"{times[name]:>18.1f}" for name in names))
-    report({"device": device, "tp_size": config.tp_size, "shape": config.shape, "us": found})
+    layers = SHAPES[config.shape]["num_hidden_layers"]
+    report({"device": device, "tp_size": config.tp_size, "shape": config.shape, "layers": layers, "us": found})
 
 
 def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
@@ -73,7 +77,8 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda:0" if on_gpu else "cpu")
     group = RankGroup(Ranks(tp_rank=rank, tp_size=config.tp_size), "127.0.0.1", port, device, {})
-    group.watch(lambda error: os._exit(error.exit_status))
+    done = threading.Event()  # whoever leaves from then on is not lost
+    group.watch(lambda error: done.is_set() or os._exit(error.exit_status))
     layer = _Layer(config, device)
     found = {}
     with torch.inference_mode():
@@ -81,7 +86,9 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
             found[tokens] = {
                 name: _slowest(group, _timed(group, layer.once(exchange, tokens), config.repeats, device))
                 for name, exchange in _exchanges(group, tokens)
-            }
+            } | {"head": _slowest(group, _timed(group, layer.head_of(tokens), config.repeats, device))}
+    group.wait_for_all()
+    done.set()
     group.wait_for_all()
     if rank == 0:
         name = torch.cuda.get_device_name() if on_gpu else "cpu"
@@ -105,7 +112,7 @@ def _exchanges(group, tokens: int) -> Iterable[tuple[str, object]]:
 
 
 class _Layer:
-    """The products of one layer, of which a rank has its part."""
+    """The products of one layer, and of the head, of which a rank has its part."""
 
     def __init__(self, config: LinksConfig, device) -> None:
         import torch
@@ -126,6 +133,7 @@ class _Layer:
 
         self._qkv, self._output = linear(hidden, heads + 2 * kv_heads), linear(heads, hidden)
         self._gate_up, self._down = linear(hidden, 2 * inner), linear(inner, hidden)
+        self._head = linear(hidden, VOCAB_SIZE // size)
 
     def once(self, exchange, tokens: int) -> Callable[[], None]:
         """What runs all of it."""
@@ -140,6 +148,13 @@ class _Layer:
             exchange.row(gated.contiguous(), self._down)
 
         return run
+
+    def head_of(self, tokens: int) -> Callable[[], None]:
+        """What makes the logits of all ``tokens``."""
+        import torch
+
+        x = torch.randn(tokens, self._hidden, device=self._device, dtype=self._dtype)
+        return lambda: self._head(x)
 
 
 def _timed(group, run: Callable[[], None], repeats: int, device) -> float:
