@@ -17,7 +17,7 @@ serve: setup
 	$(BIN)/toka $(ARGS)
 
 test: setup lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ requests. Time to first token: from the request, on a connection that is open, t
 and different, so that none is cached. The last line is one JSON object.
 """
 
+import math
 import statistics
 from typing import Any
 
@@ -71,7 +72,8 @@ def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]
             "first_token_p99_ms": first[int(0.99 * (len(first) - 1))],
             "failures": failed,
         }
-        rate = 1000 * count / values["per_token_ms"]
+        # No time at all: every answer came as one text.
+        rate = 1000 * count / values["per_token_ms"] if values["per_token_ms"] else math.inf
         table.add_row(str(count), *(f"{values[name]:.2f}" for name in list(values)[:3]), f"{rate:.0f}")
         found[str(count)] = values
     Console().print(table)

@@ -5,9 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worker.interpreter import triton_ready
+from tests.worker.interpreter import DEVICE, triton_ready
 
 __all__ = ["triton_ready"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``, as ``make test`` has it. Tests of a GPU take all of its memory; others start many processes."""
+    return 0 if DEVICE.type == "cuda" else 2
 
 
 @pytest.fixture(scope="session", autouse=True)

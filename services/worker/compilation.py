@@ -1,4 +1,7 @@
-"""torch.compile for the model's forward pass: once for every number of tokens, and never while serving."""
+"""torch.compile for the model's forward pass: once for every number of tokens, and never while serving.
+
+A worker that compiles nothing does not load the compiler, which takes as long as the rest of torch.
+"""
 
 import contextlib
 import sys
@@ -6,8 +9,6 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-import torch._dynamo
-from torch._dynamo.utils import counters
 
 from services.common.errors import InvalidRequest
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
@@ -44,6 +45,8 @@ def compile_model(model: DecoderModel) -> None:
     It happens at the first calls, which are the warm-up's. A number of tokens or of kept ones below 2 is a further
     graph: on CUDA batches are padded.
     """
+    import torch._dynamo
+
     # The compiler would have float32 computed with fewer bits; who asks for float32 wants them all.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     compiled = torch.compile(model.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
@@ -66,7 +69,8 @@ def compile_model(model: DecoderModel) -> None:
 
 def compilations() -> int:
     """Graphs that torch.compile has made in this process, the model's and all others."""
-    return counters["stats"]["unique_graphs"]
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return compiler.counters["stats"]["unique_graphs"] if compiler else 0
 
 
 def mark_ready() -> None:
@@ -102,9 +106,11 @@ def forbid_recompilation() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def refusing_what_cannot_be_compiled() -> Iterator[None]:
     """Around those first calls: raises ``InvalidRequest`` where torch finds no compiler or fails with it."""
+    from torch._dynamo.exc import TorchDynamoException
+
     try:
         yield
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         raise InvalidRequest(
             f"flag torch_compile=T: torch cannot compile here ({str(error).strip().splitlines()[0]});"
             " install a C++ compiler or leave the flag out",

@@ -47,8 +47,9 @@ def complete(server, **settings):
     return client.completions.create(model=server.model, **settings)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
+    """Its children are killed, and it serves again after each test."""
     with serve(device="cpu", dtype="float32") as server:
         yield server
 

@@ -42,11 +42,13 @@ def test_a_gateway_without_a_scheduler_says_so_and_waits_for_it(tmp_path):
         ready = httpx.get(url + "/ready")
         assert ready.status_code == 503
         assert f"127.0.0.1:{scheduler}" in ready.json()["reason"]
-        refused = httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=60)
+        with ThreadPoolExecutor() as threads:  # each waits a while for a scheduler
+            asked = threads.submit(httpx.post, url + "/v1/completions", json={"prompt": "x"}, timeout=60)
+            models = httpx.get(url + "/v1/models", timeout=60)
+            refused = asked.result()
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "service_unavailable_error"
-        models = httpx.get(url + "/v1/models", timeout=60)
         assert (models.status_code, models.json()["error"]["type"]) == (503, "service_unavailable_error")
         assert stop_and_wait(gateway) == 0
     finally:

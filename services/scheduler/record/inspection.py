@@ -53,7 +53,7 @@ def inspect(paths: list[Path], view: Callable[[], View], console: Console) -> tu
         try:
             reason = walk(Recording(path), seen)
         except RecordingError as error:
-            console.print(f"DAMAGED {error}")
+            console.print(f"DAMAGED {error}", soft_wrap=True)
             broken = True
             continue
         parts = seen.shown()
@@ -61,7 +61,7 @@ def inspect(paths: list[Path], view: Callable[[], View], console: Console) -> tu
         if reason:
             parts = [*parts, f"the recording cannot be followed any further: {reason}"]
         if parts and len(paths) > 1:
-            console.print(str(path))
+            console.print(str(path), soft_wrap=True)
         for part in parts:
             console.print(part)
     return shown, broken
