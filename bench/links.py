@@ -1,14 +1,13 @@
 """What tensor-parallel ranks take to exchange a layer's activations: ``python -m bench.links [tp_size=2]
-[shape=llama-8b] [tokens=16,64,...] [device=cuda] [repeats=20]``.
+[shape=llama-8b] [tokens=16,64,...] [device=cuda] [repeats=20] [graphs=F]``.
 
 Each rank is a process, on a GPU of its own where there are any. A layer's products (qkv, output, gate and up, down) run
 with every way of exchanging that the worker has, and without any: the difference is what the links cost. ``head`` is
 the product of a rank's part of the vocabulary. So a step's products and their exchange take the model's layers times
 one of the columns, and once the head. Norms, attention and activation are left out; a rank that has a part of the rows
-norms fewer besides. On a GPU each way is a
-CUDA graph. Times are those of the slowest rank. The worker's choices follow from them: up to how many tokens sums go
-through peers' memory, from how many on rows are sharded, and from how many on products overlap
-(``async_tp_threshold``). The last line is one JSON object.
+norms fewer besides. On a GPU each way is a CUDA graph, unless ``graphs=F``. Times are those of the slowest rank. The
+worker's choices follow from them: up to how many tokens sums go through peers' memory, from how many on rows are
+sharded, and from how many on products overlap (``async_tp_threshold``). The last line is one JSON object.
 """
 
 import multiprocessing
@@ -24,7 +23,7 @@ from pydantic import Field
 from bench.model import SHAPES, VOCAB_SIZE
 from bench.server import report
 from services.common.config import from_command_line
-from services.common.flags import Config, Int, Ints
+from services.common.flags import Bool, Config, Int, Ints
 
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _WARMUP = 3
@@ -38,6 +37,9 @@ class LinksConfig(Config):
     tokens: Ints = Field(_TOKENS, min_length=1, description="sizes of steps")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     repeats: Int = Field(20, ge=1, description="layers in a measurement")
+    graphs: Bool = Field(
+        True, description="on a GPU: as CUDA graphs; F: launched one by one, as steps with prompts are"
+    )
 
 
 def main() -> None:
@@ -84,9 +86,9 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
     with torch.inference_mode():
         for tokens in sorted(config.tokens, reverse=True):  # buffers only grow before graphs are made
             found[tokens] = {
-                name: _slowest(group, _timed(group, layer.once(exchange, tokens), config.repeats, device))
+                name: _slowest(group, _timed(group, layer.once(exchange, tokens), config, device))
                 for name, exchange in _exchanges(group, tokens)
-            } | {"head": _slowest(group, _timed(group, layer.head_of(tokens), config.repeats, device))}
+            } | {"head": _slowest(group, _timed(group, layer.head_of(tokens), config, device))}
     group.wait_for_all()
     done.set()
     group.wait_for_all()
@@ -157,31 +159,36 @@ class _Layer:
         return lambda: self._head(x)
 
 
-def _timed(group, run: Callable[[], None], repeats: int, device) -> float:
-    """Microseconds of one of ``repeats`` runs."""
+def _timed(group, run: Callable[[], None], config: LinksConfig, device) -> float:
+    """Microseconds of one of ``config.repeats`` runs."""
     import torch
+
+    def repeat() -> None:
+        for _ in range(config.repeats):
+            run()
 
     for _ in range(_WARMUP):
         run()
     group.wait_for_all()
     if device.type == "cpu":
         began = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - began) / repeats * 1e6
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(repeats):
-            run()
+        repeat()
+        return (time.perf_counter() - began) / config.repeats * 1e6
+    replay = repeat
+    if config.graphs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            repeat()
+        replay = graph.replay
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     group.wait_for_all()
     begin.record()
-    graph.replay()
+    replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats * 1e3
+    return begin.elapsed_time(end) / config.repeats * 1e3
 
 
 def _slowest(group, value: float) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.linear import Linear
-from services.worker.parallel import peer_memory  # noqa: F401  its operators
+from services.worker.parallel import overlap, peer_memory  # noqa: F401  their operators
 from services.worker.parallel.operators import rows_each
 from services.worker.parallel.ranks import Ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from services.worker.parallel import operators, peer_memory
+from services.worker.parallel import operators, overlap, peer_memory
 from services.worker.parallel.agreement import Agreement
 from services.worker.parallel.channel import Receiver, Sender
 from services.worker.parallel.errors import ParallelError, lost_peer
@@ -185,5 +185,6 @@ class RankGroup:
 
     def _leave(self) -> None:
         operators.forget(TENSOR_RANKS)
+        overlap.leave(TENSOR_RANKS)
         peer_memory.leave(self._stage)
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Collectives through memory that the ranks of a stage read from each other, over NVLink without its multicast, and
-matrix products that overlap with them ("async TP": Wang et al. 2023). Operators, as in ``operators``.
+"""Sums through memory that the ranks of a stage read from each other, over NVLink without its multicast. An operator,
+as in ``operators``.
 
 Ranks add in the order of the ranks, whoever adds, so that all have the same bits, where they are 2, 4 or 8; where they
 are others, tokens are the same all the same, since ranks sample from logits that they put together.
@@ -15,15 +15,13 @@ from services.worker.parallel.operators import among, library
 _buffers: dict[str, torch.Tensor] = {}
 
 library.define("sum_of_peers(Tensor x, str group) -> Tensor")
-library.define("gather_product(Tensor x, Tensor matrix, int size, str group) -> Tensor")
-library.define("product_sums(Tensor x, Tensor matrix, int size, str group) -> Tensor")
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks of ``group``, processes that see each other, can read each other's memory; the same answer on
     all of them, which all call it.
 
-    From here on the operators may be used, where it is True.
+    From here on the operator, and those of ``overlap``, may be used, where it is True.
     """
     here = torch.ones(1, device=device)
     try:
@@ -66,32 +64,3 @@ def _sum_of_peers(x: torch.Tensor, group: str) -> torch.Tensor:
 @torch.library.register_fake("tokasaurus::sum_of_peers", lib=library)
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-@torch.library.impl(library, "gather_product", "CUDA")
-def _gather_product(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """The ranks' ``x [rows, inputs]`` one below the other, times ``matrix [inputs, outputs]``: a rank's rows are
-    multiplied while those of the next one arrive."""
-    with among(group) as ranks:
-        _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [matrix], 0, ranks.group_name, return_A=False
-        )
-    return product
-
-
-@torch.library.register_fake("tokasaurus::gather_product", lib=library)
-def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0] * size, matrix.shape[1])
-
-
-@torch.library.impl(library, "product_sums", "CUDA")
-def _product_sums(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """This rank's ``[rows / size, outputs]`` of the sum of all ranks' ``x [rows, inputs]`` times ``matrix [inputs,
-    outputs]``: what is another rank's is sent while the next is multiplied. ``rows`` is a multiple of ``size``."""
-    with among(group) as ranks:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, ranks.group_name)
-
-
-@torch.library.register_fake("tokasaurus::product_sums", lib=library)
-def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0] // size, matrix.shape[1])
