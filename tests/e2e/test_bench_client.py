@@ -2,9 +2,10 @@
 
 import pytest
 
-from bench.client import failures, send_all
+from bench import latency
+from bench.client import Reply, failures, send_all
 from bench.server import free_port
-from bench.target import TargetConfig, ratios
+from bench.target import Target, TargetConfig, ratios
 from bench.watch import Sample, read_metrics, steady, summary
 from services.common.flags import FlagError, build
 
@@ -31,6 +32,14 @@ def test_a_refused_request_and_a_missing_server_are_failures(builtin_server, cap
     missing = send_all(f"http://127.0.0.1:{free_port()}/v1/completions", [body()])
     assert failures(missing) == 1
     assert "cannot connect" in capsys.readouterr().out
+
+
+def test_answers_that_come_as_one_text_take_no_time_per_token(monkeypatch, capsys):
+    reply = Reply(sent_at=1.0, first_at=1.5, last_at=1.5, ended_at=1.6, prompt_tokens=4, completion_tokens=2)
+    monkeypatch.setattr(latency, "measure_round", lambda *_: [reply])
+    figures = latency.measure(build(latency.LatencyConfig, {"concurrent": "1"}), Target("here", "http://host", "model"))
+    assert (figures["1"]["per_token_ms"], figures["1"]["first_token_ms"]) == (0, 500)
+    assert "inf" in capsys.readouterr().out
 
 
 def test_metrics_are_summed_over_their_labels():

@@ -144,7 +144,7 @@ def test_a_title_that_is_wider_than_its_table_stays_in_one_line(recording, inspe
 
 
 def test_a_damaged_file_is_named_and_the_others_are_shown(recording, inspect):
-    damaged = recording.path.with_name("plans-x.tkrec")
+    damaged = recording.path.with_name(f"plans-{'x' * 100}.tkrec")  # longer than a line
     damaged.touch()
     code, rows, text, _ = inspect(f"record={recording.path.parent}", "page=18")
     assert code == 1
