@@ -41,6 +41,7 @@ from services.worker.runner.base import Runner
 from services.worker.runner.plan import Admission, Batch, Limits
 from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
+from services.worker.sampling.grammars import SlotGrammars, load_grammars
 
 MAX_TOP_LOGPROBS = 20
 # More parts of a step than any schedule for a pipeline has.
@@ -105,21 +106,29 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
             tied = described.tied_embeddings
             weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
+        grammars = _load_grammars(config, card, group)
         if config.torch_compile:
             compile_model(model)
         with refusing_what_cannot_be_compiled() if config.torch_compile else contextlib.nullcontext():
             if device.type == "cuda":
                 from services.worker.boot_cuda import make_runner  # loads Triton
 
-                runner = make_runner(config, model, max_context, group)
+                runner = make_runner(config, model, max_context, group, grammars)
             else:
-                runner = _make_cpu_runner(config, model, kernels, threads, max_context, group)
+                runner = _make_cpu_runner(config, model, kernels, threads, max_context, group, grammars)
         mark_ready()
         if config.fail_on_recompile:
             forbid_recompilation()
         undo.pop_all()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
     return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."), ranks, group)
+
+
+def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: RankGroup | None) -> SlotGrammars | None:
+    """None where this rank, or another of the replica, has no tokenizer that grammars can be followed with."""
+    found = load_grammars(config.tokenizer or str(card.directory), card)
+    everyone = found is not None if group is None else group.least(int(found is not None))
+    return SlotGrammars(found, card.vocab_size) if everyone else None
 
 
 def _refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
@@ -176,6 +185,7 @@ def _make_cpu_runner(
     threads: ShardThreads,
     max_context: int,
     group: RankGroup | None,
+    grammars: SlotGrammars | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
     from services.worker.layers.fast_cpu import FastCpuKernels
@@ -184,13 +194,13 @@ def _make_cpu_runner(
     cache = make_cache(config, model, config.page_count)
     attention = make_attention(cache, model.local.heads, compiled=config.torch_compile)
     if group is not None:
-        return _make_stage_runner(config, model, cache, attention, max_context, group)
+        return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
     fused = None
     # It reads weights where they are, as float32.
     if isinstance(kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
         fused = FusedDecoder(model, cache)
-    limits = make_limits(config, model, config.page_count, max_context, prompt_logprobs=True)
-    runner = StepRunner(model, cache, attention, limits, threads, fused)
+    limits = make_limits(config, model, config.page_count, max_context, grammars=grammars is not None)
+    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
     warm_up(runner)
     return runner
 
@@ -202,12 +212,14 @@ def _make_stage_runner(
     attention: AttentionBackend,
     max_context: int,
     group: RankGroup,
+    grammars: SlotGrammars | None,
 ) -> StepRunner:
     """One of several ranks, all of which have run every kind of step together."""
     parts = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
-    limits = make_limits(config, model, config.page_count, max_context, max_micro_batches=parts)
+    more = {"max_micro_batches": parts, "grammars": grammars is not None}
+    limits = make_limits(config, model, config.page_count, max_context, **more)
     exchanges = make_exchanges(group.ranks, model.config.hidden_size * model.dtype.itemsize)
-    runner = StageRunner(model, cache, attention, limits, group, exchanges)
+    runner = StageRunner(model, cache, attention, limits, group, exchanges, grammars if model.last else None)
     group.wait_for_all()
     warm_up(runner)
     longest = min(limits.max_context_tokens, limits.max_tokens_per_step)

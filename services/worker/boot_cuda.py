@@ -26,6 +26,7 @@ from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.plan import Plan
 from services.worker.sampling.fused import FusedSampler
+from services.worker.sampling.grammars import SlotGrammars
 
 # Kept free for what cannot be measured beforehand: libraries' workspaces, fragments, uploads of unusual size.
 _MARGIN_BYTES = 1 << 30
@@ -44,7 +45,11 @@ log = structlog.get_logger(__name__)
 
 
 def make_runner(
-    config: WorkerConfig, model: DecoderModel, max_context: int, group: RankGroup | None = None
+    config: WorkerConfig,
+    model: DecoderModel,
+    max_context: int,
+    group: RankGroup | None = None,
+    grammars: SlotGrammars | None = None,
 ) -> CudaRunner:
     """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice.
 
@@ -54,7 +59,7 @@ def make_runner(
     _refuse_sizes(config, model)
     if group is not None:
         group.wait_for_all()
-    peak = _measure(config, model, max_context, group, exchanges) + _on_the_way(config, model)
+    peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
     local = model.local
     bytes_per_page = KvCache.bytes_per_page(
         local.layers, config.page_size, local.kv_heads, local.head_dim, cache_dtype(config, model)
@@ -71,7 +76,8 @@ def make_runner(
         raise InvalidRequest(_advice(config, free, peak + tables, graphs, fitting), field="kv_cache_num_tokens")
     pages = fitting if wanted is None else wanted
     try:
-        runner = _assemble(config, model, make_cache(config, model, pages), max_context, group, exchanges)
+        cache = make_cache(config, model, pages)
+        runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
         _rehearse(runner, config, model, exchanges)
     except (torch.OutOfMemoryError, ParallelError) as error:
         runner = None
@@ -122,7 +128,12 @@ def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
 
 
 def _measure(
-    config: WorkerConfig, model: DecoderModel, max_context: int, group: RankGroup | None, exchanges: Exchanges
+    config: WorkerConfig,
+    model: DecoderModel,
+    max_context: int,
+    group: RankGroup | None,
+    exchanges: Exchanges,
+    grammars: SlotGrammars | None,
 ) -> int:
     """Bytes that the runner and its largest step take beside weights and cache. Also compiles most of what there is to
     compile."""
@@ -131,7 +142,7 @@ def _measure(
     try:
         cache = make_cache(config, model, pages)
         of_cache = torch.cuda.memory_allocated() - before
-        runner = _assemble(config, model, cache, max_context, group, exchanges)
+        runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
         few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
         _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
         torch.cuda.reset_peak_memory_stats()
@@ -184,19 +195,23 @@ def _assemble(
     max_context: int,
     group: RankGroup | None,
     exchanges: Exchanges,
+    grammars: SlotGrammars | None,
 ) -> CudaRunner:
     parts = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
-    limits = make_limits(config, model, cache.page_count, max_context, hydragen=True, max_micro_batches=parts)
+    more = {"hydragen": True, "max_micro_batches": parts, "grammars": grammars is not None}
+    limits = make_limits(config, model, cache.page_count, max_context, **more)
     attention = make_cuda_attention(
         cache, model.local.heads, model.rotary, dtype=model.dtype, compiled=config.torch_compile
     )
     device = cache.all_keys.device
     state, sampler, peers = DeviceState.empty(limits, device), None, None
+    grammars = grammars if model.last else None
     if model.last:
-        sampler = FusedSampler(model.project, model.config.vocab_size, device, cache.tokens, state.page_table)
+        of_rows = model.project, model.config.vocab_size, device, cache.tokens, state.page_table
+        sampler = FusedSampler(*of_rows, mask_shape=grammars and (limits.max_slots, grammars.words))
     if group is not None:
         peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
-    return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers)
+    return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
 
 
 def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel, exchanges: Exchanges) -> None:

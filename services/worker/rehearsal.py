@@ -9,6 +9,7 @@ from services.worker.runner.plan import NO_GROUPS, Admission, Batch, Groups, Lim
 
 _NONE = np.empty(0, np.int64)
 PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np.float32))
+_ANYTHING = "start: /(.|\\n)*/"  # a grammar
 WARM = SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, _NONE, np.empty(0, np.float32))
 
 
@@ -18,14 +19,26 @@ def unadjusted(limits: Limits) -> SamplingSettings:
     return SamplingSettings(0.7, 0.9, 5, 0.05, 1, 1, True, top, _NONE, np.empty(0, np.float32))
 
 
+def adjusted(limits: Limits) -> SamplingSettings:
+    """All that a row can ask of the sampler without a grammar: it is drawn from a copy of its logits. Its prompt is
+    scored, too."""
+    settings = _adjusted(unadjusted(limits))
+    return replace(settings, prompt_logprobs=settings.top_logprobs)
+
+
 def every_feature(limits: Limits) -> SamplingSettings:
-    """All that a row can ask of the sampler at once: it is drawn from a copy of its logits."""
-    return _adjusted(unadjusted(limits))
+    """All that a row can ask of the sampler at once."""
+    return _guided(adjusted(limits), limits)
 
 
 def adjusted_only() -> SamplingSettings:
     """A bias and penalties, and no truncation of what they leave."""
     return _adjusted(WARM)
+
+
+def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
+    """With a grammar, where there are such."""
+    return replace(settings, grammar=_ANYTHING) if limits.grammars else settings
 
 
 def _adjusted(settings: SamplingSettings) -> SamplingSettings:
@@ -100,7 +113,10 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
     grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
     size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
     beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
-    for settings in (PLAIN, WARM, unadjusted(limits), adjusted_only(), every_feature(limits)):
+    kinds = [PLAIN, WARM, unadjusted(limits), adjusted_only(), adjusted(limits)]
+    if limits.grammars:
+        kinds += [_guided(PLAIN, limits), every_feature(limits)]
+    for settings in kinds:
         for rows in sorted({1, min(9, most), most}):
             for groups in grouped if rows > 1 else {False}:
                 yield decodes(limits, rows, settings, groups)

@@ -9,6 +9,7 @@ from services.common.packed import fill
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.violation import Violation as Violation
+from tests.fakes.grammars import FollowedGrammars
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _MASK = (1 << 64) - 1
@@ -32,6 +33,7 @@ class FakeShape:
     hydragen: bool = True
     max_micro_batches: int = 8
     prompt_logprobs: bool = True
+    grammars: bool = True  # of the built-in model's tokenizer
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -53,7 +55,7 @@ class FakeShape:
             max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size,
             max_top_logprobs=self.max_top_logprobs, max_plans_in_flight=self.max_plans_in_flight,
             hydragen=bool(self.hydragen), max_micro_batches=self.max_micro_batches,
-            prompt_logprobs=bool(self.prompt_logprobs),
+            prompt_logprobs=bool(self.prompt_logprobs), grammars=bool(self.grammars),
             tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
             pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip
@@ -71,6 +73,7 @@ class FakeModel:
         self.top_logprobs = np.zeros(shape.max_slots, np.int64)
         self.tokens: dict[int, list[int]] = {}  # slot -> tokens so far; kept only for a script
         self.sample_index: dict[int, int] = {}
+        self.grammars = FollowedGrammars()
         self.fail_tokens: dict[int, str] = {}  # a slot whose prompt begins with this token fails
 
     @property
@@ -107,6 +110,7 @@ class FakeModel:
         self.noise[slot] = _noise(sampling.temperature, sampling.seed, sampling.sample_index)
         self.logprobs[slot], self.top_logprobs[slot] = sampling.logprobs, sampling.top_logprobs
         self.sample_index[slot] = sampling.sample_index
+        self.grammars.admit(admission)
         if self.script is not None:
             self.tokens[slot] = list(admission.token_ids)
 
@@ -118,20 +122,28 @@ class FakeModel:
             for row, slot in enumerate(slots.tolist()):
                 token = self.script(self.tokens[slot], self.sample_index[slot])
                 tokens[row] = tokens[row] if token is None else token
-                self.tokens[slot].append(int(tokens[row]))
+        self.grammars.follow(slots, tokens)
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True) if self.script is not None else ():
+            self.tokens[slot].append(token)
         self.checker.sampled(tokens)
-        failing = []
-        if self.fail_tokens:
-            first = [int(self.checker.prompts[slot][0]) for slot in slots.tolist()]
-            failing = [row for row, token in enumerate(first) if token in self.fail_tokens]
-        for row in failing:
-            result.failures.add(slot=int(slots[row]), message=self.fail_tokens[first[row]])
-        keep = np.delete(np.arange(len(slots)), failing)
+        failing = self._failing(slots)
+        for row, message in failing.items():
+            result.failures.add(slot=int(slots[row]), message=message)
+        keep = np.delete(np.arange(len(slots)), list(failing))
         slots, tokens, mixed = slots[keep], tokens[keep], mixed[keep]
         fill(result, "slots", slots)
         fill(result, "token_ids", tokens)
         self._add_logprobs(result, slots, tokens, mixed)
         return result
+
+    def _failing(self, slots: np.ndarray) -> dict[int, str]:
+        """Why rows of ``slots`` fail."""
+        rows = enumerate(slots.tolist())
+        failing = {row: self.grammars.failures[slot] for row, slot in rows if slot in self.grammars.failures}
+        if self.fail_tokens:
+            first = [int(self.checker.prompts[slot][0]) for slot in slots.tolist()]
+            failing |= {row: self.fail_tokens[token] for row, token in enumerate(first) if token in self.fail_tokens}
+        return failing
 
     def _add_logprobs(self, result, slots: np.ndarray, tokens: np.ndarray, mixed: np.ndarray) -> None:
         asked = self.logprobs[slots]

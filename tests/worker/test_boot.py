@@ -1,11 +1,14 @@
 """What is kept from one start to the next, and starts that cannot succeed."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
@@ -64,3 +67,37 @@ def test_what_only_cuda_has_is_refused_on_a_cpu(checkpoint, flags, message):
         boot(WorkerConfig(model=str(checkpoint()), device="cpu", torch_num_threads=1, **flags))
     assert refused.value.message == message
     assert refused.value.field in flags
+
+
+@pytest.mark.parametrize(
+    ("lacking", "reason"),
+    [
+        ("tokenizer.json", "neither tokenizer.json nor tokenizer.model"),
+        ("an end", "names no end-of-sequence token"),
+        ("nothing", None),
+    ],
+)
+def test_grammars_need_a_tokenizer_and_a_token_that_ends(lacking, reason, checkpoint, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint(), directory)
+    if lacking == "tokenizer.json":
+        (directory / lacking).unlink()
+    if lacking == "an end":
+        config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": None}
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "generation_config.json").unlink()
+    with capture_logs() as logs:
+        runner = boot(WorkerConfig(model=str(directory), kv_cache_num_tokens=1024, torch_num_threads=1)).runner
+    assert runner.limits.grammars == (reason is None)
+    assert [reason in line["reason"] for line in logs if line["event"] == "no grammars"] == ([True] if reason else [])
+    runner.close()
+
+
+def test_the_tokenizer_may_be_elsewhere(checkpoint, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint(), directory)
+    (directory / "tokenizer.json").unlink()
+    flags = {"model": str(directory), "tokenizer": str(checkpoint()), "kv_cache_num_tokens": 1024}
+    runner = boot(WorkerConfig(**flags, torch_num_threads=1)).runner
+    assert runner.limits.grammars
+    runner.close()

@@ -119,6 +119,13 @@ def test_a_breach_is_named_and_changes_nothing(kind, parts, message, driver):
     assert output.sampled.slots.tolist() == [0, 1, 2]
 
 
+def test_a_grammar_is_refused_where_there_are_none(driver, monkeypatch):
+    monkeypatch.setattr(driver.runner, "limits", dataclasses.replace(driver.runner.limits, grammars=False))
+    with pytest.raises(InvalidRequest, match=r"WorkerInfo.grammars is false: leave it empty") as caught:
+        driver.run(**new(grammar="start: /a/"), batch=batch([0]))
+    assert caught.value.field == "plan.admissions[0].sampling.grammar"
+
+
 def test_a_sequence_ends_at_the_context_limit(driver):
     driver.run(admissions=(admission(2, range(100), range(1, 8), cached_tokens=90),), batch=batch([2], [10]))
     with pytest.raises(InvalidRequest, match="slot 2 would pass max_context_tokens=100; release it"):

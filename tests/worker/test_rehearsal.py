@@ -22,6 +22,7 @@ LIMITS = {
     "a cache of one page": Limits(16, 1, 64, 256, 16, 500, 20, hydragen=True),
     "contexts of one token": Limits(16, 1, 64, 256, 1, 500, 20, hydragen=True),
     "pages of one token": Limits(1, 1000, 64, 256, 1000, 500, 20, hydragen=True),
+    "grammars": replace(USUAL, grammars=True),
     "a small vocabulary": Limits(16, 1000, 64, 256, 4096, 7, 20, hydragen=True),
 }
 
@@ -62,6 +63,21 @@ def test_rows_are_cut_and_reported_with_and_without_changes_to_their_logits():
     assert any(each.biased is not None and each.penalised is not None for each in adjusted)
 
 
+def test_rows_with_grammars_are_among_them_where_there_are_grammars():
+    """Alone and beside all else; kernels differ by what is cut."""
+    for grammars in (True, False):
+        limits = replace(USUAL, grammars=grammars)
+        slices = [part for _, parts in run(limits, rehearsal.every_kind(limits)) for part in parts]
+        masked = [each for part in slices for each in part.adjusted if each.masked is not None]
+        assert {each.truncated is not None for each in masked} == ({False, True} if grammars else set())
+        unmasked = [each for part in slices for each in part.adjusted if each.masked is None]
+        assert {each.truncated is not None for each in unmasked} == {False, True}
+        largest = [
+            each for _, parts in run(limits, rehearsal.largest(limits)) for part in parts for each in part.adjusted
+        ]
+        assert all((each.masked is not None) == grammars for each in largest)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_rows_of_long_contexts_run_alone_and_beside_a_chunk(grouped):
     """Several programs share such a row: kernels of their own."""
@@ -81,3 +97,17 @@ def test_another_way_to_exchange_is_rehearsed_on_both_sides_of_where_it_begins()
         sizes = {(padded(len(arrays.positions)), arrays.keep is None) for arrays, _ in found}
         assert {(8, True), (8, False), (120, False), (128, False)} <= sizes
         assert ({(120, True), (128, True)} <= sizes) == (limits.max_slots >= 128)
+
+
+def test_prompts_are_scored_where_compilers_see_it_and_where_memory_is_measured():
+    """As much of a prompt as fits into a step, with as many tokens beside each as can be asked for."""
+    for series, tokens in ((rehearsal.every_kind, 3 * USUAL.page_size + 1), (rehearsal.largest, 256)):
+        chunks = [
+            int(count)
+            for plans in series(USUAL)
+            for plan in plans
+            if plan.admissions
+            for admission, count in zip(plan.admissions, plan.batch.token_counts, strict=True)
+            if admission.sampling.prompt_logprobs == USUAL.max_top_logprobs
+        ]
+        assert max(chunks) == tokens

@@ -6,6 +6,7 @@ import torch
 
 from services.worker.runner.plan import Limits, Sampled
 from services.worker.runner.slots import SlotTable
+from services.worker.sampling.grammars import RowMasks
 from services.worker.sampling.noise import gumbel, row_keys
 from services.worker.sampling.sampler import sample
 from tests.worker.driver import admission
@@ -31,16 +32,19 @@ class Case:
         self.slots = np.random.default_rng(seed).permutation(count)
         self.positions = np.full(count, 13)
         self.logits = (spread * torch.randn(count, vocab, generator=generator)).bfloat16()
+        self.bits = np.full((count, -(-vocab // 32)), -1, np.int32)  # of each slot: what its grammar allows
 
     def on_cpu(self) -> Sampled:
-        logits = self.logits.float()
-        return sample(logits, torch.clone, self.slots, self.positions, self.table, self.vocab, self.tokens)
+        logits, masked = self.logits.float(), np.flatnonzero(self.table.masked[self.slots])
+        masks = RowMasks(masked, self.bits[self.slots[masked]]) if len(masked) else None
+        return sample(logits, torch.clone, self.slots, self.positions, self.table, self.vocab, self.tokens, masks)
 
     def fused(self, padding: int = 0, dtype=torch.bfloat16, **sizes) -> Sampled:
         from services.worker.sampling.fused import FusedSampler
         from services.worker.sampling.outcome import SampledOnDevice, collect
 
         page_table = torch.from_numpy(self.table.page_table).to(DEVICE)
+        sizes |= {"mask_shape": self.bits.shape}
         sampler = FusedSampler(
             torch.clone, self.vocab, DEVICE, tokens=self.tokens.to(DEVICE), page_table=page_table, **sizes
         )
@@ -51,6 +55,7 @@ class Case:
             return torch.from_numpy(array.copy()).to(DEVICE)
 
         rows = sampler.prepare(self.table, self.slots, self.positions, put, padded=count + padding)
+        sampler.masks[: len(rows.masked)] = torch.from_numpy(self.bits[self.slots[rows.masked]])
         garbage = torch.full((padding, self.vocab), torch.nan)
         found = sampler.run(torch.cat((self.logits.to(dtype), garbage.to(dtype))).to(DEVICE), rows)
         found = SampledOnDevice(*(None if tensor is None else tensor.cpu() for tensor in found))

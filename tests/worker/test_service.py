@@ -7,11 +7,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from services.common.text.tokenizer import Tokenizer
 from services.worker import server
 from services.worker.boot import boot
 from services.worker.runner.slots import SlotTable
 from tests.worker.scheduler import admission, status_of
 from tests.worker.test_generation import greedy, prompt_of
+from tests.worker.test_grammars import END
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 
@@ -22,7 +24,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "1.4",
+        "contract_version": "1.5",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -33,6 +35,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
         "max_plans_in_flight": 16,
         "max_micro_batches": 1,
         "prompt_logprobs": True,
+        "grammars": True,
         "tensor_parallel": one,
         "pipeline_parallel": one,
         "device": "cpu",
@@ -79,6 +82,23 @@ async def test_logprobs_travel_beside_their_slots(connect):
     assert list(result.top_counts) == [0, 3]
     assert result.top_token_ids[0] == 17
     assert len(result.top_logprobs) == 3
+
+
+async def test_grammars_are_followed_and_the_reason_of_a_failure_travels(connect, checkpoint):
+    scheduler = await (await connect()).connect()
+    grammars = 'start: "abc"', "start: (("
+    both = [
+        admission(slot, prompt_of(5), [slot], plan_pb2.SamplingSettings(top_p=1, grammar=grammar))
+        for slot, grammar in enumerate(grammars)
+    ]
+    result = await scheduler.run(admissions=both, batch=plan_pb2.Batch(slots=[0, 1], token_counts=[5, 5]))
+    assert list(result.slots) == [0]
+    tokens = list(result.token_ids)
+    while tokens[-1] != END:
+        tokens += (await scheduler.run(batch=plan_pb2.Batch(slots=[0]))).token_ids
+    assert Tokenizer.load(str(checkpoint())).decode(tokens) == "abc"
+    assert [failure.slot for failure in result.failures] == [1]
+    assert result.failures[0].message.startswith("the grammar cannot be followed: ")
 
 
 async def test_a_half_closed_stream_ends_well_after_its_last_answer(connect):

@@ -43,7 +43,7 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
     good = sampled.finite
     if not good.all():
         for slot in sampled.slots[~good].tolist():
-            message.failures.add(slot=slot, message="the model's logits are not numbers")
+            message.failures.add(slot=slot, message=output.reasons.get(slot, "the model's logits are not numbers"))
     fill(message, "slots", sampled.slots[good])
     fill(message, "token_ids", sampled.token_ids[good])
     if sampled.logprobs is not None:
@@ -84,6 +84,7 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+            grammar=sampling.grammar,
         ),
         prompt_tokens=message.prompt_tokens,
     )

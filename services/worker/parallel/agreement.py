@@ -40,6 +40,7 @@ class Agreement:
                 self._store.set(_key(stream_id, self._ranks.index), f"{plans} {refused:d}")
                 if plans:  # every rank was ready for more, and will say how many it got
                     self._compare(stream_id)
+                self._forget(stream_id)
         except ParallelError as error:
             self._watch.give_up(error)
 
@@ -63,6 +64,13 @@ class Agreement:
                 f"a stream of plans has ended with different numbers of them ({numbers}); start all workers of this"
                 " replica again"
             )
+
+    def _forget(self, stream_id: str) -> None:
+        """This rank looks no more at what was said of a stream; the last one to say so leaves nothing of it behind."""
+        done = f"plans/{stream_id}/done"
+        if self._store.add(done, 1) == self._ranks.size:
+            for key in (done, *(_key(stream_id, index) for index in range(self._ranks.size))):
+                self._store.delete_key(key)
 
 
 def _key(stream_id: str, index: int) -> str:

@@ -20,9 +20,10 @@ from services.worker.parallel.group import RankGroup
 from services.worker.parallel.owed import OwedTokens
 from services.worker.runner.checks import check_plan
 from services.worker.runner.inputs import Shard, StepInputs, build
-from services.worker.runner.plan import NO_GROUPS, Batch, Limits, Plan, Sampled, StepOutput, Timing, micro_batches
-from services.worker.runner.runner import StepRunner
+from services.worker.runner.plan import NO_GROUPS, Batch, Limits, Plan, StepOutput, Timing, micro_batches
+from services.worker.runner.runner import Outcome, StepRunner
 from services.worker.runner.shards import ShardThreads
+from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.sampler import NOTHING, concatenate
 
 
@@ -41,8 +42,9 @@ class StageRunner(StepRunner):
         limits: Limits,
         group: RankGroup,
         exchanges: Exchanges,
+        grammars: SlotGrammars | None = None,
     ) -> None:
-        super().__init__(model, cache, attention, limits, ShardThreads(1))
+        super().__init__(model, cache, attention, limits, ShardThreads(1), grammars=grammars)
         self._group, self._exchanges = group, exchanges
         self._parts: list[Batch] = []  # of the batch that was said last
         self._owed = None if group.tokens_in is None else OwedTokens(group.tokens_in, self._slots.last_tokens)
@@ -79,16 +81,20 @@ class StageRunner(StepRunner):
             self._parts = micro_batches(plan.batch, plan.micro_batch_rows)
         parts = [(part, build(part, self._slots, threads=1)) for part in self._parts]
         timing = Timing(prepare=time.perf_counter_ns() - started)
-        sampled = [self._run_part(part, inputs, timing) for part, inputs in parts]
-        sampled = [each for each in sampled if len(each.slots)] if self._group.ranks.reports else []
-        return StepOutput(plan.step, concatenate(sampled) if sampled else NOTHING, timing)
+        outcomes = [self._run_part(part, inputs, timing) for part, inputs in parts]
+        if not self._group.ranks.reports:
+            return StepOutput(plan.step, NOTHING, timing)
+        sampled = [each for each, _ in outcomes if len(each.slots)]
+        scored = tuple(each for _, found in outcomes for each in found)
+        everything = concatenate(sampled) if sampled else NOTHING
+        return StepOutput(plan.step, everything, timing, scored, self._reasons(everything))
 
     def _enter(self, tokens: int) -> torch.Tensor:
         """The residual stream of a micro-batch, as the stage before has it."""
         shape = self._exchanges.of(tokens).rows(tokens), self._model.config.hidden_size
         return self._group.from_previous.take(shape, self._model.dtype)
 
-    def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Sampled:
+    def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
         """One micro-batch."""
         started = time.perf_counter_ns()
         model, (shard,) = self._model, inputs.shards
@@ -102,28 +108,29 @@ class StageRunner(StepRunner):
         attention = self._attention.step(shard.attention, _nothing)
         leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))
         forwarded = time.perf_counter_ns()
-        sampled = self._finish(leaving, shard) if model.last else self._hand_on(leaving, shard)
+        outcome = self._finish(leaving, shard) if model.last else self._hand_on(leaving, shard)
         self._slots.advance(part.slots, part.token_counts, shard.sample_slots)
         timing.prepare += prepared - started
         timing.forward += forwarded - prepared
         timing.sample += time.perf_counter_ns() - forwarded
-        return sampled
+        return outcome
 
-    def _hand_on(self, leaving: torch.Tensor, shard: Shard) -> Sampled:
+    def _hand_on(self, leaving: torch.Tensor, shard: Shard) -> Outcome:
         """Activations to the next stage; the first stage also makes room for what will be sampled from them."""
         self._group.to_next.send(leaving)
         if self._owed is not None and len(shard.sample_slots):
             self._owed.expect(shard.sample_slots)
-        return NOTHING
+        return NOTHING, []
 
-    def _finish(self, hidden: torch.Tensor, shard: Shard) -> Sampled:
-        """Sample, and tell the first stage."""
+    def _finish(self, hidden: torch.Tensor, shard: Shard) -> Outcome:
+        """Score prompts, sample, and tell the first stage."""
+        scored = self._score(shard, hidden)
         sampled = self._sample(shard, hidden)
         if len(sampled.slots):
             last = self._keep_sampled(sampled)
             if self._group.tokens_out is not None:
                 self._group.tokens_out.send(last)
-        return sampled
+        return sampled, scored
 
 
 def _nothing() -> None:

@@ -168,14 +168,13 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
         if not good:
             raise InvalidRequest(f"{field}.{name}={value}: expected {expected}", field=f"{field}.{name}")
     scored = settings.prompt_logprobs
-    if scored is not None and not limits.prompt_logprobs:
-        raise InvalidRequest(
-            f"{field}.prompt_logprobs, but this worker's WorkerInfo.prompt_logprobs is false: leave it unset",
-            field=f"{field}.prompt_logprobs",
-        )
     if scored is not None and scored > (most := min(limits.max_top_logprobs, limits.vocab_size)):
         raise InvalidRequest(
             f"{field}.prompt_logprobs={scored}: expected at most {most}", field=f"{field}.prompt_logprobs"
+        )
+    if settings.grammar and not limits.grammars:
+        raise InvalidRequest(
+            f"{field}.grammar, but this worker's WorkerInfo.grammars is false: leave it empty", field=f"{field}.grammar"
         )
     if len(settings.bias_token_ids) != len(settings.bias_values):
         raise InvalidRequest(

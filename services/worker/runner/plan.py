@@ -1,5 +1,6 @@
 """A step as the runner sees it: what the scheduler decided, and what came of it. No wire types, no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ class SamplingSettings:
     frequency_penalty: float = 0.0  # 0 = off
     presence_penalty: float = 0.0  # 0 = off
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None = none
+    grammar: str = ""  # that what is generated matches; empty = none
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Limits:
     max_top_logprobs: int
     hydragen: bool = False  # whether plans may have groups
     max_micro_batches: int = 1  # parts that a step may be cut into
-    prompt_logprobs: bool = False  # whether sequences may ask for them
+    grammars: bool = False  # whether sequences may have them
 
     @property
     def max_pages_per_slot(self) -> int:
@@ -153,3 +155,4 @@ class StepOutput:
     sampled: Sampled
     timing: Timing = field(default_factory=Timing)
     scored: tuple[Scored, ...] = ()  # in batch order; a sequence may come in parts
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by slot: why it fails, where its logits are numbers

@@ -16,8 +16,11 @@ from services.worker.runner.inputs import Shard, StepInputs, build
 from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Limits, Plan, Sampled, Scored, StepOutput, Timing
 from services.worker.runner.shards import ShardThreads
 from services.worker.runner.slots import SlotTable
+from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
 from services.worker.sampling.sampler import NOTHING, concatenate, sample
+
+Outcome = tuple[Sampled, list[Scored]]  # of a part of a batch
 
 
 class StepRunner:
@@ -31,11 +34,13 @@ class StepRunner:
         limits: Limits,
         threads: ShardThreads,
         fused: FusedDecoder | None = None,
+        grammars: SlotGrammars | None = None,
     ) -> None:
-        """``fused``: what runs decode steps instead of ``model``, where there is such a thing."""
+        """``fused``: what runs decode steps instead of ``model``, where there is such a thing. ``grammars``: None where
+        sequences have none, or nothing is sampled here."""
         self.limits = limits
         self._model, self._cache, self._attention, self._threads = model, cache, attention, threads
-        self._fused = fused
+        self._fused, self._grammars = fused, grammars
         self._device = model.device
         self._slots = SlotTable(limits, self._device)
         self._step = 0
@@ -45,6 +50,8 @@ class StepRunner:
     def reset(self) -> None:
         """Free every slot and expect step 1 next. Pages keep their content, which nobody refers to any more."""
         self._slots.clear()
+        if self._grammars is not None:
+            self._grammars.clear()
         self._step, self._batch = 0, NO_ROWS
         for barrier in self._barriers.values():
             barrier.reset()
@@ -52,6 +59,8 @@ class StepRunner:
     def close(self) -> None:
         """Let the threads end."""
         self._threads.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def start(self, plan: Plan) -> StepOutput:
         """``run``: here a step is over when it returns."""
@@ -75,7 +84,8 @@ class StepRunner:
         sampled = parts[0] if len(parts) == 1 else concatenate(parts)
         self._keep_sampled(sampled)
         self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
-        return StepOutput(plan.step, sampled, timing, tuple(each for part in scored for each in part))
+        scored = tuple(each for part in scored for each in part)
+        return StepOutput(plan.step, sampled, timing, scored, self._reasons(sampled))
 
     def _apply(self, plan: Plan) -> None:
         slots = self._slots
@@ -84,6 +94,8 @@ class StepRunner:
             slots.release(plan.releases)
         for admission in plan.admissions:
             slots.admit(admission)
+        if self._grammars is not None:
+            self._grammars.apply(plan)
         if plan.append_slots.size:
             slots.append_pages(plan.append_slots, plan.append_pages)
         if plan.copy_sources.size:
@@ -111,7 +123,7 @@ class StepRunner:
 
     def _compute(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
-    ) -> list[tuple[Sampled, list[Scored]]]:
+    ) -> list[Outcome]:
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
         timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the first shard's counts as the step's
         jobs = [
@@ -129,7 +141,7 @@ class StepRunner:
         independent: bool,
         barrier: threading.Barrier | None,
         timing: Timing,
-    ) -> tuple[Sampled, list[Scored]]:
+    ) -> Outcome:
         started = time.perf_counter_ns()
         token_ids, positions = token_ids[shard.start : shard.end], positions[shard.start : shard.end]
         if independent and self._fused is not None:
@@ -138,11 +150,15 @@ class StepRunner:
             attention = self._attention.step(shard.attention, _nothing if barrier is None else barrier.wait)
             hidden = self._model(token_ids, positions, attention)
         timing.forward = time.perf_counter_ns() - started
-        scored = [score(hidden, self._model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
+        scored = self._score(shard, hidden)
         sampled = self._sample(shard, hidden)
         if len(sampled.slots) or scored:
             timing.sample = time.perf_counter_ns() - started - timing.forward
         return sampled, scored
+
+    def _score(self, shard: Shard, hidden: torch.Tensor) -> list[Scored]:
+        """From ``hidden [tokens, hidden_size]`` of the shard."""
+        return [score(hidden, self._model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
 
     def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
         """From ``hidden [tokens, hidden_size]`` of the shard."""
@@ -158,13 +174,30 @@ class StepRunner:
             self._slots,
             self.limits.vocab_size,
             self._cache.tokens,
+            self._masks(shard.sample_slots),
         )
+
+    def _masks(self, slots: np.ndarray) -> RowMasks | None:
+        """Of the rows that sample for ``slots [samples]``; those whose grammar cannot be followed have failed."""
+        if self._grammars is None or not self._slots.masked[slots].any():
+            return None
+        masks = self._grammars.masks(slots)
+        self._slots.failed[list(self._grammars.reasons(slots))] = True
+        return masks
+
+    def _reasons(self, sampled: Sampled) -> dict[int, str]:
+        """Why slots fail whose logits are numbers."""
+        if self._grammars is None or sampled.finite.all():
+            return {}
+        return self._grammars.reasons(sampled.slots[~sampled.finite])
 
     def _keep_sampled(self, sampled: Sampled) -> torch.Tensor:
         """The slots' last tokens from here on, which are returned, ``[samples]`` int64."""
         # A failed row goes on with token 0, so that plans on their way stay right; it fails until it is released.
         tokens = np.where(sampled.finite, sampled.token_ids, 0)
         self._slots.failed[sampled.slots] = ~sampled.finite
+        if self._grammars is not None:
+            self._grammars.consume(sampled.slots, np.where(sampled.finite, tokens, -1))
         index = torch.from_numpy(sampled.slots).to(self._device)
         last = torch.from_numpy(tokens).to(self._device)
         self._slots.last_tokens[index] = last

@@ -41,6 +41,7 @@ class SlotTable:
         self.presence_penalty = np.zeros(slots, np.float32)
         self.penalised = np.zeros(slots, bool)  # any of the three is on
         self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
+        self.masked = np.zeros(slots, bool)  # has a grammar
         self.biased = np.zeros(slots, bool)
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
         # Of those above, by ``derive``.
@@ -86,6 +87,7 @@ class SlotTable:
             settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
         )
         self.prompt_logprobs[slot] = -1 if settings.prompt_logprobs is None else settings.prompt_logprobs
+        self.masked[slot] = settings.grammar != ""
         self.biased[slot] = len(settings.bias_token_ids) > 0
         if self.biased[slot]:
             self.biases[slot] = settings.bias_token_ids, settings.bias_values
@@ -95,7 +97,7 @@ class SlotTable:
         self.scales[slots] = scales_of(self.temperature[slots])
         self.stems[slots] = stems(self.seed[slots], self.sample_index[slots])
         cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
-        more = self.logprobs[slots] | self.penalised[slots] | self.biased[slots]
+        more = self.logprobs[slots] | self.penalised[slots] | self.biased[slots] | self.masked[slots]
         self.plain[slots] = ~(more | (cut & (self.temperature[slots] > 0)))
 
     def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ with more settings take part in it and are drawn again, or are cut between the t
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +13,21 @@ import torch
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.noise import NOISE_BLOCK
 from services.worker.sampling.outcome import SampledOnDevice
-from services.worker.sampling.rows import Adjusted, Asked, Biased, Penalised, Put, RowPreparer, SampleRows, Truncated
+from services.worker.sampling.prompt_logprobs import RowScores, score_rows
+from services.worker.sampling.rows import (
+    Adjusted,
+    Asked,
+    Biased,
+    Masked,
+    Penalised,
+    Put,
+    RowPreparer,
+    SampleRows,
+    Truncated,
+)
 from services.worker.sampling.triton_adjust import add_bias, count_tokens, penalise
 from services.worker.sampling.triton_blocks import blocks_per_program, summarise
+from services.worker.sampling.triton_mask import rule_out
 from services.worker.sampling.triton_pick import look_up, pick
 from services.worker.sampling.triton_truncation import find_lowest
 
@@ -22,6 +35,8 @@ from services.worker.sampling.triton_truncation import find_lowest
 _SLICE_ELEMENTS = 256 * 1024 * 1024
 # Rows whose logits are copied to float32 at a time: 31 MiB at a vocabulary of 128,256, and as much for the counts.
 _CHUNK_ROWS = 64
+# Logits of a slice of prompt tokens that are scored, in elements: 64 MiB in float32.
+_SCORED_ELEMENTS = 16 * 1024 * 1024
 _ENTRIES, _COLUMNS, _TOKENS = 256, 1024, 256  # of one program
 
 
@@ -37,11 +52,13 @@ class FusedSampler:
         page_table: torch.Tensor,
         slice_elements: int = _SLICE_ELEMENTS,
         chunk_rows: int = _CHUNK_ROWS,
+        mask_shape: tuple[int, int] | None = None,
     ) -> None:
         """``to_logits``: from hidden ``[n, hidden_size]`` to logits ``[n, vocab_size or more]``, bf16 or fp32.
 
         For penalties: ``tokens [page_count, page_size]`` int32 is the cache's, ``page_table [max_slots, max_pages]``
-        int32 is on the device; both are read when the launches run.
+        int32 is on the device; both are read when the launches run. For grammars: ``mask_shape``, the most rows of a
+        step that have one, and the words of a mask; None = no row has.
         """
         self._to_logits, self._vocab = to_logits, vocab_size
         self._tokens, self._page_table = tokens, page_table
@@ -56,6 +73,11 @@ class FusedSampler:
         self._copies = torch.empty(chunk_rows, vocab_size, device=device)
         self._counts = torch.empty(chunk_rows, vocab_size, dtype=torch.int32, device=device)
         self._chunk_rows = chunk_rows
+        # The step's masks: filled on the host before ``run`` is called, and read when its launches run.
+        self.masks: torch.Tensor | None = None
+        if mask_shape is not None:
+            self.masks = torch.empty(mask_shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._bits = torch.empty(chunk_rows, mask_shape[1], dtype=torch.int32, device=device)
 
     def prepare(
         self, table: SlotTable, slots: np.ndarray, positions: np.ndarray, put: Put, padded: int | None = None
@@ -80,10 +102,16 @@ class FusedSampler:
             chosen = token_ids[inside]
             self._draw(logits, rows.scales[inside], rows.keys[inside], part.truncated, chosen, finite[inside])
             if part.asked is not None:
-                self._report(logits, chosen, part.asked, wanted)
+                self._report(logits, chosen, part.asked, self._weigh(logits, part.asked, wanted), wanted)
             for adjusted in part.adjusted:
-                self._redraw(logits, adjusted, chosen, wanted)
+                self._redraw(logits, adjusted, chosen, finite[inside], wanted)
         return SampledOnDevice(token_ids, finite, wanted.logprobs, wanted.top_token_ids, wanted.top_logprobs)
+
+    def score(self, hidden: torch.Tensor, token_ids: torch.Tensor, top: int) -> RowScores:
+        """Launch the log-probabilities of ``token_ids [n]`` int64, n > 0, behind the first n rows of ``hidden``, and of
+        the ``top`` most likely tokens there."""
+        rows = max(16, _SCORED_ELEMENTS // self._vocab // 16 * 16)
+        return score_rows(hidden[: len(token_ids)], self._to_logits, token_ids, top, self._vocab, rows)
 
     def _draw(
         self,
@@ -93,10 +121,12 @@ class FusedSampler:
         truncated: Truncated | None,
         token_ids: torch.Tensor,
         finite: torch.Tensor,
+        masked: bool = False,
     ) -> None:
-        """Write ``token_ids`` and ``finite`` of all rows of ``logits``."""
+        """Write ``token_ids`` and ``finite`` of all rows of ``logits``; ``masked``: some are minus infinity since they
+        cannot be drawn."""
         count, stride = logits.shape[0], logits.stride(0)
-        self._summarise(logits, count, scales=scales)
+        self._summarise(logits, count, scales=scales, masked=masked)
         if truncated is not None:
             cut = len(truncated.rows)
             bounds = torch.empty(cut, device=logits.device)
@@ -106,7 +136,7 @@ class FusedSampler:
                 self._peaks, self._sums, bounds, self._lowest, stride, self._vocab, self._blocks,
                 WIDTH=self._width, SHIFT=16 if logits.dtype == torch.bfloat16 else 0, num_warps=4,
             )  # fmt: skip
-            self._summarise(logits, cut, truncated.rows, scales=scales, lowest=bounds)
+            self._summarise(logits, cut, truncated.rows, scales=scales, lowest=bounds, masked=masked)
         pick[(count,)](
             logits, scales, keys, self._lowest, self._peaks, self._sums, token_ids, finite,
             stride, self._vocab, self._blocks, TRUNCATED=truncated is not None, WIDTH=self._width, num_warps=4,
@@ -120,16 +150,25 @@ class FusedSampler:
         scales: torch.Tensor | None = None,
         lowest: torch.Tensor | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        masked: bool = False,
     ) -> None:
         peaks, sums = out or (self._peaks, self._sums)
         per_program = blocks_per_program(count, self._blocks)
         summarise[(count, -(-self._blocks // per_program))](
             logits, rows, scales, lowest, peaks, sums, logits.stride(0), self._vocab, self._blocks, per_program,
-            MAPPED=rows is not None, TRUNCATED=lowest is not None, UNSCALED=scales is None, num_warps=1,
+            MAPPED=rows is not None, TRUNCATED=lowest is not None, UNSCALED=scales is None, MASKED=masked,
+            num_warps=1,
         )  # fmt: skip
 
-    def _redraw(self, logits: torch.Tensor, adjusted: Adjusted, token_ids: torch.Tensor, wanted: "_Wanted") -> None:
-        """Draw rows with bias or penalties from copies, over what was drawn for them without."""
+    def _redraw(
+        self,
+        logits: torch.Tensor,
+        adjusted: Adjusted,
+        token_ids: torch.Tensor,
+        finite: torch.Tensor,
+        wanted: "_Wanted",
+    ) -> None:
+        """Draw rows with bias, penalties or a grammar from copies, over what was drawn for them without."""
         count, device = len(adjusted.rows), logits.device
         copies = self._copies[:count]
         copies.copy_(logits.index_select(0, adjusted.rows)[:, : self._vocab])
@@ -137,12 +176,18 @@ class FusedSampler:
             self._bias(copies, adjusted.biased)
         if adjusted.penalised is not None:
             self._penalise(copies, adjusted.penalised)
+        weights = None if adjusted.asked is None else self._weigh(copies, adjusted.asked, wanted)
         chosen = torch.empty(count, dtype=torch.int32, device=device)
-        finite = torch.empty(count, dtype=torch.uint8, device=device)
-        self._draw(copies, adjusted.scales, adjusted.keys, adjusted.truncated, chosen, finite)
+        still_finite = torch.empty(count, dtype=torch.uint8, device=device)
+        if adjusted.masked is not None:
+            self._rule_out(copies, adjusted.masked)
+        masked = adjusted.masked is not None
+        self._draw(copies, adjusted.scales, adjusted.keys, adjusted.truncated, chosen, still_finite, masked)
+        if masked:  # a logit that is not finite may be ruled out
+            chosen.mul_(finite.index_select(0, adjusted.rows))
         token_ids.index_copy_(0, adjusted.rows.long(), chosen)
-        if adjusted.asked is not None:
-            self._report(copies, chosen, adjusted.asked, wanted)
+        if weights is not None:
+            self._report(copies, chosen, adjusted.asked, weights, wanted)
 
     def _bias(self, copies: torch.Tensor, biased: Biased) -> None:
         entries = len(biased.rows)
@@ -162,21 +207,44 @@ class FusedSampler:
             copies, counts, penalised.repetition, penalised.frequency, penalised.presence, self._vocab, BLOCK=_COLUMNS
         )
 
-    def _report(self, logits: torch.Tensor, token_ids: torch.Tensor, asked: Asked, wanted: "_Wanted") -> None:
-        """Log-probabilities of ``asked`` rows' tokens, and of the most likely ones."""
+    def _rule_out(self, copies: torch.Tensor, masked: Masked) -> None:
+        count, words = len(masked.rows), self._bits.shape[1]
+        self._bits[:count].copy_(self.masks[masked.start : masked.start + count], non_blocking=True)
+        rule_out[(count, -(-self._vocab // _COLUMNS))](
+            copies, masked.rows, self._bits, words, self._vocab, BLOCK=_COLUMNS
+        )
+
+    def _weigh(self, logits: torch.Tensor, asked: Asked, wanted: "_Wanted") -> "_Weights":
+        """What ``asked`` rows' log-probabilities need, of all tokens, those included that cannot be drawn."""
         count = len(asked.rows)
-        peaks, sums = (torch.empty(count, self._blocks, device=logits.device) for _ in range(2))
-        totals = torch.empty(count, device=logits.device)
-        self._summarise(logits, count, asked.rows, out=(peaks, sums))
-        look_up[(count,)](
-            logits, asked.rows, token_ids, peaks, sums, wanted.next_logprobs(count), totals,
-            logits.stride(0), self._blocks, WIDTH=self._width, num_warps=1,
-        )  # fmt: skip
+        weights = _Weights(*(torch.empty(count, self._blocks, device=logits.device) for _ in range(2)), [])
+        self._summarise(logits, count, asked.rows, out=(weights.peaks, weights.sums))
         for start in range(0, asked.with_top, self._chunk_rows):
             inside = slice(start, min(start + self._chunk_rows, asked.with_top))
             rows = logits.index_select(0, asked.rows[inside])[:, : self._vocab]
-            best = rows.float().topk(wanted.widest, dim=-1)
-            wanted.add_top(best.indices, best.values - totals[inside].unsqueeze(1))
+            weights.best.append((inside, *rows.float().topk(wanted.widest, dim=-1)))
+        return weights
+
+    def _report(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, asked: Asked, weights: "_Weights", wanted: "_Wanted"
+    ) -> None:
+        """Log-probabilities of ``asked`` rows' tokens, and of the most likely ones."""
+        count = len(asked.rows)
+        totals = torch.empty(count, device=logits.device)
+        look_up[(count,)](
+            logits, asked.rows, token_ids, weights.peaks, weights.sums, wanted.next_logprobs(count), totals,
+            logits.stride(0), self._blocks, WIDTH=self._width, num_warps=1,
+        )  # fmt: skip
+        for inside, values, best in weights.best:
+            wanted.add_top(best, values - totals[inside].unsqueeze(1))
+
+
+class _Weights(NamedTuple):
+    """Of the rows of an ``Asked``."""
+
+    peaks: torch.Tensor  # [n, blocks] float32, as ``summarise`` leaves them
+    sums: torch.Tensor  # beside peaks
+    best: list[tuple[slice, torch.Tensor, torch.Tensor]]  # rows; their largest logits, and of which tokens
 
 
 class _Wanted:

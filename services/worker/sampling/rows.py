@@ -53,6 +53,14 @@ class Biased:
 
 
 @dataclass(frozen=True)
+class Masked:
+    """Rows of a chunk with a grammar."""
+
+    rows: torch.Tensor  # [n] int32, of the chunk
+    start: int  # which of the step's masks is the first one's; the others' follow
+
+
+@dataclass(frozen=True)
 class Adjusted:
     """A chunk of rows whose logits change: they are drawn from float32 copies."""
 
@@ -61,6 +69,7 @@ class Adjusted:
     keys: torch.Tensor  # [n, 2] int32
     biased: Biased | None
     penalised: Penalised | None
+    masked: Masked | None
     truncated: Truncated | None  # rows of the chunk
     asked: Asked | None  # rows of the chunk
 
@@ -87,6 +96,7 @@ class SampleRows:
     asked: np.ndarray  # [n] int64, rows with logprobs, in the order of SampledOnDevice
     top_rows: np.ndarray  # [m] int64, rows with top logprobs, in the order of SampledOnDevice
     top_counts: np.ndarray  # beside top_rows
+    masked: np.ndarray  # [k] int64, rows with a grammar, in the order of the step's masks
 
     @property
     def plain(self) -> bool:
@@ -115,8 +125,9 @@ class RowPreparer:
         uploaded = put(scales), put(keys)
         starts = range(0, padded, self._slice_rows)
         slices = tuple(step.slice(start, min(start + self._slice_rows, padded)) for start in starts)
-        asked, top = (np.concatenate([np.empty(0, np.int64), *rows]) for rows in (step.asked, step.top))
-        return SampleRows(slots, *uploaded, slices, asked, top, table.top_logprobs[slots[top]])
+        found = (step.asked, step.top, step.masked)
+        asked, top, masked = (np.concatenate([np.empty(0, np.int64), *rows]) for rows in found)
+        return SampleRows(slots, *uploaded, slices, asked, top, table.top_logprobs[slots[top]], masked)
 
 
 class _Step:
@@ -136,11 +147,12 @@ class _Step:
         self._scales, self._keys, self._put, self._chunk_rows = scales, keys, put, chunk_rows
         cut = (table.top_k[slots] > 0) | (table.top_p[slots] < 1) | (table.min_p[slots] > 0)
         self._cut = cut & (table.temperature[slots] > 0)
-        self._adjusted = table.biased[slots] | table.penalised[slots]
+        self._adjusted = table.biased[slots] | table.penalised[slots] | table.masked[slots]
         self._wanted = table.logprobs[slots]
         self._plain = not (self._cut.any() or self._adjusted.any() or self._wanted.any())
         self.asked: list[np.ndarray] = []
         self.top: list[np.ndarray] = []
+        self.masked: list[np.ndarray] = []
 
     def slice(self, start: int, stop: int) -> Slice:
         if self._plain:
@@ -186,6 +198,7 @@ class _Step:
             keys=self._put(self._keys[rows]),
             biased=self._biased(rows),
             penalised=self._penalised(rows),
+            masked=self._masked(rows),
             truncated=self._truncated(rows, within),
             asked=self._asked(rows, within),
         )
@@ -216,6 +229,14 @@ class _Step:
             frequency=self._put(table.frequency_penalty[slots]),
             presence=self._put(table.presence_penalty[slots]),
         )
+
+    def _masked(self, rows: np.ndarray) -> Masked | None:
+        within = np.flatnonzero(self._table.masked[self._slots[rows]])
+        if len(within) == 0:
+            return None
+        start = sum(map(len, self.masked))
+        self.masked.append(rows[within])
+        return Masked(self._integers(within), start)
 
     def _integers(self, values: np.ndarray) -> torch.Tensor:
         return self._put(values.astype(np.int32))

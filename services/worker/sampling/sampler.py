@@ -8,6 +8,7 @@ import torch
 from services.worker.runner.plan import Sampled
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.draw import draw
+from services.worker.sampling.grammars import RowMasks
 from services.worker.sampling.logprobs import RowLogprobs, join
 from services.worker.sampling.noise import COLDEST, row_keys
 from services.worker.sampling.penalties import penalise_
@@ -25,19 +26,22 @@ def sample(
     table: SlotTable,
     vocab_size: int,
     tokens: torch.Tensor | None = None,
+    masks: RowMasks | None = None,
 ) -> Sampled:
     """One token for each row of ``hidden [rows, hidden_size]``, which belong to ``slots [rows]``.
 
     ``positions [rows]`` are the places in their sequences that the sampled tokens take. ``to_logits`` maps hidden rows
-    to float32 logits that may be overwritten. ``tokens``: the cache's token ids, for rows with penalties.
+    to float32 logits that may be overwritten. ``tokens``: the cache's token ids, for rows with penalties. ``masks``: of
+    rows with a grammar.
 
-    In this order: bias, penalties, and (for what is drawn, not for logprobs) temperature, top-k, top-p, min-p.
+    In this order: bias, penalties, and (for what is drawn, not for logprobs) masks, temperature, top-k, top-p, min-p.
     """
     rows = max(1, _SLICE_ELEMENTS // vocab_size)
     parts = []
     for start in range(0, len(slots), rows):
         part = slice(start, start + rows)
-        parts.append(_sample_slice(to_logits(hidden[part]), slots[part], positions[part], table, tokens))
+        inside = None if masks is None else masks.within(start, start + rows)
+        parts.append(_sample_slice(to_logits(hidden[part]), slots[part], positions[part], table, tokens, inside))
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
 
@@ -62,7 +66,12 @@ NOTHING = Sampled(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool
 
 
 def _sample_slice(
-    logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable, tokens: torch.Tensor | None
+    logits: torch.Tensor,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    table: SlotTable,
+    tokens: torch.Tensor | None,
+    masks: RowMasks | None,
 ) -> Sampled:
     # A sum is not finite when any of its terms is not: one pass, no mask of the size of the logits.
     finite = torch.isfinite(logits.sum(dim=-1))
@@ -74,18 +83,27 @@ def _sample_slice(
             raise ValueError("rows with penalties: pass the cache's token ids")
         penalise_(logits, slots, positions, table, tokens)
 
+    drawn = logits if masks is None else _masked(logits, masks, keep=bool(table.logprobs[slots].any()))
     hot = np.flatnonzero(table.temperature[slots] > 0)
     if len(hot) == 0:
-        chosen = logits.argmax(dim=-1)
+        chosen = drawn.argmax(dim=-1)
     elif len(hot) == len(slots):
-        chosen = _draw_rows(logits, slots, positions, table)
+        chosen = _draw_rows(drawn, slots, positions, table)
     else:
-        chosen = logits.argmax(dim=-1)
+        chosen = drawn.argmax(dim=-1)
         index = torch.from_numpy(hot).to(logits.device)
-        chosen[index] = _draw_rows(logits[index], slots[hot], positions[hot], table)
+        chosen[index] = _draw_rows(drawn[index], slots[hot], positions[hot], table)
     found = RowLogprobs.of(logits, chosen, table.logprobs[slots], table.top_logprobs[slots])
     good = finite.cpu().numpy() & ~table.failed[slots]
     return Sampled(slots, chosen.cpu().numpy(), good, *found)
+
+
+def _masked(logits: torch.Tensor, masks: RowMasks, *, keep: bool) -> torch.Tensor:
+    """``logits``, or a copy when they are to be kept, with minus infinity for what ``masks`` rule out."""
+    masked = logits.clone() if keep else logits
+    for row, allowed in zip(masks.rows.tolist(), masks.allowed(logits.shape[1]), strict=True):
+        masked[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+    return masked
 
 
 def _draw_rows(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> torch.Tensor:

@@ -37,6 +37,7 @@ def summarise(
     MAPPED: tl.constexpr,
     TRUNCATED: tl.constexpr,
     UNSCALED: tl.constexpr,  # as if every scale were 1
+    MASKED: tl.constexpr = False,  # a logit of minus infinity cannot be drawn; else it is one that is not finite
 ):
     """Grid ``(rows, programs that go through per_program blocks each)``. With ``MAPPED`` and ``TRUNCATED``, ``peaks``
     and ``sums`` are those of the mapped row; with ``MAPPED`` alone, of the program's own."""
@@ -53,7 +54,10 @@ def summarise(
             peak = tl.load(peaks + place)
             total = tl.load(sums + place)
             if total == total:  # what is not finite stays so
-                if peak * scale < bound:
+                nothing = peak * scale < bound
+                if MASKED:
+                    nothing = nothing | (total == 0.0)
+                if nothing:
                     tl.store(peaks + place, float("-inf"))
                     tl.store(sums + place, 0.0)
                 else:
@@ -66,8 +70,16 @@ def summarise(
             columns = block * _BLOCK + offsets
             # Beyond the vocabulary stands what is never largest and adds nothing, but is finite.
             values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=-1e30).to(tl.float32)
+            if MASKED:
+                values = tl.where(columns < vocab, values, float("-inf"))
             peak = tl.max(values)
-            below = (values - peak) * (scale * _LOG2E)
+            base = peak
+            if MASKED:
+                base = tl.where(peak == float("-inf"), 0.0, peak)
+            below = (values - base) * (scale * _LOG2E)
             # Zero times minus infinity is not a number: so a logit of minus infinity is seen without a pass of its own.
-            tl.store(sums + place, tl.sum(tl.exp2(below) + below * 0.0))
+            powers = tl.exp2(below) + below * 0.0
+            if MASKED:
+                powers = tl.where(values == float("-inf"), 0.0, powers)
+            tl.store(sums + place, tl.sum(powers))
             tl.store(peaks + place, peak)

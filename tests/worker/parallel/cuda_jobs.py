@@ -17,10 +17,13 @@ from services.worker.parallel.group import RankGroup
 from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.stages import layers_of
 from services.worker.runner.plan import Groups, Plan, StepOutput
+from services.worker.sampling.grammars import SlotGrammars
 from services.worker.weights import load_dummy
 from tests.worker.driver import NONE, admission, batch
+from tests.worker.grammars import ascii_grammars
 from tests.worker.interpreter import interpreter_ready
 from tests.worker.no_streams import do_without_streams
+from tests.worker.scores import same_scores
 
 CPU = torch.device("cpu")
 PAGE, SLOTS, VOCABULARY = 4, 12, 96
@@ -75,14 +78,17 @@ def run_as_rank(
         model = make_model(ranks)
         cache = make_cache(FLAGS, model, FLAGS.page_count)
         parts = 4 if ranks.pp_size > 1 else 1
-        limits = make_limits(FLAGS, model, FLAGS.page_count, 64, hydragen=True, max_micro_batches=parts)
-        state, sampler = DeviceState.empty(limits, CPU), None
+        more = {"hydragen": True, "max_micro_batches": parts, "grammars": True}
+        limits = make_limits(FLAGS, model, FLAGS.page_count, 64, **more)
+        state, sampler, grammars = DeviceState.empty(limits, CPU), None, None
         attention = make_cuda_attention(cache, model.local.heads, model.rotary, dtype=torch.float32)
         if model.last:
-            sampler = FusedSampler(model.project, VOCABULARY, CPU, cache.tokens, state.page_table)
+            grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
+            of_rows = model.project, VOCABULARY, CPU, cache.tokens, state.page_table
+            sampler = FusedSampler(*of_rows, mask_shape=(SLOTS, grammars.words))
         exchange.fewest_sharded = lambda row_bytes: fewest_sharded
         peers = Peers(group, exchange.make_exchanges(ranks, 1), model.config.hidden_size, model.dtype)
-        runner = CudaRunner(model, cache, attention, sampler, state, limits, peers)
+        runner = CudaRunner(model, cache, attention, sampler, state, limits, peers, grammars)
         try:
             if graphs:
                 runner.capture(graphs)
@@ -112,8 +118,9 @@ def plain_outputs(plans: Sequence[Plan], config: WorkerConfig | None = None) -> 
     if config is None:
         model = make_model(Ranks())
         cache = make_cache(FLAGS, model, FLAGS.page_count)
-        limits = make_limits(FLAGS, model, FLAGS.page_count, 64)
-        runner = StepRunner(model, cache, PlainAttention(cache), limits, ShardThreads(1))
+        limits = make_limits(FLAGS, model, FLAGS.page_count, 64, grammars=True)
+        grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
+        runner = StepRunner(model, cache, PlainAttention(cache), limits, ShardThreads(1), grammars=grammars)
     else:
         runner = boot(config).runner
         runner.reset()
@@ -130,8 +137,8 @@ def groups(*triples: tuple[int, int, int]) -> Groups:
 
 def history() -> list[Plan]:
     """Chunks beside rows that decode; six rows over two pages; every kind of sampling; rows that pause, one that is
-    cancelled and its slot used again at once; batches, groups and cuts that stay and that change."""
-    leader = admission(0, [*SHARED, 1], [0, 1, 2])
+    cancelled and its slot used again at once; scored prompts; batches, groups and cuts that stay and that change."""
+    leader = admission(0, [*SHARED, 1], [0, 1, 2], prompt_logprobs=0)
     kinds = (
         {},
         {"temperature": 0.8, "seed": 3},
@@ -142,8 +149,8 @@ def history() -> list[Plan]:
         admission(1 + row, [*SHARED, 50 + row], [0, 1, 10 + row], cached_tokens=len(SHARED), **kinds[row % 4])
         for row in range(6)
     )
-    chunked = admission(8, range(60, 75), [30, 31, 32, 33, 34], temperature=0.7, seed=5)
-    again = admission(4, [9, 8, 7], [50, 51])
+    chunked = admission(8, range(60, 75), [30, 31, 32, 33, 34], temperature=0.7, seed=5, prompt_logprobs=2)
+    again = admission(4, [9, 8, 7], [50, 51], prompt_logprobs=4)
     everyone, together = [1, 2, 3, 4, 5, 6, 8], groups((0, 4, 2), (4, 2, 2))
     two = groups((0, 3, 2), (4, 3, 2))
     return [
@@ -178,6 +185,7 @@ def plan(step: int, **parts) -> Plan:
 
 def same(expected: Sequence[StepOutput], found: Sequence[StepOutput], atol: float = 1e-4) -> None:
     """Fails unless tokens are equal, and log-probabilities up to ``atol``."""
+    same_scores(expected, found, atol)
     for each, other in zip(expected, found, strict=True):
         wanted, given, step = each.sampled, other.sampled, f"step {each.step}"
         assert other.step == each.step

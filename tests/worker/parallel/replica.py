@@ -1,9 +1,10 @@
 """A replica of several workers, driven as if it were one runner; and one worker alone, to compare with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,13 +44,17 @@ class Replica:
         for index, steps in enumerate(everyone):
             assert [output.step for output, _ in steps] == [plan.step for plan in plans]
             if index != first:
-                assert all(not len(output.sampled.slots) for output, _ in steps)
+                assert all(not len(output.sampled.slots) and not output.scored for output, _ in steps)
         for others in everyone[first + 1 :]:
             for (_, mine), (_, theirs) in zip(everyone[first], others, strict=True):
                 assert (mine is None) == (theirs is None)
                 # So they sample the same.
                 assert mine is None or torch.equal(mine.nan_to_num(), theirs.nan_to_num())
         return everyone[first]
+
+    def call(self, job: Callable[..., Any], *arguments: Any) -> None:
+        """Have every rank do ``job``."""
+        self._pool.run(job, *self._grid, *arguments)
 
     def reset(self) -> None:
         self._pool.run(jobs.reset, *self._grid)

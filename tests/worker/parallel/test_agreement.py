@@ -85,6 +85,21 @@ def test_a_store_that_is_gone_means_that_who_kept_it_is():
     assert settle(None, (1, False), store=Gone()) == [[], [lost]]
 
 
+@pytest.mark.parametrize("ends", [((3, False), (3, False)), ((0, False), (0, False)), ((0, True), (2, False))])
+def test_nothing_of_a_stream_is_left_once_all_ranks_know_how_it_ended(ends):
+    store = dist.HashStore()
+    assert settle(*ends, store=store) == [[], []]
+    assert store.num_keys() == 0
+
+
+def test_what_a_rank_has_yet_to_read_of_a_stream_is_left():
+    store = dist.HashStore()
+    settle(None, (0, False), store=store)
+    assert store.check(["plans/stream/1"])
+    assert settle((0, False), None, store=store) == [[], []]
+    assert store.num_keys() == 0
+
+
 def test_streams_are_told_apart():
     store, watch = dist.HashStore(), Watch()
     first, second = (Agreement(store, ranks, watch) for ranks in RANKS)

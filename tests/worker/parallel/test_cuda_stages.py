@@ -7,7 +7,11 @@ from tests.worker.interpreter import INTERPRETED, needs_triton
 from tests.worker.parallel.cuda_jobs import history, plain_outputs, run_as_rank, same
 from tests.worker.parallel.pool import free_port
 
-pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here")]
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here"),
+    pytest.mark.timeout(300),  # half a minute of the interpreter on each of up to four ranks
+]
 
 
 @pytest.mark.parametrize(
@@ -19,5 +23,5 @@ def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, ahead, fewest_s
     plans = history()
     everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, graphs, ahead, fewest_sharded)
     reporting = everyone.pop((pp_size - 1) * tp_size)
-    assert all(not len(output.sampled.slots) for others in everyone for output in others)
+    assert all(not len(output.sampled.slots) and not output.scored for others in everyone for output in others)
     same(plain_outputs(plans), reporting)

@@ -17,16 +17,20 @@ from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
 from services.worker.runner.checks import check_plan
 from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
+from services.worker.runner.cuda.download import to_host
 from services.worker.runner.cuda.graphs import DecodeGraph, DecodeGraphs, Forward
+from services.worker.runner.cuda.guide import Guide
 from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, padded, standing
 from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.ring import Place, Ring
+from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
 from services.worker.runner.cuda.state_kernels import advance, gather_inputs
 from services.worker.runner.cuda.step import CudaStep, CutStep, Era
 from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan, StepOutput
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
+from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.rows import SampleRows
 
 # So few rows or bytes are sent on the stream of the kernels: the device loses less than the host would.
@@ -51,8 +55,10 @@ class CudaRunner:
         state: DeviceState,
         limits: Limits,
         peers: Peers | None = None,
+        grammars: SlotGrammars | None = None,
     ) -> None:
-        """``sampler``: None on a stage that does not sample. ``peers``: None = one rank."""
+        """``sampler``: None on a stage that does not sample. ``peers``: None = one rank. ``grammars``: None where
+        sequences have none, or nothing is sampled here."""
         self.limits = limits
         self._forward, self._cache, self._attention, self._sampler = forward, cache, attention, sampler
         self._device = cache.all_keys.device
@@ -65,6 +71,7 @@ class CudaRunner:
         # Two, or what a step sends back would hold up what the next one needs.
         self._uploads, self._downloads = torch.cuda.Stream(), torch.cuda.Stream()
         self._graphs: DecodeGraphs | None = None
+        self._guide = None if grammars is None else Guide(grammars, sampler.masks)
         self._begin_anew()
 
     @torch.inference_mode()
@@ -79,6 +86,8 @@ class CudaRunner:
         run the same steps before they reset."""
         self._peers.forget()
         self._slots.clear()
+        if self._guide is not None:
+            self._guide.clear()
         self._ring.forget_last()
         self._begin_anew()
 
@@ -96,6 +105,8 @@ class CudaRunner:
         # Connections wait for the end of the graphs that use them.
         self._graphs = None
         gc.collect()
+        if self._guide is not None:
+            self._guide.close()
         self._peers.close()
 
     def run(self, plan: Plan) -> StepOutput:
@@ -138,6 +149,8 @@ class CudaRunner:
 
     def _next(self, places: list[Place]) -> Place:
         places.append(self._ring.next())
+        if self._guide is not None:
+            self._guide.catch_up(places[-1])
         return places[-1]
 
     def _padded(self, part: Standing) -> int:
@@ -164,6 +177,8 @@ class CudaRunner:
             slots.admit(admission)
             count = len(admission.pages)
             parts.append(PageChanges(np.full(count, admission.slot), np.arange(count), admission.pages))
+        if self._guide is not None:
+            self._guide.apply(plan)
         if plan.admissions:
             slots.derive(np.array([admission.slot for admission in plan.admissions]))
         if plan.append_slots.size:
@@ -235,9 +250,11 @@ class CudaRunner:
         )
         decodes = arrays.decodes if arrays.chunks is not None else tokens
         prefix = None if arrays.prefix_tokens is None else put(fill_up(arrays.prefix_tokens, decodes))
-        rows = sample_slots = keep = None
+        rows = sample_slots = keep = runs = scores = None
         if self._peers.last:
-            rows, sample_slots, keep = self._prepare_sampling(arrays, slots, put)
+            runs = find_runs(part.batch, self._slots)
+            rows, sample_slots, keep = self._prepare_sampling(arrays, slots, put, runs)
+            targets = None if runs is None else put(runs.token_ids)
         batch = CudaBatch(
             slots, positions, self._state.page_table, decodes, arrays.longest, arrays.chunks, arrays.groups, prefix
         )
@@ -253,7 +270,10 @@ class CudaRunner:
         if not self._peers.last:
             return self._hand_on(plan, place, leaving, arrays.sample_slots)
         place.begin_sampling()
-        return self._finish(plan, place, leaving, rows, sample_slots, arrays.batch_order)
+        if runs is not None:
+            scored = leaving[len(arrays.sample_slots) :]
+            scores = StepScores(runs.runs, self._sampler.score(scored, targets, runs.widest))
+        return self._finish(plan, place, leaving, rows, sample_slots, arrays.batch_order, scores)
 
     def _enter(self, place: Place, part: Standing, tokens: int) -> torch.Tensor | None:
         """What the stage before handed on, of ``tokens`` with the padding; None where there is none. The device begins
@@ -272,15 +292,21 @@ class CudaRunner:
         return Updates.put(changes, plan, self.limits.max_pages_per_slot, place.upload.put)
 
     def _prepare_sampling(
-        self, arrays: StepArrays, token_slots: torch.Tensor, put: Callable[[np.ndarray], torch.Tensor]
+        self,
+        arrays: StepArrays,
+        token_slots: torch.Tensor,
+        put: Callable[[np.ndarray], torch.Tensor],
+        runs: PromptRuns | None,
     ) -> tuple[SampleRows | None, torch.Tensor | None, torch.Tensor | None]:
-        """Settings of the rows that sample, their slots on the device, and which tokens they are (None = all)."""
+        """Settings of the rows that sample, their slots on the device, and which tokens they are (None = all), those of
+        ``runs`` behind them."""
+        keep = arrays.keep if runs is None else np.concatenate([arrays.keep, runs.tokens])
         if len(arrays.sample_slots) == 0:
-            return None, None, put(np.zeros(padded(1), np.int32))
+            return None, None, put(np.zeros(padded(1), np.int32) if runs is None else fill_up(keep, padded(len(keep))))
         rows = self._sampler.prepare(self._slots, arrays.sample_slots, arrays.sample_positions, put)
-        if arrays.keep is None:
+        if keep is None:
             return rows, token_slots, None
-        return rows, put(arrays.sample_slots.astype(np.int32)), put(fill_up(arrays.keep, padded(len(arrays.keep))))
+        return rows, put(arrays.sample_slots.astype(np.int32)), put(fill_up(keep, padded(len(keep))))
 
     def _finish(
         self,
@@ -290,27 +316,41 @@ class CudaRunner:
         rows: SampleRows | None,
         sample_slots: torch.Tensor | None,
         order: np.ndarray | None = None,
+        scores: StepScores | None = None,
     ) -> CudaStep:
         """Sample; keep the tokens for the next step, and send them to the host behind the device's back."""
         peers = self._peers
-        if rows is None:
+        if rows is None and scores is None:
             place.end(long=not peers.reports)
             return CudaStep(plan, place, self._era, _NOBODY)
-        count, sampled = len(rows.slots), self._sampler.run(hidden, rows)
-        advance(sampled.token_ids, sampled.finite, sample_slots[:count], self._state.last_tokens, place.results[:count])
+        slots, extras, reasons, guided = _NOBODY, (), {}, rows is not None and len(rows.masked) > 0
+        if guided:
+            reasons = self._guide.write(rows.slots[rows.masked])
+        if rows is not None:
+            slots, sampled = rows.slots, self._sampler.run(hidden, rows)
+            token_ids, results = sampled.token_ids[: len(slots)], place.results[: len(slots)]
+            advance(sampled.token_ids, sampled.finite, sample_slots[: len(slots)], self._state.last_tokens, results)
+        if guided:
+            self._guide.sent()
         place.end(long=not peers.reports)
-        if not peers.first:
-            peers.tell(sampled.token_ids[:count])
-        if not peers.reports:
+        if rows is not None and not peers.first:
+            peers.tell(token_ids)
+        if not (peers.reports or guided):
             return CudaStep(plan, place, self._era, _NOBODY)
-        short = count <= _SHORT_ROWS
+        short = max(len(slots), 0 if scores is None else len(scores)) <= _SHORT_ROWS
         with contextlib.nullcontext() if short else torch.cuda.stream(self._downloads):
             if not short:
                 self._downloads.wait_event(place.ended)
-            place.host_results[:count].copy_(place.results[:count], non_blocking=True)
-            extras = tuple(_to_host(tensor) for tensor in sampled[2:])
+            if rows is not None:
+                place.host_results[: len(slots)].copy_(results, non_blocking=True)
+                extras = tuple(to_host(tensor) for tensor in sampled[2:])
+            scores = None if scores is None else scores.to_host()
             place.finished(long=not short)
-        return CudaStep(plan, place, self._era, rows.slots, rows, extras, order)
+        if guided:
+            self._guide.expect(place, rows.slots[rows.masked], rows.masked)
+        if not peers.reports:
+            return CudaStep(plan, place, self._era, _NOBODY)
+        return CudaStep(plan, place, self._era, slots, rows, extras, order, scores, reasons)
 
     def _upload(self, place: Place) -> None:
         """Send what was put; what is launched from here on finds it."""
@@ -326,13 +366,3 @@ class CudaRunner:
 def _nothing_but_its_number(plan: Plan) -> Plan:
     """For the parts of a step behind the first, which makes the changes."""
     return Plan(plan.step, _NOBODY, (), _NOBODY, _NOBODY, _NOBODY, _NOBODY, None)
-
-
-def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy in pinned memory, complete when the current stream has come so far."""
-    if tensor is None:
-        return None
-    if tensor.device.type == "cuda":
-        tensor.record_stream(torch.cuda.current_stream())
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return pinned.copy_(tensor, non_blocking=True)

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from services.worker.runner.cuda.ring import Place
-from services.worker.runner.plan import Plan, Sampled, StepOutput, Timing
+from services.worker.runner.cuda.scores import StepScores
+from services.worker.runner.plan import Plan, Sampled, Scored, StepOutput, Timing
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
 from services.worker.sampling.sampler import NOTHING, concatenate
@@ -31,19 +32,24 @@ class CudaStep:
         rows: SampleRows | None = None,
         extras: tuple[torch.Tensor | None, ...] = (),
         order: np.ndarray | None = None,
+        scores: StepScores | None = None,
+        reasons: dict[int, str] | None = None,
     ) -> None:
         """``slots [samples]`` int64, in the order of the results. ``rows`` and ``extras``, the last fields of
         ``SampledOnDevice`` in pinned memory: where more than tokens was asked for. ``order [samples]`` int64: which
-        sample comes first, second, ... in the batch; None = as is."""
+        sample comes first, second, ... in the batch; None = as is. ``scores``: of prompts, on the host.
+        ``reasons``: by slot, why it fails whatever is sampled."""
         self.timing = Timing()
+        self.scored: tuple[Scored, ...] = ()  # by ``read``
         self.place = place
         self._plan, self._era = plan, era
         self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
+        self._scores, self.reasons = scores, reasons or {}
 
     def result(self) -> StepOutput:
         """Waits for the device, without Python's lock. Raises what the device failed with."""
         try:
-            return StepOutput(self._plan.step, self.read(), self.timing)
+            return StepOutput(self._plan.step, self.read(), self.timing, self.scored, self.reasons)
         finally:
             self.place.taken.set()
 
@@ -59,8 +65,11 @@ class CudaStep:
             raise
         if self._plan.releases.size:
             failed[self._plan.releases] = False
+        if self._scores is not None:
+            self.scored = self._scores.collect(failed)
         if not len(slots):
             return NOTHING
+        failed[list(self.reasons)] = True
         finite = (tokens >= 0) & ~failed[slots]
         if not finite.all():
             failed[slots[~finite]] = True
@@ -98,7 +107,9 @@ class CutStep:
         for part in parts:
             timing.forward += part.timing.forward
             timing.sample += part.timing.sample
-        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING, timing)
+        scored = tuple(each for part in parts for each in part.scored)
+        reasons = {slot: reason for part in parts for slot, reason in part.reasons.items()}
+        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING, timing, scored, reasons)
 
 
 def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
