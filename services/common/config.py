@@ -216,10 +216,10 @@ class GatewayConfig(ServiceConfig):
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
     store_dir: str = Field(
-        "~/.local/share/tokasaurus", min_length=1, description="files and batches: a directory, or what fsspec takes"
+        "~/.local/share/tokasaurus", min_length=1, description="files, batches, responses: a directory, or fsspec's URL"
     )
     store_url: str | None = Field(
-        None, description="SQLAlchemy URL of their database; default: SQLite in store_dir; none: no files and batches"
+        None, description="SQLAlchemy URL of their database; default: SQLite in store_dir; none: nothing is stored"
     )
     batch_concurrency: Int = Field(512, ge=1, le=65536, description="lines of batches that one gateway runs at once")
     tool_call_parser: Literal["auto", "llama3", "hermes", "none"] = Field(
@@ -234,7 +234,9 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     """What ``toka`` takes: everything its children take, and how many of them there are."""
 
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
-    gateways: Int = Field(1, ge=1, le=64, description="gateway processes, which share one host and port")
+    gateways: Int = Field(
+        1, ge=0, le=64, description="gateway processes, which share one host and port; 0: only gRPC is served"
+    )
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
 
     @model_validator(mode="after")
@@ -278,8 +280,16 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
         return self
 
     @model_validator(mode="after")
+    def _nothing_for_gateways_that_are_not_there(self) -> "DeploymentConfig":
+        for name in GatewayConfig.model_fields.keys() - ServiceConfig.model_fields.keys():
+            value = getattr(self, name)
+            if not self.gateways and value != GatewayConfig.model_fields[name].default:
+                raise ValueError(f"flag {name}={value}: has no effect with gateways=0; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _ports_differ(self) -> "DeploymentConfig":
-        if self.port and self.port in range(self.grpc_port, self.grpc_port + self.dp_size):
+        if self.gateways and self.port and self.port in range(self.grpc_port, self.grpc_port + self.dp_size):
             raise ValueError(f"flag port={self.port}: a scheduler has it (grpc_port={self.grpc_port}); choose another")
         return self
 

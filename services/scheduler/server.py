@@ -21,6 +21,7 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.grammar.prover import Prover
 from services.scheduler.pace import MOST_AHEAD
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.link import WorkerLink
@@ -93,7 +94,8 @@ class SchedulerServer:
             lambda reason: loop.call_soon_threadsafe(self._fail, FailedPrecondition(reason)),
         )
         self._rpc = RpcServer(SERVICE, max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES)
-        servicer = SchedulerServicer(self._hub, self.model, self.scheduler_id)
+        self._prover = Prover(config.tokenizer or str(card.directory), card.eos_token_ids)
+        servicer = SchedulerServicer(self._hub, self.model, self._prover, self.scheduler_id)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
         self.address = await self._rpc.start(config.scheduler_listen)
         self.engine.start()
@@ -117,6 +119,7 @@ class SchedulerServer:
         """Refuse new calls, cut the running ones, let the worker go."""
         self._pulse.cancel()
         await self._rpc.stop(0.5)
+        await self._prover.close()
         await asyncio.to_thread(self._link.stop)
         await asyncio.to_thread(self.engine.stop)
         if self._recorder is not None:

@@ -38,7 +38,17 @@ def test_a_service_imports_only_itself_and_what_is_common(service):
     assert strangers == set()
 
 
-@pytest.mark.parametrize("service", ["common", "gateway", "scheduler", "launcher"])
+def test_the_client_is_a_gateway_without_a_server():
+    loaded = {name for name in loaded_by("client") if name.startswith("services.")}
+    assert {".".join(name.split(".")[:2]) for name in loaded} == {
+        "services.client",
+        "services.common",
+        "services.gateway",
+    }
+    assert loaded_by("client") & {"uvicorn", "services.gateway.app"} == set()
+
+
+@pytest.mark.parametrize("service", ["common", "gateway", "scheduler", "launcher", "client"])
 def test_only_the_worker_loads_torch(service):
     assert loaded_by(service) & {"torch", "transformers", "numba"} == set()
 

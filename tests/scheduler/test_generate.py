@@ -244,6 +244,6 @@ async def test_a_prompts_log_probabilities_come_with_the_first_sample(service):
 async def test_a_worker_without_log_probabilities_of_prompts_is_named():
     async with start(FakeShape(prompt_logprobs=False)) as service:
         request = g.GenerateRequest(tokens=tokens_prompt(), output=g.Output(prompt_logprobs=0))
-        with pytest.raises(grpc.aio.AioRpcError, match="device=cpu") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"WorkerInfo\.prompt_logprobs") as caught:
             await service.stub.Generate(request).read()
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

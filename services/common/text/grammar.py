@@ -30,6 +30,7 @@ class Grammars:
         ends = sorted(set(eos_token_ids))
         if not ends:
             raise InvalidRequest("the model names no end-of-sequence token, without which no grammar can end")
+        self.ends = frozenset(ends)  # a sequence that matches may have one of these next, and nothing behind it
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, ends)), eos_token=ends)
 
     @property

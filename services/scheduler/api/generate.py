@@ -17,6 +17,8 @@ from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import ragged_rows
 from services.scheduler.core.request import Finish
+from services.scheduler.grammar.message import name_of
+from services.scheduler.grammar.prover import Prover
 from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -24,9 +26,10 @@ from tokasaurus.scheduler.v1 import generate_pb2
 class Generation:
     """Owned by its RPC, on the asyncio loop. Handles are the samples' numbers."""
 
-    def __init__(self, hub: Hub, model: ServedModel) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, prover: Prover) -> None:
         self._hub = hub
         self._model = model
+        self._prover = prover
         self._texts: dict[int, Detokenizer] = {}
         self._wants_logprobs = False
         self._include_stop = False
@@ -45,6 +48,8 @@ class Generation:
             else read_prompt(message, model)
         )
         request = read_request(message, tokens, model, sink=0, handle=0)
+        if request.sampling.grammar:
+            await self._prover.prove(request.sampling.grammar, name_of(message.sampling.grammar))
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
         self._wants_logprobs = request.sampling.logprobs
         wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)

@@ -12,7 +12,7 @@ from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-CONTRACT_VERSION = "1.3"
+CONTRACT_VERSION = "1.4"
 # Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024
@@ -75,6 +75,7 @@ class ServedModel:
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             contract_version=CONTRACT_VERSION,
             prompt_logprobs=shape.prompt_logprobs,
+            grammars=shape.grammars,
             default_sampling=generate_pb2.Sampling(
                 temperature=card.default_temperature, top_p=card.default_top_p, top_k=card.default_top_k, min_p=0.0
             ),

@@ -14,6 +14,8 @@ from services.scheduler.api.session import Session
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.outlook import Outlook, look_ahead
 from services.scheduler.core.scheduler import Scheduler, resolve_limit
+from services.scheduler.grammar.message import name_of
+from services.scheduler.grammar.prover import Prover
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
 _LONGEST_HORIZON = 65536
@@ -22,13 +24,14 @@ _LONGEST_HORIZON = 65536
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Owned by the asyncio loop."""
 
-    def __init__(self, hub: Hub, model: ServedModel, scheduler_id: str) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, prover: Prover, scheduler_id: str) -> None:
         self._hub = hub
         self._model = model
+        self._prover = prover
         self._scheduler_id = scheduler_id
 
     async def Generate(self, request, context):
-        stream = Generation(self._hub, self._model).run(request, context)
+        stream = Generation(self._hub, self._model, self._prover).run(request, context)
         try:
             async for response in stream:
                 yield response
@@ -36,7 +39,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await stream.aclose()
 
     async def Session(self, request_iterator, context):
-        stream = Session(self._hub, self._model, self._scheduler_id).run(request_iterator)
+        stream = Session(self._hub, self._model, self._prover, self._scheduler_id).run(request_iterator)
         try:
             async for response in stream:
                 yield response
@@ -63,6 +66,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case "request":
                 tokens = await asyncio.to_thread(read_prompt, request.request, self._model)
                 subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
+                if subject.sampling.grammar:
+                    await self._prover.prove(subject.sampling.grammar, name_of(request.request.sampling.grammar))
                 subject.limit = resolve_limit(subject, shape)
                 outlook, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
             case _:

@@ -11,7 +11,10 @@ from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
+from services.scheduler.api.proofs import Proofs
 from services.scheduler.api.validation import read_request
+from services.scheduler.grammar.message import name_of
+from services.scheduler.grammar.prover import Prover
 from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import session_pb2
 
@@ -25,9 +28,10 @@ _PAUSE_S = 0.002
 class Session:
     """Owned by its RPC, on the asyncio loop."""
 
-    def __init__(self, hub: Hub, model: ServedModel, scheduler_id: str) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, prover: Prover, scheduler_id: str) -> None:
         self._hub = hub
         self._model = model
+        self._prover = prover
         self._scheduler_id = scheduler_id
         self._sink = 0
         self._undecided = 0  # submitted, neither accepted nor rejected
@@ -42,6 +46,7 @@ class Session:
             raise InvalidRequest("the first message of a session must be `open`", field="open")
         opened = session_pb2.SessionOpened(scheduler_id=self._scheduler_id, model=self._model.message())
         self._sink, self._mailbox = self._hub.open(session=True)
+        self._proofs = Proofs(self._hub.engine, self._prover, self._sink)
         log.info("session opened", client_id=first.open.client_id, sink=self._sink)
         reader = asyncio.create_task(self._read(requests))
         try:
@@ -53,6 +58,7 @@ class Session:
                 raise self._error
         finally:
             reader.cancel()
+            self._proofs.close()
             self._hub.close(self._sink)
             log.info("session closed", client_id=first.open.client_id, sink=self._sink)
 
@@ -90,7 +96,7 @@ class Session:
             case "submit":
                 await self._submit(message.submit)
             case "cancel":
-                self._hub.engine.cancel(self._sink, list(message.cancel.handles))
+                self._hub.engine.cancel(self._sink, self._proofs.keep_cancels(message.cancel.handles))
             case "heartbeat":
                 self._hub.engine.heartbeat(self._sink, message.heartbeat.nonce)
             case "open":
@@ -99,7 +105,8 @@ class Session:
                 raise InvalidRequest("a session message without a payload that this version knows")
 
     async def _submit(self, submit: session_pb2.Submit) -> None:
-        """In order of arrival, also while a text is tokenised: a cancel must not overtake its submit."""
+        """In order of arrival, also while a text is tokenised: a cancel must not overtake its submit. A request whose
+        grammar is new is passed by others, and its cancels wait for it."""
         self._undecided += 1
         message, model = submit.request, self._model
         try:
@@ -111,6 +118,13 @@ class Session:
             else:
                 tokens = read_prompt(message, model)
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
+            self._proofs.check_handles(request)
+            if grammar := request.sampling.grammar:
+                name = name_of(message.sampling.grammar)
+                if not self._prover.knows(grammar):
+                    self._proofs.begin(request, name)
+                    return
+                await self._prover.prove(grammar, name)  # at once
         except TokaError as error:
             self._hub.engine.reject(self._sink, submit.handle, error)
             return

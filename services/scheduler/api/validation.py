@@ -10,6 +10,7 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
 from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
 from services.scheduler.core.request import AdmissionMode, Priority, Request, SamplingSettings
+from services.scheduler.grammar.message import FIELD, grammar_text
 from tokasaurus.scheduler.v1 import generate_pb2
 
 _MOST_STOP_STRINGS = 16
@@ -105,7 +106,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
     if scored is not None and not model.shape.prompt_logprobs:
         raise InvalidRequest(
             "the worker computes no log-probabilities of prompt tokens: leave prompt_logprobs out, or serve the model"
-            " with device=cpu and without tp_size or pp_size",
+            " with a worker whose WorkerInfo.prompt_logprobs is true",
             field="output.prompt_logprobs",
         )
     if scored is not None and scored > most:
@@ -124,7 +125,25 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         frequency_penalty=frequency,
         presence_penalty=presence,
         prompt_logprobs=scored,
+        grammar=_grammar(message, model) if sampling.HasField("grammar") else "",
     )
+
+
+def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
+    """Not proven yet."""
+    if not model.shape.grammars:
+        raise InvalidRequest("the worker follows no grammars: leave it out, or use a newer worker", field=FIELD)
+    if message.stopping.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos does not go with a grammar, behind whose end nothing can come: leave one out",
+            field="stopping.ignore_eos",
+        )
+    if message.stopping.min_tokens:
+        raise InvalidRequest(
+            "min_tokens does not go with a grammar, which may be at its end before: leave one out",
+            field="stopping.min_tokens",
+        )
+    return grammar_text(message.sampling.grammar)
 
 
 def _penalties(sampling: generate_pb2.Sampling) -> tuple[float, float, float]:

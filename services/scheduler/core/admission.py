@@ -17,10 +17,13 @@ class Admission:
     long as little is known about them.
     """
 
-    def __init__(self, state: State, step: int) -> None:
+    def __init__(self, state: State, step: int, without: np.ndarray | None = None) -> None:
+        """``without``: slots taken to be given up before."""
         self._state = state
-        self._running = running_sequences(state.slots, step)
-        active = np.flatnonzero(state.slots.active)
+        self._running = running_sequences(state.slots, step, without)
+        active = state.slots.running_slots()
+        if without is not None:
+            active = np.setdiff1d(active, without, assume_unique=True)
         predicted = active[~state.slots.guaranteed[active]]
         self._predicted = np.bincount(state.slots.length_class[predicted], minlength=MOST_CLASSES)
         self._forecast: Forecast | None = None

@@ -25,3 +25,4 @@ class Counters:
     batch_rows: int = 0
     device_busy_ns: int = 0
     device_idle_ns: int = 0
+    yields: int = 0

@@ -36,9 +36,11 @@ class Sequences(NamedTuple):
         return Sequences(*(values[indices] for values in self))
 
 
-def running_sequences(slots: Slots, step: int) -> Sequences:
-    """Everything that runs, as of the plan ``step``."""
-    active = np.flatnonzero(slots.active)
+def running_sequences(slots: Slots, step: int, without: np.ndarray | None = None) -> Sequences:
+    """Everything that runs, as of the plan ``step``, less the slots ``without``."""
+    active = slots.running_slots()
+    if without is not None:
+        active = np.setdiff1d(active, without, assume_unique=True)
     length = np.maximum(slots.scheduled[active], slots.given[active])
     end = np.maximum(slots.end_step[active] - step, 1)
     return Sequences(length, slots.limit[active], slots.page_count[active], slots.delay[active], end,

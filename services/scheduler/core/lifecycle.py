@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.core.preemption import may_yield
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.state import State
@@ -69,6 +70,7 @@ class Lifecycle:
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(entries, counts, samples, taken, step)
+        slots.yields[taken] = may_yield(state, samples, now_ns)
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot
@@ -207,16 +209,33 @@ class Lifecycle:
         state.outbox.finish(request.sink, finish)
 
     def preempt(self, victims: np.ndarray) -> None:
-        """Running samples give their pages up and wait again, first of their kind, their tokens kept."""
-        state = self._state
-        samples = state.slots.samples[victims].tolist()
-        for sample in samples:
+        """Running samples give their pages up, since a prediction was wrong."""
+        for sample in self._state.slots.samples[victims].tolist():
             sample.preemptions += 1
+        self._state.counters.preemptions += len(victims)
+        self._interrupt(victims)
+
+    def give_way(self, yielding: np.ndarray) -> None:
+        """Running samples give their place up for samples of a higher class."""
+        state, slots = self._state, self._state.slots
+        # A prompt that is not through goes on where it stopped, if its pages are kept.
+        loses = (slots.scheduled[yielding] >= slots.given[yielding]) | (not state.policy.prefix_caching)
+        for sample in slots.samples[yielding[loses]].tolist():
+            sample.yields += 1
+        state.counters.yields += len(yielding)
+        self._interrupt(yielding)
+
+    def _interrupt(self, slots: np.ndarray) -> None:
+        """Those in ``slots`` wait again, first of their kind, their tokens kept."""
+        if not len(slots):
+            return
+        state = self._state
+        samples = state.slots.samples[slots].tolist()
+        for sample in samples:
             state.preempted.append(sample.request.request_id)
             self._keep_tokens(sample)
-        self._observe(victims, np.zeros(len(samples), bool))
-        self._leave(victims, [True] * len(samples))
-        state.counters.preemptions += len(samples)
+        self._observe(slots, np.zeros(len(samples), bool))
+        self._leave(slots, [True] * len(samples))
         self._wait_again(samples)
 
     def lose_worker(self) -> None:

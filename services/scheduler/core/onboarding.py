@@ -1,5 +1,6 @@
 """Lets waiting samples in, and computes their prompts in chunks."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -54,27 +55,26 @@ class Onboarding:
         state = self._state
         if budget == 0 or not state.waiting or state.slots.running == state.shape.max_running:
             return []
-        entries = self._gather(plan, budget, now_ns)
-        samples = [sample for entry in entries for sample in entry.samples]
-        if not samples:
+        room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
+        entries = self.gather(plan, state.in_order(2 * MOST_ADMISSIONS, now_ns), budget, room)
+        if not entries:
             return []
-        candidates = self._candidates(plan, entries, samples, budget)
-        classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
-        admission = self._admission(state, plan.step)
-        chosen = self._note_overtaken(samples, admission.select(candidates.sequences, classes))
+        candidates = self.candidates(plan, entries, budget)
+        samples, admission = candidates.samples, self._admission(state, plan.step)
+        chosen = self._note_overtaken(samples, admission.select(candidates.sequences, candidates.classes))
         if len(chosen) == 0:
             return self._make_room(plan, samples[0], budget, now_ns)
         return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
 
-    def _gather(self, plan: Plan, budget: int, now_ns: int) -> list[Entry]:
-        """The next samples in the order of service whose prefix is ready, as many as this plan has tokens for."""
-        state, entries = self._state, []
-        room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
+    def gather(self, plan: Plan, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
+        """Those of ``waiting`` whose prefix is ready, as many as there are slots (``room``) and tokens (``budget``)
+        for. Makes nothing happen."""
+        entries = []
         looked_up = carried = 0
         later: set[Request] = set()
         claimed = set()  # pages that an entry before will compute
         siblings: dict[Request, list[Sample]] = {}
-        for sample in state.waiting.candidates(2 * MOST_ADMISSIONS, now_ns):
+        for sample in waiting:
             if budget <= 0 or room == 0 or len(later) == _MOST_LATER or looked_up > _MOST_LOOKED_UP:
                 break
             request = sample.request
@@ -123,8 +123,10 @@ class Onboarding:
         leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
         return Entry([sample], tokens, at * size, node, leads=leads)
 
-    def _candidates(self, plan: Plan, entries: list[Entry], samples: list[Sample], budget: int) -> "_Candidates":
+    def candidates(self, plan: Plan, entries: list[Entry], budget: int) -> "Candidates":
+        """The samples of ``entries`` as the forecast sees them, let in by ``plan``, which has ``budget`` tokens."""
         state, size = self._state, self._state.shape.page_size
+        samples = [sample for entry in entries for sample in entry.samples]
         counts = [len(entry.samples) for entry in entries]
         rows = [(len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size)) for entry in entries]
         given, cached, node, lent = np.repeat(np.array(rows, np.int64), counts, axis=0).T
@@ -137,7 +139,8 @@ class Onboarding:
         end = -(-rest // slowest) + total - 1 - given + state.steps_ahead
         delay = -(-least // state.shape.max_tokens_per_step)
         sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
-        return _Candidates(sequences, total, quantile, plan.step + end)
+        classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
+        return Candidates(samples, sequences, classes, total, quantile, plan.step + end)
 
     def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
@@ -216,10 +219,12 @@ class Onboarding:
         return self.admit(plan, budget, now_ns)
 
 
-class _Candidates(NamedTuple):
+class Candidates(NamedTuple):
     """Beside the samples of the entries."""
 
+    samples: list[Sample]
     sequences: Sequences
+    classes: np.ndarray  # int64, of the length predictor, -1 = guaranteed
     total: np.ndarray
     quantile: np.ndarray
     end_step: np.ndarray

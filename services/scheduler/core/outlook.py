@@ -45,7 +45,7 @@ def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:
 def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], int]:
     """The waiting samples up to the last of ``subject``, in the order of service; and how many of a long queue are left
     out before those of ``subject`` that stand far back in it."""
-    waiting = state.waiting.candidates(_MOST_LOOKED_AT, now_ns)
+    waiting = state.in_order(_MOST_LOOKED_AT, now_ns)
     if subject.samples:
         mine = [sample for sample in subject.samples if sample.slot < 0 and not sample.finished]
         within = [index for index, sample in enumerate(waiting) if sample.request is subject]

@@ -9,6 +9,7 @@ from services.scheduler.core.plan import Plan
 from services.scheduler.core.prediction import Prediction
 from services.scheduler.core.preemption import choose_victims
 from services.scheduler.core.state import State
+from services.scheduler.core.yielding import Yielding
 
 _MOST_HURRIED = 3  # plans in a row
 
@@ -16,11 +17,19 @@ _MOST_HURRIED = 3  # plans in a row
 class Planner:
     """State advances when a plan is built: lengths count what every plan sent will have computed. Owned by the core."""
 
-    def __init__(self, state: State, lifecycle: Lifecycle, onboarding: Onboarding, prediction: Prediction) -> None:
+    def __init__(
+        self,
+        state: State,
+        lifecycle: Lifecycle,
+        onboarding: Onboarding,
+        prediction: Prediction,
+        yielding: Yielding,
+    ) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._onboarding = onboarding
         self._prediction = prediction
+        self._yielding = yielding
         self._batching = Batching(state)
         self._hurried = 0  # plans since the last one that was not
 
@@ -35,6 +44,7 @@ class Planner:
         hurry = hurry and self._hurried < _MOST_HURRIED
         if not hurry:
             self._prediction.refresh(plan.step)
+            self._yielding.make_way(plan, now_ns)
         decoding = self._decode(plan)
         budget = state.shape.max_tokens_per_step - len(decoding)
         prefilling = self._onboarding.continue_prefill(plan, budget)

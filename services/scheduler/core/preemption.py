@@ -1,9 +1,14 @@
-"""Chooses who makes room when predictions were wrong."""
+"""Chooses who makes room when predictions were wrong, and says who makes way for higher classes."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from services.scheduler.core.prefix_tree import ROOT, PrefixTree
+from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
+
+_MOST_YIELDS = 4  # of one sample; then it is one of those that hold their own
 
 
 def choose_victims(state: State, needed: int) -> np.ndarray:
@@ -14,13 +19,19 @@ def choose_victims(state: State, needed: int) -> np.ndarray:
     """
     slots, tree = state.slots, state.tree
     eligible = np.flatnonzero(slots.active & ~slots.guaranteed)
-    shared = _shared_pages(tree, slots.node[eligible])
-    alone = slots.page_count[eligible] - shared
-    eligible, shared, alone = eligible[alone > 0], shared[alone > 0], alone[alone > 0]
-    work = np.maximum(slots.scheduled[eligible] - shared * state.shape.page_size, 0)
-    order = np.lexsort((-slots.admitted_step[eligible], work, -slots.priority[eligible]))
+    alone = slots.page_count[eligible] - _shared_pages(tree, slots.node[eligible])
+    eligible, alone = eligible[alone > 0], alone[alone > 0]
+    order = by_work(state, eligible)
     count = int(np.searchsorted(np.cumsum(alone[order]), needed)) + 1
     return eligible[order[:count]]
+
+
+def by_work(state: State, chosen: np.ndarray) -> np.ndarray:
+    """The order in which the slots ``chosen`` are given up: int64 indices into them."""
+    slots = state.slots
+    shared = _shared_pages(state.tree, slots.node[chosen])
+    work = np.maximum(slots.scheduled[chosen] - shared * state.shape.page_size, 0)
+    return np.lexsort((-slots.admitted_step[chosen], work, -slots.priority[chosen]))
 
 
 def _shared_pages(tree: PrefixTree, nodes: np.ndarray) -> np.ndarray:
@@ -29,3 +40,33 @@ def _shared_pages(tree: PrefixTree, nodes: np.ndarray) -> np.ndarray:
     while (alone := (nodes != ROOT) & (tree.users[nodes] == 1)).any():
         nodes[alone] = tree.parent[nodes[alone]]
     return tree.depth[nodes]
+
+
+def may_yield(state: State, samples: Sequence[Sample], now_ns: int) -> list[bool]:
+    """Whether each of ``samples``, which left the queue to run, makes way for higher classes."""
+    found, highest = [], state.waiting.highest
+    left = -1  # places for those that do not
+    for sample in samples:
+        yields = sample.request.priority == Priority.LOW and not sample.request.guaranteed
+        if yields and (sample.yields >= _MOST_YIELDS or _outranks(state, sample, highest, now_ns)):
+            if left < 0:
+                left = max(0, state.low_share - _steadfast(state))
+            yields = left == 0
+            left -= not yields
+        found.append(yields)
+    return found
+
+
+def _outranks(state: State, sample: Sample, highest: Priority | None, now_ns: int) -> bool:
+    """Age let it go before somebody who waits in class ``highest``."""
+    ageing_ns = int(state.policy.ageing_s * 1e9)
+    if highest is None or not ageing_ns:
+        return False
+    return (now_ns - sample.accepted_ns) // ageing_ns > sample.request.priority - highest
+
+
+def _steadfast(state: State) -> int:
+    """Low sequences that run and do not yield."""
+    slots = state.slots
+    running = slots.running_slots()
+    return int(np.count_nonzero((slots.priority[running] == Priority.LOW) & ~slots.yields[running]))

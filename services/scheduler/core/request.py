@@ -54,6 +54,7 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None: none
+    grammar: str = ""  # what the answer matches, in one of llguidance's forms; "": anything
 
 
 @dataclass(eq=False)
@@ -123,7 +124,7 @@ class Sample:
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
         "generated", "handle", "index", "known", "last_token_ns", "overtaken", "preemptions", "request", "setbacks",
-        "slot", "stop_state",
+        "slot", "stop_state", "yields",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -140,6 +141,7 @@ class Sample:
         self.known = len(request.tokens)  # tokens, when it left its slot last
         self.setbacks = 0  # lost workers since the last token
         self.preemptions = 0
+        self.yields = 0  # times that it made way for a higher class
         self.overtaken = 0  # samples admitted before it while it was first and did not fit
         self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0
@@ -198,6 +200,7 @@ class WorkerShape:
     vocab_size: int
     max_top_logprobs: int = 20
     prompt_logprobs: bool = False
+    grammars: bool = False
 
     @property
     def max_running(self) -> int:

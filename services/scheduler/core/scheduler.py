@@ -21,6 +21,7 @@ from services.scheduler.core.prediction import Prediction
 from services.scheduler.core.request import AdmissionMode, FinishReason, Request, Sample, WorkerShape
 from services.scheduler.core.results import Results
 from services.scheduler.core.state import State
+from services.scheduler.core.yielding import Yielding
 
 _SHORTEST_RETRY_S = 0.1
 _WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
@@ -65,7 +66,8 @@ class Scheduler:
         state.attach(shape)
         prediction = Prediction(state)
         onboarding = Onboarding(state, self._lifecycle, prediction, self._admission)
-        self._planner = Planner(state, self._lifecycle, onboarding, prediction)
+        yielding = Yielding(state, self._lifecycle, onboarding, self._admission)
+        self._planner = Planner(state, self._lifecycle, onboarding, prediction, yielding)
         self._results = Results(state, self._lifecycle)
         for sample in list(state.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):

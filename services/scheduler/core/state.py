@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.lengths import LengthPredictor
 from services.scheduler.core.output import Outbox
 from services.scheduler.core.pages import PagePool
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prefix_tree import PrefixTree
-from services.scheduler.core.request import Request, WorkerShape
+from services.scheduler.core.request import Priority, Request, Sample, WorkerShape
 from services.scheduler.core.slots import Slots
 from services.scheduler.core.stop_matcher import StopMatcher
 from services.scheduler.core.stop_tokens import StopTokens
 from services.scheduler.core.waiting import WaitingQueue
+
+_LOW_SHARE = 8  # one running sequence in so many
 
 
 class State:
@@ -29,6 +33,17 @@ class State:
         self.stop_tokens = StopTokens(vocab_size)
         self.attached = False
         self.step = 0  # of the last plan built
+
+    @property
+    def low_share(self) -> int:
+        """Running sequences of class ``low`` that may hold their own against higher classes."""
+        return max(1, self.slots.running // _LOW_SHARE)
+
+    def in_order(self, most: int, now_ns: int) -> list[Sample]:
+        """The next ``most`` waiting samples in the order of service. Class ``low`` rises with age only while it has
+        less than its share of what runs: who runs does not starve."""
+        running = self.slots.priority[self.slots.running_slots()]
+        return self.waiting.candidates(most, now_ns, self.low_share - int(np.count_nonzero(running == Priority.LOW)))
 
     def attach(self, shape: WorkerShape) -> None:
         """Begin with a worker that holds nothing."""

@@ -2,16 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from itertools import count, groupby, islice
 from operator import attrgetter
-from typing import Generic, TypeVar
 
+from services.scheduler.core.lazy_heap import LazyHeap
 from services.scheduler.core.request import Priority, Sample
 
 QUANTUM = 4096  # tokens that a fairness key may take in each round
-
-K, T = TypeVar("K"), TypeVar("T")
 
 
 class WaitingQueue:
@@ -70,15 +68,24 @@ class WaitingQueue:
             for sample in served:
                 self._count(sample, -1)
 
-    def candidates(self, most: int, now_ns: int) -> list[Sample]:
-        """The next ``most`` samples in the order of service, as if each was served now. Nothing changes."""
+    @property
+    def highest(self) -> Priority | None:
+        """The highest class in which a sample waits."""
+        return next((each.priority for each in self._classes if each.flows), None)
+
+    def candidates(self, most: int, now_ns: int, low_by_age: int | None = None) -> list[Sample]:
+        """The next ``most`` samples in the order of service, as if each was served now. Nothing changes.
+
+        ``low_by_age``: so many samples of class ``low`` at most go before higher classes; None: any number.
+        """
         order: list[Sample] = []
         waiting = [each for each in self._classes if each.flows]
         if not self._ageing_ns or len(waiting) == 1:
             for each in waiting:
                 order += islice(each.in_turn(), most - len(order))
             return order
-        contest = [_Contender(each, self._ageing_ns, now_ns) for each in waiting]
+        bounds = {Priority.LOW: low_by_age}
+        contest = [_Contender(each, self._ageing_ns, now_ns, bounds.get(each.priority)) for each in waiting]
         while contest and len(order) < most:
             first = contest[0]
             rival = min(contest[1:], key=attrgetter("rank"), default=None)
@@ -99,50 +106,6 @@ class WaitingQueue:
         self._length += change
         self.tokens += change * sample.outstanding
         sample.request.waiting += change
-
-
-class _LazyHeap(Generic[K, T]):
-    """Items by (first, second), lowest first, each once. What is discarded stays in the heap until it is in the way."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, K, T]] = []
-        self._entries: dict[T, tuple[int, K, T]] = {}  # an entry of the heap is stale when it is not here
-
-    def put(self, first: int, second: K, item: T) -> None:
-        """Add an item, or move it."""
-        entry = (first, second, item)
-        self._entries[item] = entry
-        heappush(self._heap, entry)
-        self._trim()
-
-    def discard(self, item: T) -> None:
-        del self._entries[item]
-        self._trim()
-
-    def _trim(self) -> None:
-        """Stale entries are at most about half, and none is first."""
-        heap, entries = self._heap, self._entries
-        if len(heap) > 2 * len(entries) + 64:
-            heap[:] = entries.values()
-            heapify(heap)
-        while heap and entries.get(heap[0][2]) is not heap[0]:
-            heappop(heap)
-
-    def __iter__(self) -> Iterator[tuple[int, K, T]]:
-        """In order; the first k cost k log k, however many there are."""
-        heap, entries = self._heap, self._entries
-        frontier = [(heap[0], 0)] if heap else []
-        while frontier:
-            entry, index = frontier[0]
-            child = 2 * index + 1
-            if child < len(heap):
-                heapreplace(frontier, (heap[child], child))
-                if child + 1 < len(heap):
-                    heappush(frontier, (heap[child + 1], child + 1))
-            else:
-                heappop(frontier)
-            if entries.get(entry[2]) is entry:
-                yield entry
 
 
 class _Flow:
@@ -166,8 +129,8 @@ class _PriorityClass:
     def __init__(self, priority: Priority, *, ageing: bool) -> None:
         self.priority = priority
         self.flows: dict[str, _Flow] = {}  # those with samples; one that is empty is forgotten, deficit and all
-        self.ages: _LazyHeap[int, Sample] | None = _LazyHeap() if ageing else None  # by (accepted_ns, arrival)
-        self._turns: _LazyHeap[tuple[int, int], _Flow] = _LazyHeap()  # by (round, position)
+        self.ages: LazyHeap[int, Sample] | None = LazyHeap() if ageing else None  # by (accepted_ns, arrival)
+        self._turns: LazyHeap[tuple[int, int], _Flow] = LazyHeap()  # by (round, position)
         self._round = 0  # the latest in which a sample was served
         self._joined = count()
 
@@ -249,12 +212,13 @@ class _PriorityClass:
 class _Contender:
     """A class while classes contend by age, and what one call of ``candidates`` took of it."""
 
-    def __init__(self, each: _PriorityClass, ageing_ns: int, now_ns: int) -> None:
+    def __init__(self, each: _PriorityClass, ageing_ns: int, now_ns: int, by_age: int | None) -> None:
         self.priority = each.priority
         self.oldest: Sample | None = None
         self.rank: int | None = None  # None when nothing is left
         self._class = each
         self._ageing_ns, self._now_ns = ageing_ns, now_ns
+        self._left = by_age  # samples that may go before a higher class; None: any number
         self._gone: set[Sample] = set()
         self._charged: dict[str, int] = {}
         self._by_age = iter(each.ages)
@@ -276,6 +240,8 @@ class _Contender:
         sample = self.oldest
         key = sample.request.fairness_key
         self._charged[key] = self._charged.get(key, 0) + sample.cost
+        if self._left is not None:
+            self._left -= 1
         self._take(sample)
         return sample
 
@@ -288,7 +254,8 @@ class _Contender:
         for accepted_ns, _, sample in self._by_age:
             if sample not in self._gone:
                 self.oldest = sample
-                self.rank = self.priority - (self._now_ns - accepted_ns) // self._ageing_ns
+                rises = self._left is None or self._left > 0
+                self.rank = self.priority - (self._now_ns - accepted_ns) // self._ageing_ns * rises
                 return
         self.oldest = self.rank = None
 

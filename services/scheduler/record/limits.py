@@ -23,6 +23,7 @@ class WorkerLimits(Protocol):
     hydragen: bool
     max_micro_batches: int
     prompt_logprobs: bool
+    grammars: bool
 
 
 def most_pages(limits: WorkerLimits) -> int:
@@ -59,6 +60,7 @@ def check_sampling(settings: plan_pb2.SamplingSettings, slot: int, limits: Worke
     if settings.HasField("prompt_logprobs"):
         require(limits.prompt_logprobs, "prompt_logprobs, which the worker does not compute", slot=slot)
         require(settings.prompt_logprobs <= most_top, f"prompt_logprobs={settings.prompt_logprobs}", slot=slot)
+    require(limits.grammars or not settings.grammar, "a grammar, which the worker does not follow", slot=slot)
     biased, values = settings.logit_bias_token_ids, settings.logit_bias_values
     require(len(biased) == len(values), "logit_bias arrays differ in length", slot=slot)
     if len(biased):

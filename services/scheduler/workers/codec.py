@@ -48,6 +48,7 @@ def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -
     sampling.presence_penalty = wanted.presence_penalty
     if wanted.prompt_logprobs is not None:
         sampling.prompt_logprobs = wanted.prompt_logprobs
+    sampling.grammar = wanted.grammar
     encoded = common.SerializeToString()
     rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
     for slot, pages, sample_index in rows:
@@ -94,4 +95,5 @@ def decode_shape(info: worker_pb2.WorkerInfo, max_context_tokens: int) -> Worker
         vocab_size=info.vocab_size,
         max_top_logprobs=info.max_top_logprobs,
         prompt_logprobs=info.prompt_logprobs,
+        grammars=info.grammars,
     )

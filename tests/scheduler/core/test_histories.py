@@ -72,6 +72,7 @@ policies = st.fixed_dictionaries(
         "prefix_caching": st.booleans(),
         "mode": st.sampled_from(list(AdmissionMode)),
         "margin": st.sampled_from([0.0, 1.0]),
+        "ageing_s": st.sampled_from([0.0, 30.0, 1e-8]),
         "hydragen": st.sampled_from([None, HydragenPolicy(2, 2, row_cost=0, group_cost=0, call_cost=0)]),
         "micro_batches": st.sampled_from([1, 1, 3]),
     }

@@ -1,0 +1,99 @@
+"""JSON Schemas said so strictly that llguidance follows them: where it would let something through, they say more.
+
+Found by drawing answers at random and checking them (llguidance 1.9.1): seconds of 60, the 29th of any February,
+hostnames of any length, and a bound itself where an open range lies within two neighbouring integers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Schema = Any  # an object, or true or false
+
+# Keywords whose values are schemas by name, and those whose values are no schemas whatever they look like.
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples", "required", "x-guidance"})
+
+_APPLICATORS = ("properties", "$ref", "anyOf", "oneOf")
+_OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
+
+_YEAR = r"([1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"  # 0000 is none
+_LEAP = r"(\d{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DAY = rf"^({_YEAR}-(0[13-9]|1[0-2])-|{_YEAR}-02-([01]|2[0-8])|{_LEAP}-02-29)"
+_PATTERNS = {
+    "date": (_DAY, f"^{_YEAR}"),
+    "date-time": (_DAY, f"^{_YEAR}", "^.{17}[0-5]"),
+    "time": ("^.{6}[0-5]",),
+}
+_LONGEST_HOSTNAME = 253
+_BOUNDS = (("exclusiveMinimum", "minimum", max, 1), ("exclusiveMaximum", "maximum", min, -1))
+
+
+def tightened(schema: Schema) -> Schema:
+    """``schema`` with what it means and llguidance overlooks, its objects closed where that is safe.
+    ``RecursionError`` where it is nested too deeply."""
+    return _changed(closed(schema), _tighten)
+
+
+def closed(schema: Schema) -> Schema:
+    """``schema`` where an object has only the properties that it names, unless it says what others are: a model would
+    make up more, and few who leave ``additionalProperties`` out want them. Not where schemas are merged: what one part
+    does not name, another may."""
+    merged = []
+    _changed(schema, lambda part: merged.append("allOf" in part or sum(name in part for name in _APPLICATORS) > 1))
+    return schema if any(merged) else _changed(schema, _close)
+
+
+def _changed(schema: Schema, change: Callable[[dict[str, Any]], object]) -> Schema:
+    """A copy, ``change`` applied to each object in it that is a schema, inner ones first."""
+    if not isinstance(schema, dict):
+        return schema
+    told = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, dict):
+            told[name] = {key: _changed(part, change) for key, part in value.items()}
+        elif name not in _VALUES:
+            parts = isinstance(value, list)
+            told[name] = [_changed(part, change) for part in value] if parts else _changed(value, change)
+        else:
+            told[name] = value
+    change(told)
+    return told
+
+
+def _close(schema: dict[str, Any]) -> None:
+    named, needed = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(needed, list) or _OTHERS & schema.keys():
+        return
+    if all(isinstance(name, str) and name in named for name in needed):
+        schema["additionalProperties"] = False
+
+
+def _tighten(schema: dict[str, Any]) -> None:
+    _tighten_format(schema)
+    _tighten_bounds(schema)
+
+
+def _tighten_format(schema: dict[str, Any]) -> None:
+    form = schema.get("format")
+    if not isinstance(form, str):
+        return
+    both = schema.get("allOf", [])
+    if form in _PATTERNS and isinstance(both, list):
+        schema["allOf"] = [*both, *({"pattern": pattern} for pattern in _PATTERNS[form])]
+    elif form == "hostname":
+        longest = schema.get("maxLength", _LONGEST_HOSTNAME)
+        if isinstance(longest, int):
+            schema["maxLength"] = min(longest, _LONGEST_HOSTNAME)
+
+
+def _tighten_bounds(schema: dict[str, Any]) -> None:
+    """Open ends that are integers become closed ones a little further in: what lies between is nobody's loss."""
+    if schema.get("type") == "integer":
+        return
+    for open_end, closed, narrower, inwards in _BOUNDS:
+        bound, other = schema.get(open_end), schema.get(closed)
+        if type(bound) not in (int, float) or bound != bound or abs(bound) > 1e15 or bound != int(bound):
+            continue
+        moved = bound + inwards * max(1e-9, abs(bound) * 1e-12)
+        del schema[open_end]
+        schema[closed] = narrower(moved, other) if type(other) in (int, float) else moved

@@ -1,0 +1,80 @@
+"""Requests of one session whose grammar has to be proven before they are queued."""
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from services.common.errors import AlreadyExists, Internal, Overloaded, TokaError
+from services.scheduler.core.request import Request
+from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.grammar.prover import Prover
+
+log = structlog.get_logger(__name__)
+
+_MOST = 16_384
+
+
+class Proofs:
+    """Owned by its session, on the asyncio loop. Each request that was begun is submitted or rejected, once."""
+
+    def __init__(self, engine: EngineLoop, prover: Prover, sink: int) -> None:
+        self._engine = engine
+        self._prover = prover
+        self._sink = sink
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, Request] = {}  # by the handle of each sample
+        self._cancels: dict[int, list[int]] = {}  # handles cancelled meanwhile, by their request's
+
+    def check_handles(self, request: Request) -> None:
+        """``AlreadyExists`` when one of its handles belongs to a request that waits here. Of others the core knows."""
+        if not self._waiting:
+            return
+        for handle in range(request.handle, request.handle + request.n):
+            if handle in self._waiting:
+                raise AlreadyExists(f"handle {handle} belongs to an unfinished sample of this session; choose another")
+
+    def begin(self, request: Request, name: str) -> None:
+        """Submit it when its grammar, called ``name``, is proven. Raises ``Overloaded``."""
+        if len(self._tasks) >= _MOST:
+            raise Overloaded(
+                f"{_MOST} requests of this session wait until their grammars are checked; send this one later",
+                retry_after_s=1.0,
+                reason="GRAMMARS_WAIT",
+            )
+        self._waiting |= dict.fromkeys(range(request.handle, request.handle + request.n), request)
+        task = asyncio.create_task(self._prove(request, name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def keep_cancels(self, handles: Sequence[int]) -> list[int]:
+        """Those that are not of requests waiting here. The others are cancelled once they are submitted."""
+        if not self._waiting:
+            return list(handles)
+        for handle in handles:
+            if (request := self._waiting.get(handle)) is not None:
+                self._cancels.setdefault(request.handle, []).append(handle)
+        return [handle for handle in handles if handle not in self._waiting]
+
+    def close(self) -> None:
+        """The session is over: nobody waits for an answer."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _prove(self, request: Request, name: str) -> None:
+        error: TokaError | None = None
+        try:
+            await self._prover.prove(request.sampling.grammar, name)
+        except TokaError as refused:
+            error = refused
+        except Exception as broken:  # one request's trouble is not the session's
+            log.error("a grammar could not be checked", handle=request.handle, exc_info=broken)
+            error = Internal("internal error; the server's log has the details")
+        for handle in range(request.handle, request.handle + request.n):
+            self._waiting.pop(handle, None)
+        cancels = self._cancels.pop(request.handle, [])
+        if error is None:
+            self._engine.submit(request)
+            self._engine.cancel(self._sink, cancels)
+        else:
+            self._engine.reject(self._sink, request.handle, error)

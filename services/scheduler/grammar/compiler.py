@@ -1,0 +1,91 @@
+"""One child process that compiles grammars, seen from the scheduler."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from typing import NamedTuple
+
+from services.common.errors import Unavailable
+from services.common.process import PARENT_PID
+from services.scheduler.grammar.frames import LENGTH, frame
+
+_START_S = 120.0  # wall clock: a large vocabulary, and a machine that others use, too
+_PATIENCE = 12  # wall clock to CPU seconds: who takes longer did not get the processor
+
+
+class Limits(NamedTuple):
+    """For one grammar."""
+
+    cpu_seconds: float = 5.0
+    memory_bytes: int = 1024**3  # beside what the child takes anyway
+
+
+class Compiler:
+    """Owned by one task at a time, on the asyncio loop. Once it has died it is of no more use."""
+
+    def __init__(self, process: Process, limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+
+    @classmethod
+    async def start(cls, tokenizer: str, eos_token_ids: list[int], limits: Limits) -> "Compiler":
+        """Ready to compile. Raises ``Unavailable`` when that cannot be."""
+        settings = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, **limits._asdict()}
+        # Panics of the library go to stderr, with the caller's text: they are none of the log's business.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.scheduler.grammar.child", json.dumps(settings),
+            stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=os.environ | {PARENT_PID: str(os.getpid())},
+        )  # fmt: skip
+        compiler = cls(process, limits)
+        try:
+            reason = await asyncio.wait_for(compiler._read(), _START_S)
+        except (TimeoutError, asyncio.IncompleteReadError):
+            await compiler.close()
+            raise Unavailable("the process that checks grammars did not start; try again") from None
+        except BaseException:
+            await compiler.close()
+            raise
+        if reason:
+            await compiler.close()
+            raise Unavailable(f"grammars cannot be checked: {reason}")
+        return compiler
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def compile(self, grammar: str) -> str:
+        """Why it does not compile; empty when it does. ``Unavailable``: nobody knows."""
+        try:
+            self._process.stdin.write(frame(grammar))
+            return await asyncio.wait_for(self._read(), self._limits.cpu_seconds * _PATIENCE)
+        except TimeoutError:
+            await self.close()
+            raise Unavailable("this machine has no time to check the grammar; try again") from None
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return self._cause_of_death(await self._process.wait())
+
+    async def close(self) -> None:
+        """Kill it, busy or not."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def _read(self) -> str:
+        stream = self._process.stdout
+        return (await stream.readexactly(*LENGTH.unpack(await stream.readexactly(LENGTH.size)))).decode()
+
+    def _cause_of_death(self, status: int) -> str:
+        match -status:
+            case signal.SIGXCPU:
+                return f"it takes more than {self._limits.cpu_seconds:g} s to compile"
+            case signal.SIGABRT | signal.SIGSEGV | signal.SIGBUS | signal.SIGILL:
+                return f"it takes more than {self._limits.memory_bytes >> 20} MiB to compile, or is nested too deeply"
+        raise Unavailable("the process that checks grammars was ended; try again")

@@ -1,0 +1,62 @@
+"""A Grammar of the contract as one text in llguidance's forms."""
+
+import json
+
+from llguidance import LLMatcher
+
+from services.common.errors import InvalidRequest
+from services.common.text.grammar_text import JSON_OPTIONS, MAX_GRAMMAR_BYTES, choice_terminal, regex_rule
+from services.common.text.json_schema import tightened
+from tokasaurus.scheduler.v1 import generate_pb2
+
+FIELD = "sampling.grammar"
+_NAMES = {
+    "json_schema": "the JSON schema", "regex": "the regular expression", "choices": "the list of choices",
+    "lark": "the grammar",
+}  # fmt: skip
+
+
+def grammar_text(grammar: generate_pb2.Grammar) -> str:
+    """Whether it compiles is found out later. Raises ``InvalidRequest``."""
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest(
+            "the grammar is of no kind: set json_schema, regex, choices or lark, or leave it out", field=FIELD
+        )
+    size = grammar.ByteSize()
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{name_of(grammar)} has {size} bytes: expected at most {MAX_GRAMMAR_BYTES}", field=FIELD)
+    match kind:
+        case "json_schema":
+            return _json_schema(grammar.json_schema)
+        case "regex":
+            return f"start: {regex_rule(grammar.regex)}"
+        case "choices":
+            return _choices(grammar.choices)
+    if not grammar.lark.strip():
+        raise InvalidRequest("the grammar is empty: it needs a rule `start`", field=FIELD)
+    return grammar.lark
+
+
+def name_of(grammar: generate_pb2.Grammar) -> str:
+    """What an error calls it."""
+    return _NAMES[grammar.WhichOneof("kind")]
+
+
+def _json_schema(text: str) -> str:
+    try:
+        schema = json.loads(text)
+        if schema is True:  # it has no place for options
+            schema = {}
+        if not isinstance(schema, dict):
+            raise InvalidRequest("the schema is not a JSON object: expected one, or true", field=FIELD)
+        tight = json.dumps(tightened(schema), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(tight, overrides=JSON_OPTIONS)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the schema cannot be read as JSON: {error}", field=FIELD) from None
+
+
+def _choices(choices: generate_pb2.Choices) -> str:
+    if not choices.texts:
+        raise InvalidRequest("there are no choices: give at least one text", field=FIELD)
+    return f"start: CHOICE\nCHOICE: {choice_terminal(list(choices.texts))}"
