@@ -34,7 +34,7 @@ chosen = os.environ.get("TOKA_SERVICE")
 if chosen and chosen not in SERVICES:
     raise SystemExit(f"TOKA_SERVICE={chosen!r}: expected one of {', '.join(SERVICES)}, or unset for all of them")
 
-parts = ["common", chosen] if chosen else ["common", *COMMANDS]
+parts = ["common", chosen] if chosen else ["common", *COMMANDS, "client"]
 packages = ["services"]
 for part in parts:
     inner = find_namespace_packages(f"services/{part}")

@@ -1,12 +1,14 @@
 """The HTTP application: which path leads where, and what an error looks like on all of them."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Internal, TokaError
@@ -19,9 +21,15 @@ from services.gateway.openai.completions import create_completion
 from services.gateway.openai.models import get_model, list_models
 from services.gateway.openai.other import create_embedding, get_version
 from services.gateway.openai.responses.body import ResponsesBody
-from services.gateway.openai.responses.routes import create_response, get_response
+from services.gateway.openai.responses.routes import (
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from services.gateway.openapi import describe
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +63,7 @@ def _make_api(gateway: Gateway) -> FastAPI:
         ("/v1/models", list_models),
         ("/v1/models/{model_id:path}", get_model),
         ("/v1/responses/{response_id}", get_response),
+        ("/v1/responses/{response_id}/input_items", list_input_items),
         ("/health", probes.health),
         ("/ready", probes.ready),
         ("/ping", probes.ping),
@@ -63,7 +72,9 @@ def _make_api(gateway: Gateway) -> FastAPI:
     ):
         api.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         api.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    api.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"], response_model=None)
     add_routes(api)
+    api.openapi = partial(describe, api)
 
     for kind in (TokaError, ClientDisconnect, Exception):
         api.add_exception_handler(kind, _on_error)
@@ -133,4 +144,8 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
     elif error.status_code == 405:
         message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
     content = errors.body(message, "invalid_request_error", None, code)
-    return errors.response(error.status_code, content, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if "Allow" in headers:  # Starlette names the methods of one route, and a path has a route for each
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
+    return errors.response(error.status_code, content, headers)

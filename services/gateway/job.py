@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 import numpy as np
 
@@ -12,6 +13,16 @@ class Priority(Enum):
     HIGH = "high"
     NORMAL = "normal"
     LOW = "low"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer matches as a whole. The kinds are those of the contract."""
+
+    kind: Literal["json_schema", "regex", "choices", "lark"]
+    value: str | tuple[str, ...]  # tuple: the choices
+    field: str  # the caller's parameter that it comes from
+    composed: bool = False  # by the gateway, out of what the caller said
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Settings:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones
+    grammar: Grammar | None = None
     priority: Priority = Priority.NORMAL
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller
@@ -42,6 +54,7 @@ class Settings:
     include_stop: bool = False  # the answer ends behind its stop string or stop token
     special_tokens: bool = False  # they have text
     return_token_ids: bool = False
+    packed_logprobs: bool = False  # in the fingerprint, and not beside the text
     told_prompt_logprobs: int | None = None  # by that name; `prompt_logprobs` may be for an echo, or more
     silent: bool = False  # no answer was asked for: its one token, which a scheduler needs, is nobody's
 

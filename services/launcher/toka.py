@@ -16,6 +16,8 @@ from services.common.process import run_service, unless_stopped
 from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.supervisor import supervise
 
+ADDRESSES = "scheduler_addresses"
+
 
 def main() -> None:
     run_service("toka", DeploymentConfig, serve)
@@ -31,18 +33,19 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
     card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
     if card is None:
         return
-    listeners = listen(config.host, config.port, config.gateways)
+    listeners = listen(config.host, config.port, config.gateways) if config.gateways else []
     with contextlib.ExitStack() as opened:
         for listener in listeners:
             opened.enter_context(listener)
         runtime_dir = opened.enter_context(tempfile.TemporaryDirectory(prefix="toka-"))
-        config = _with_free_ports(config, listeners[0].getsockname()[1])
+        config = _with_free_ports(config, listeners[0].getsockname()[1] if listeners else config.port)
         for replica in range(config.dp_size):
             _check_port_is_free(config.grpc_port + replica)
         children = plan_children(config, Path(runtime_dir), gpus)
-        url = children[-1].address
         schedulers = [child.address for child in children if child.role == "scheduler"]
-        banner = _banner(card.name, url, schedulers)
+        banner = (
+            _banner(card.name, children[-1].address, schedulers) if listeners else _short_banner(card.name, schedulers)
+        )
         await supervise(children, listeners, stop, on_ready=lambda: print(banner, flush=True))
 
 
@@ -115,6 +118,15 @@ def _banner(model: str, url: str, schedulers: list[str]) -> str:
     return (
         f"\nTokasaurus serves {model} on {url}/v1 (direct gRPC: {', '.join(schedulers)}). Try:\n\n"
         f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        "Ctrl-C stops it."
+    )
+
+
+def _short_banner(model: str, schedulers: list[str]) -> str:
+    """Without gateways. ``services.client`` reads it, too."""
+    return (
+        f"\nTokasaurus serves {model} over gRPC. A gateway finds it by\n\n"
+        f"  {ADDRESSES}={','.join(schedulers)}\n\n"
         "Ctrl-C stops it."
     )
 

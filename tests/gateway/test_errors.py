@@ -177,9 +177,8 @@ def test_a_known_completion_parameter_not_supported_yet(deployment, body):
     "body",
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"tool_choice": "required"},
         {"functions": [{"name": "f"}]},
-        {"response_format": {"type": "json_object"}},
+        {"json_schema": {"type": "object"}},
         {"audio": {"voice": "x"}},
         {"modalities": ["text", "audio"]},
         {"reasoning_effort": "high"},

@@ -193,6 +193,23 @@ def test_the_beginning_of_a_prompt_may_be_cut_off(deployment, tokenizer):
     assert [choice["prompt_token_ids"] for choice in short] == [[50, 51], list(range(60, 80))]
 
 
+def test_the_beginning_of_a_conversation_may_be_cut_off(deployment, tokenizer):
+    long = [{"role": "user", "content": " ".join(map(str, range(5000)))}]
+    body = {"messages": long, "max_tokens": 4, "seed": 2, "return_token_ids": True, "truncate_prompt_tokens": 20}
+    answer = deployment.chat(**body).json()
+    assert answer["prompt_token_ids"] == tokenizer.encode_chat(long)[-20:]
+    assert answer["choices"][0]["token_ids"] == continuation(FakeShape(), answer["prompt_token_ids"], 4, seed=2)
+    short = deployment.chat(**body | {"messages": CHAT, "truncate_prompt_tokens": 1000}).json()
+    assert short["prompt_token_ids"] == tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_cut_prompt_must_leave_room_for_an_answer(deployment, path):
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": CHAT}
+    error = deployment.post(path, body | {"truncate_prompt_tokens": 2048}).json()["error"]
+    assert (error["param"], error["code"]) == ("truncate_prompt_tokens", "context_length_exceeded")
+
+
 def test_a_prompt_may_come_without_special_tokens(deployment, tokenizer):
     for wanted in (True, False, None):
         body = {"prompt": "Hello", "max_tokens": 1, "return_token_ids": True, "add_special_tokens": wanted}

@@ -5,7 +5,7 @@ import pytest
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.flags import load
+from services.common.flags import FlagError, load
 from services.launcher import toka
 from services.launcher.deployment import child_environment, choose_gpus, plan_children
 
@@ -23,6 +23,13 @@ def test_one_replica_is_a_worker_a_scheduler_and_a_gateway():
     worker, scheduler, gateway = (load(KINDS[child.role], child.flags, {}) for child in children)
     assert scheduler.worker_addresses == (worker.worker_listen,) == (children[0].address,)
     assert gateway.scheduler_addresses == (scheduler.scheduler_listen,)
+
+
+def test_there_may_be_no_gateway():
+    assert [child.role for child in children_of("gateways=0", "dp_size=2")] == [*["worker"] * 2, *["scheduler"] * 2]
+    assert children_of("gateways=0", "grpc_port=10210")  # the port that gateways have otherwise
+    with pytest.raises(FlagError, match="port=7000: has no effect with gateways=0"):
+        children_of("gateways=0", "port=7000")
 
 
 def test_each_replica_has_its_own_scheduler_and_worker():

@@ -14,6 +14,7 @@ from services.gateway.batch.files import Files
 from services.gateway.batch.finishing import finish
 from services.gateway.batch.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, Outcome
 from services.gateway.batch.requests import Requests
+from services.gateway.batch.responses import Responses
 from services.gateway.batch.tables import IN_PROGRESS, VALIDATING, StoredBatch
 from services.gateway.batch.validation import CHUNK_LINES, validate
 
@@ -41,10 +42,19 @@ class Executor:
     to the store goes on to its end, and looks whether to stop between one thing and the next."""
 
     def __init__(
-        self, leases: Leases, files: Files, blobs: Blobs, requests: Requests, *, concurrency: int, max_body_bytes: int
+        self,
+        leases: Leases,
+        files: Files,
+        responses: Responses,
+        blobs: Blobs,
+        requests: Requests,
+        *,
+        concurrency: int,
+        max_body_bytes: int,
     ) -> None:
         self._leases = leases
         self._files = files
+        self._responses = responses
         self._blobs = blobs
         self._requests = requests
         self._max_body_bytes = max_body_bytes
@@ -291,6 +301,7 @@ class Executor:
                 return
         for blob in await self._files.forget_expired():
             await self._blobs.delete(blob)
+        await self._responses.forget_expired()
         await _set_within(self._over, CLEAN_UP_S)
 
     def _spawn(self, work: Awaitable[None]) -> None:

@@ -27,7 +27,7 @@ class Query:
 
     def one_of(self, name: str, choices: Sequence[str]) -> str:
         """The first is the default."""
-        value = self.text(name) or choices[0]
+        value = self._values.get(name, choices[0])
         if value not in choices:
             raise InvalidRequest(
                 f"invalid value for {name!r}: expected {' or '.join(choices)} (got {value[:64]!r})",

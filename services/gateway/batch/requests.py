@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 LOW_PRIORITY = 1
+_RESPONSES = "/v1/responses"
 # A line that was lost so often with the scheduler that had it may be what kills schedulers.
 MAX_LOSSES = 30
 # Line ends to Unicode, and to str.splitlines; not to JSON.
@@ -48,6 +49,8 @@ class Requests:
             priority = body.get("priority")
             if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
                 body["priority"] = LOW_PRIORITY
+            if endpoint == _RESPONSES:
+                body.setdefault("store", False)  # the batch keeps it
             response = await self._persistently(endpoint, orjson.dumps(body), Caller("", fairness_key))
         return outcome(number, request["custom_id"], response)
 

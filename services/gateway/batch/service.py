@@ -20,6 +20,7 @@ from services.gateway.batch.files import Files
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Leases
 from services.gateway.batch.requests import Endpoint, Requests
+from services.gateway.batch.responses import Responses
 from services.gateway.batch.store import Store
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Opened(NamedTuple):
     files: Files
     batches: Batches
     blobs: Blobs
+    responses: Responses
     executor: Executor
     pool: str
     endpoints: Mapping[str, Endpoint]
@@ -63,7 +65,8 @@ class BatchService:
         """Open the store, however often it takes, and then begin to work."""
         if self._config.store_url == NO_STORE:
             self._trouble = NotFound(
-                "this server keeps no files and batches (store_url=none); start it with a store", reason="NO_STORE"
+                "this server keeps no files, batches and responses (store_url=none); start it with a store",
+                reason="NO_STORE",
             )
             self._tried.set()
         else:
@@ -124,17 +127,18 @@ class BatchService:
         self._store = store
         pool = config.served_model_name or os.path.basename(config.model.rstrip("/"))
         owner = f"{socket.gethostname()}-{os.getpid()}-{new_id('')[:8]}"
-        leases, files = Leases(store, owner=owner, pool=pool), Files(store)
+        leases, files, responses = Leases(store, owner=owner, pool=pool), Files(store), Responses(store)
         executor = Executor(
             leases,
             files,
+            responses,
             blobs,
             Requests(gateway, self.endpoints),
             concurrency=config.batch_concurrency,
             max_body_bytes=config.max_body_bytes,
         )
         log.info("store open", pool=pool, owner=owner)
-        return Opened(files, Batches(store), blobs, executor, pool, self.endpoints)
+        return Opened(files, Batches(store), blobs, responses, executor, pool, self.endpoints)
 
 
 def store_url(config: GatewayConfig) -> str:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
-from services.gateway.batch.tables import Base, SchemaVersion
+from services.gateway.batch.tables import Base, SchemaVersion, StoredResponse
 
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 _LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
@@ -33,8 +33,12 @@ def _version_1(connection: Connection) -> None:
     Base.metadata.create_all(connection)
 
 
+def _version_2(connection: Connection) -> None:
+    StoredResponse.__table__.create(connection, checkfirst=True)  # a store that is new has it
+
+
 # Each brings the schema from the version before to its own; the n-th makes version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1,)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2)
 
 
 class Store:

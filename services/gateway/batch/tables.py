@@ -45,6 +45,19 @@ class StoredFile(Base):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
 
 
+class StoredResponse(Base):
+    """A response of ``/v1/responses``, and the conversation that it answers."""
+
+    __tablename__ = "toka_responses"
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    body: Mapped[bytes] = mapped_column(Bytes)  # JSON, as it was told
+    items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
 class StoredBatch(Base):
     """A batch. ``owner`` validates or finishes it until ``lease_until``; its lines are leased by ``Chunk``."""
 

@@ -15,7 +15,11 @@ from services.gateway.openai.errors import to_body
 log = structlog.get_logger(__name__)
 
 CHAT = "/v1/chat/completions"
-TOGETHER_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+TOGETHER_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {},
+}  # what is wrong with one is told in its place
 
 
 async def create_chat_completions(request: Request) -> Response:

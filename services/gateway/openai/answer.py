@@ -7,11 +7,14 @@ from functools import partial
 
 from fastapi import Response
 
+from services.common.errors import InvalidRequest
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Choice, Generation
 from services.gateway.job import Job, Settings
+from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.logprobs import mean_logprob
+from services.gateway.openai.packed_logprobs import pack
 from services.gateway.openai.prompt_scores import echoed, prompt_logprobs
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import EventStream
@@ -48,11 +51,17 @@ class Answer:
             if stream:
                 await generation.wait_accepted()
                 handed_over = True
-                return EventStream(self._events(generation), partial(self._close, generation), headers)
+                return EventStream(
+                    self.shape.until_error(self._events(generation)), partial(self._close, generation), headers
+                )
             written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)
+            await self.shape.settle(generation.choices)
             body = self.shape.whole(generation.choices, written)
             return Response(body, headers=headers, media_type="application/json")
+        except InvalidRequest as error:
+            grammar = self._settings.grammar
+            raise error if grammar is None or error.field != GRAMMAR_FIELD else explain(error, grammar) from None
         finally:
             if not handed_over:
                 generation.close()
@@ -88,11 +97,14 @@ class Answer:
 
     def _piece(self, choice: Choice) -> Piece:
         token_ids = self._token_ids(choice)
+        packed = None
+        if self._settings.packed_logprobs:
+            packed = pack(choice.new_ids, choice.new_logprobs, self._settings.top_logprobs)
         ids, logprobs = choice.take()
         self.shape.note(choice.index, ids)
-        if not logprobs:
+        if not logprobs or packed is not None:
             text = whole_text(self._vocabulary, ids, choice.ending)
-            return self._behind_prompt(choice, Piece(text, [], token_ids))
+            return self._behind_prompt(choice, Piece(text, [], token_ids, packed=packed))
         transcript = self._transcript(choice)
         said = transcript.push(ids, logprobs)
         rest = transcript.finish(choice.ending)
@@ -135,6 +147,7 @@ class Answer:
             if chunks:
                 yield b"".join(chunks)
         self._measure(generation)
+        await shape.settle(generation.choices)
         yield shape.ending(generation.choices)
 
     def _transcript(self, choice: Choice) -> Transcript:

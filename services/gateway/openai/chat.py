@@ -12,8 +12,9 @@ from services.gateway.http import Caller, read_body, read_caller, while_connecte
 from services.gateway.job import Job, Settings
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
-from services.gateway.openai.conversation import check_tools, make_reader, render
-from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
+from services.gateway.openai.conversation import check_tools, make_grammar, make_reader, render
+from services.gateway.openai.grammar.wanted import wanted_grammar
+from services.gateway.openai.jobs import check_choices, check_truncation, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.session.codec import ModelFacts
@@ -43,26 +44,29 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> 
     check_choices(1, body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller)
+    check_truncation(kept := body.truncate_prompt_tokens, facts)
     tools = check_tools(gateway, body, body.tool_choice)
+    wanted = await wanted_grammar(gateway.text, body)
     prompt = await render(
         gateway,
         body,
-        max_tokens=facts.max_context_tokens,
+        max_tokens=facts.max_context_tokens if kept is None else None,
         effort=body.reasoning_effort,
         with_tools=body.tool_choice != "none",
     )
+    parallel = body.parallel_tool_calls is not False
+    grammar = make_grammar(gateway, body, prompt, tools, wanted, parallel=parallel)
+    settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
     request_id = f"{prefix}-{secrets.token_hex(16)}"
     jobs = make_jobs(
         request_id,
-        [prompt.ids],
+        [prompt.ids if kept is None else prompt.ids[-kept:]],
         settings,
         facts,
         field="messages",
         max_tokens=body.most_tokens,
         seed=body.seed,
     )
-    parallel = body.parallel_tool_calls is not False
     reader = partial(make_reader, gateway, body, prompt, tools, parallel=parallel)
     return Asked(request_id, facts, settings, jobs, reader, prompt.unknown)
 
@@ -73,7 +77,7 @@ async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float)
     shape = ChatShape(
         asked.request_id,
         asked.facts,
-        gateway.text.token_text if asked.settings.logprobs else None,
+        gateway.text.token_text if asked.settings.logprobs and not asked.settings.packed_logprobs else None,
         include_usage=body.wants_usage,
         make_reader=asked.make_reader,
     )

@@ -41,9 +41,10 @@ class Readers:
         return deltas + reader.finish() if last else deltas
 
     def reason(self, index: int, reason: str) -> str:
-        """Why a choice ended: a model that stops behind a call waits for its result."""
+        """Why a choice ended: a model that stops behind a call waits for its result, unless it had no choice."""
         reader = self[index]
-        return "tool_calls" if reason == "stop" and reader is not None and reader.call_count else reason
+        called = reader is not None and reader.call_count and not reader.named
+        return "tool_calls" if reason == "stop" and called else reason
 
     @property
     def reasoning_tokens(self) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from fastapi import Request, Response
 
-from services.common.errors import InvalidRequest
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
-from services.gateway.openai.jobs import check_choices, make_jobs, make_settings
+from services.gateway.openai.grammar.wanted import wanted_grammar
+from services.gateway.openai.jobs import check_choices, check_truncation, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
@@ -30,7 +30,9 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     body = await parse_large(gateway.text, raw, CompletionBody)
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
-    settings = make_settings(body, facts, body.logprobs, "logprobs", caller)
+    grammar = await wanted_grammar(gateway.text, body)
+    settings = make_settings(body, facts, body.logprobs, "logprobs", caller, grammar)
+    check_truncation(body.truncate_prompt_tokens, facts)
     prompts = await _token_ids(gateway, body, facts.max_context_tokens)
     request_id = f"cmpl-{secrets.token_hex(16)}"
     jobs = make_jobs(
@@ -45,7 +47,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     shape = CompletionShape(
         request_id,
         facts,
-        gateway.text.token_text if body.logprobs is not None else None,
+        gateway.text.token_text if body.logprobs is not None and not settings.packed_logprobs else None,
         include_usage=body.wants_usage,
     )
     answer = Answer(
@@ -63,13 +65,6 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
 async def _token_ids(gateway: Gateway, body: CompletionBody, max_context_tokens: int) -> list[Sequence[int]]:
     """Each prompt, the beginning cut off when that was asked for."""
     kept, prompts = body.truncate_prompt_tokens, body.prompt
-    if kept is not None and kept >= max_context_tokens:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens={kept} leaves no room for an answer: this model's context is"
-            f" {max_context_tokens} tokens, prompt and answer together",
-            field="truncate_prompt_tokens",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
     if isinstance(prompts[0], str):
         prompts = await gateway.text.encode(
             prompts,

@@ -4,9 +4,13 @@ from typing import Any, NamedTuple
 
 from services.common.errors import InvalidRequest
 from services.gateway.gateway import Gateway
-from services.gateway.openai.messages import ConversationBody, ReasoningEffort
+from services.gateway.job import Grammar
+from services.gateway.openai.grammar.answer import Thoughts, compose
+from services.gateway.openai.grammar.calls import CallRules
+from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool, ToolChoice
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.output.reasoning import BEGINS, ENDS
+from services.gateway.openai.schemas import ChatBody
 
 
 class Prompt(NamedTuple):
@@ -16,11 +20,14 @@ class Prompt(NamedTuple):
     text: str  # special tokens included
     unknown: list[str]  # what the request says and the template does not know
 
-    def thinking_opened(self, continued: str | None) -> bool:
-        """Whether the answer begins within the model's thoughts. ``continued``: the words that it goes on with."""
-        if continued is None:
-            return self.text.rstrip().endswith(BEGINS)
-        return continued.rfind(BEGINS) > continued.rfind(ENDS)
+    def thoughts(self, continued: str | None) -> Thoughts:
+        """What the answer of a model that may think begins with. ``continued``: the words that it goes on with."""
+        if continued is not None:
+            return Thoughts.OPENED if continued.rfind(BEGINS) > continued.rfind(ENDS) else Thoughts.NONE
+        text = self.text.rstrip()
+        if text.endswith(BEGINS):
+            return Thoughts.OPENED
+        return Thoughts.NONE if text.endswith(ENDS) else Thoughts.MAYBE
 
 
 async def render(
@@ -53,16 +60,16 @@ async def render(
     return Prompt(ids, text, [f"chat_template_kwargs.{name}" for name in given if name not in known])
 
 
-def check_tools(gateway: Gateway, body: ConversationBody, choice: Any) -> list[str]:
-    """The names of the tools that the model may call. Raises ``InvalidRequest`` for a ``tool_choice`` that the server
-    cannot keep, and for tools whose calls it cannot read."""
-    if choice not in (None, "none", "auto"):
-        raise _unsupported(
-            "tool_choice",
-            "tool_choice 'required' or a tool by its name needs constrained decoding, which this server does not have"
-            " yet; send 'auto' or 'none'",
-        )
+def check_tools(gateway: Gateway, body: ConversationBody, choice: ToolChoice | None) -> list[Tool]:
+    """The tools that the model may call. Raises ``InvalidRequest`` for a ``tool_choice`` that the tools do not allow,
+    and for tools whose calls the server cannot read or write."""
     if not body.tools or choice == "none":
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                "tool_choice: there are no tools to choose from; send tools, or leave it out",
+                field="tool_choice",
+                reason="INVALID_VALUE",
+            )
         return []
     if not gateway.formats.calls_known:
         raise _unsupported(
@@ -70,20 +77,55 @@ def check_tools(gateway: Gateway, body: ConversationBody, choice: Any) -> list[s
             "this server does not know how this model writes its tool calls; leave tools out, or have the server"
             " started with tool_call_parser=llama3, hermes or none",
         )
-    return [tool.function.name for tool in body.tools]
+    constrained = choice not in (None, "auto") or any(tool.function.strict for tool in body.tools)
+    if constrained and gateway.formats.calls is None:
+        raise _unsupported(
+            "tools",
+            "with tool_call_parser=none calls stay text: they cannot be required, nor strict; have the server started"
+            " with tool_call_parser=llama3 or hermes",
+        )
+    if not isinstance(choice, NamedTool):
+        return body.tools
+    named = [tool for tool in body.tools if tool.function.name == choice.function.name]
+    if not named:
+        raise InvalidRequest(
+            f"tool_choice: there is no tool {choice.function.name[:64]!r} among tools",
+            field="tool_choice",
+            reason="INVALID_VALUE",
+        )
+    return named
+
+
+def make_grammar(
+    gateway: Gateway, body: ChatBody, prompt: Prompt, tools: list[Tool], wanted: Grammar | None, *, parallel: bool
+) -> Grammar | None:
+    """What an answer to ``prompt`` has to match, thoughts and calls included; None: it may be anything.
+    ``wanted``: what its words have to. Raises ``InvalidRequest``."""
+    choice, calls = body.tool_choice, None
+    must_call = choice == "required" or isinstance(choice, NamedTool)
+    constrained = must_call or (tools and wanted is not None) or any(tool.function.strict for tool in tools)
+    if constrained and gateway.formats.calls is not None:
+        parallel = parallel and not isinstance(choice, NamedTool)
+        calls = CallRules(gateway.formats.calls, tools, parallel=parallel, strict_only=not must_call)
+    thoughts = prompt.thoughts(_continued(body)) if gateway.formats.reasoning else Thoughts.NONE
+    return compose(wanted, calls, must_call=must_call, thoughts=thoughts)
 
 
 def make_reader(
-    gateway: Gateway, body: ConversationBody, prompt: Prompt, tools: list[str], *, parallel: bool
+    gateway: Gateway, body: ChatBody, prompt: Prompt, tools: list[Tool], *, parallel: bool
 ) -> OutputReader | None:
     """For one answer to ``prompt``; None when its text is all there is to it."""
-    continued = body.messages[-1].text if body.continue_final_message else None
     return gateway.formats.reader(
         gateway.text.vocabulary,
-        tools=tools,
+        tools=[tool.function.name for tool in tools],
         parallel=parallel,
-        thinking_opened=gateway.formats.reasoning and prompt.thinking_opened(continued),
+        named=isinstance(body.tool_choice, NamedTool),
+        thinking_opened=gateway.formats.reasoning and prompt.thoughts(_continued(body)) is Thoughts.OPENED,
     )
+
+
+def _continued(body: ConversationBody) -> str | None:
+    return body.messages[-1].text if body.continue_final_message else None
 
 
 def _thinking(effort: ReasoningEffort | None, known: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:

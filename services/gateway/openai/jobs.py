@@ -8,7 +8,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.gateway.http import Caller
-from services.gateway.job import Job, Priority, Settings
+from services.gateway.job import Grammar, Job, Priority, Settings
 from services.gateway.openai.schemas import GenerationBody
 from services.gateway.session.codec import ModelFacts
 from services.gateway.text import check_token_ids
@@ -18,7 +18,12 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def make_settings(
-    body: GenerationBody, facts: ModelFacts, logprobs: int | None, logprobs_field: str, caller: Caller
+    body: GenerationBody,
+    facts: ModelFacts,
+    logprobs: int | None,
+    logprobs_field: str,
+    caller: Caller,
+    grammar: Grammar | None = None,
 ) -> Settings:
     """What all prompts of ``body`` share. ``logprobs``: None, or how many of the most likely tokens to return."""
     if logprobs is not None and logprobs > facts.max_top_logprobs:
@@ -28,6 +33,7 @@ def make_settings(
             reason="INVALID_VALUE",
         )
     _check_prompt_logprobs(body, facts)
+    _check_grammar(body, facts, grammar)
     stop_token_ids = tuple(body.stop_token_ids or ())
     for token in stop_token_ids:
         _check_token(token, token, facts, "stop_token_ids")
@@ -45,9 +51,11 @@ def make_settings(
         stop_strings=body.stop,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs is not None or body.samples > (body.n or 1),  # the best are found by them
+        # The best are found by them.
+        logprobs=logprobs is not None or bool(body.logprobs_in_fingerprint) or body.samples > (body.n or 1),
         top_logprobs=logprobs or 0,
         prompt_logprobs=body.prompt_top,
+        grammar=grammar,
         priority=_priority(body.priority),
         cache_salt=body.cache_salt or "",
         traceparent=caller.traceparent,
@@ -55,6 +63,7 @@ def make_settings(
         include_stop=bool(body.include_stop_str_in_output),
         special_tokens=body.skip_special_tokens is False,
         return_token_ids=bool(body.return_token_ids),
+        packed_logprobs=bool(body.logprobs_in_fingerprint),
         told_prompt_logprobs=body.prompt_logprobs,
         silent=body.most_tokens == 0,
     )
@@ -65,8 +74,7 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
         field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         what = "echo with logprobs" if field == "echo" else field
         raise InvalidRequest(
-            f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out, or"
-            " serve the model with device=cpu and without tp_size or pp_size",
+            f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out",
             field=field,
             reason="UNSUPPORTED_PARAMETER",
         )
@@ -75,6 +83,35 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
             f"prompt_logprobs={body.prompt_logprobs}: this server returns at most {facts.max_top_logprobs}",
             field="prompt_logprobs",
             reason="INVALID_VALUE",
+        )
+
+
+def _check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | None) -> None:
+    if grammar is None:
+        return
+    if not facts.grammars:
+        raise InvalidRequest(
+            f"{grammar.field}: the worker that serves this model cannot hold answers to a grammar; leave it out",
+            field=grammar.field,
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name}: not with {grammar.field}, which says where the answer ends; leave one of them out",
+                field=name,
+                reason="INVALID_VALUE",
+            )
+
+
+def check_truncation(kept: int | None, facts: ModelFacts) -> None:
+    """Refuse to keep so many tokens of a prompt that none are left for an answer."""
+    if kept is not None and kept >= facts.max_context_tokens:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens={kept} leaves no room for an answer: this model's context is"
+            f" {facts.max_context_tokens} tokens, prompt and answer together",
+            field="truncate_prompt_tokens",
+            reason="CONTEXT_LENGTH_EXCEEDED",
         )
 
 
@@ -123,14 +160,14 @@ def make_jobs(
                 model=facts.id,
                 prompt_ids=ids,
                 max_tokens=room if max_tokens is None else min(max(max_tokens, 1), room),
-                seed=None if seed is None else _seed(seed, repeat),
+                seed=None if seed is None else seed_of(seed, repeat),
                 settings=settings,
             )
         )
     return jobs
 
 
-def _seed(seed: int, repeat: int) -> int:
+def seed_of(seed: int, repeat: int) -> int:
     """The seed of a prompt's ``repeat``-th occurrence in one request: the first one's is the caller's own, so that a
     prompt gets the same answer in a list as alone; the others get noise of their own."""
     mixed = (seed + repeat * 0x9E3779B97F4A7C15) % _U64

@@ -119,13 +119,6 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @field_validator("strict")
-    @classmethod
-    def _no_promise(cls, strict: bool | None) -> bool | None:
-        if strict:
-            raise ValueError("this server does not hold arguments to their schema yet; leave it out, or send false")
-        return strict
-
 
 class Tool(Body):
     """A function that the model may call."""

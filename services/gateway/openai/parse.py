@@ -22,6 +22,8 @@ _UNION_STEPS = (
     "list[InputPart]",
     "NamedTool",
     "NamedFunctionTool",
+    "dict[str,any]",
+    "constrained-str",
     "literal['none','auto','required']",
 )
 

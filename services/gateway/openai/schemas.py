@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field, PlainValidator, model_validator
 
 from services.gateway.openai.body import Body
+from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.messages import ConversationBody, ReasoningEffort, ToolChoice
 
 MAX_STOPS = 16
@@ -94,10 +95,11 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
 
 
-class GenerationBody(Body):
+class GenerationBody(GrammarBody):
     """What completions and chat have in common."""
 
-    nested: ClassVar[tuple[str, ...]] = ("stream_options",)  # fields with parameters of their own in them
+    # Fields with parameters of their own in them.
+    nested: ClassVar[tuple[str, ...]] = ("stream_options", "response_format", "structured_outputs")
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -124,6 +126,8 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs_in_fingerprint: Annotated[bool, Field(description="packed, in system_fingerprint")] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     # OpenAI's bookkeeping: checked as there, and of no effect.
@@ -158,6 +162,14 @@ class GenerationBody(Body):
         return self
 
     @model_validator(mode="after")
+    def _packed_logprobs_or_stream(self) -> "GenerationBody":
+        if self.logprobs_in_fingerprint and self.stream:
+            raise ValueError(
+                "logprobs_in_fingerprint: not with stream, whose fingerprint comes first; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _special_tokens_and_stop_strings(self) -> "GenerationBody":
         if self.skip_special_tokens is False and self.stop:
             raise ValueError(
@@ -182,7 +194,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def samples(self) -> int:
@@ -202,6 +213,15 @@ class CompletionBody(GenerationBody):
         return self
 
     @model_validator(mode="after")
+    def _packed_logprobs_or_echo(self) -> "CompletionBody":
+        if self.logprobs_in_fingerprint and self.echo:
+            raise ValueError(
+                "logprobs_in_fingerprint: not with echo, it has those of the answer only; leave one of them out, or"
+                " ask for prompt_logprobs"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_tokens_only_with_the_prompt(self) -> "CompletionBody":
         if self.most_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("max_tokens: 0 is only allowed with echo or prompt_logprobs; ask for at least 1")
@@ -211,7 +231,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(ConversationBody, GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    nested = ("stream_options", "messages", "tools")
+    nested = (*GenerationBody.nested, "messages", "tools")
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

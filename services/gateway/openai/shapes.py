@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import orjson
 from services.gateway.generation import Choice
 from services.gateway.job import Job
 from services.gateway.openai.logprobs import TokenText, completion_logprobs
+from services.gateway.openai.packed_logprobs import Packed, fingerprint
 from services.gateway.openai.sse import DONE, Template, event
 from services.gateway.openai.transcript import Piece, TokenEntry
 from services.gateway.openai.usage import usage_of
@@ -31,6 +32,7 @@ class Shape(ABC):
         self._include_usage = include_usage
         self._prompt_ids: list[list[int]] = []  # of each prompt, when token ids were asked for
         self._prompt_logprobs: list[Any] | None = None  # of the prompt whose choice was written last
+        self._packed: dict[int, Packed] = {}  # log-probabilities by choice, when they go into the fingerprint
         self._untold: dict[int, list[int]] = {}  # the same by choice, until its first chunk
         self._head = {
             "id": request_id,
@@ -54,9 +56,19 @@ class Shape(ABC):
         by_choice = [ids for job, ids in zip(jobs, self._prompt_ids, strict=True) for _ in range(job.settings.n)]
         self._untold = dict(enumerate(by_choice))
 
+    async def settle(self, choices: Sequence[Choice]) -> None:  # noqa: B027 (most have nothing to do)
+        """Everything of the answer is there, and ``whole`` or ``ending`` comes next."""
+
+    def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """A stream's ``events``; and the last one, where the endpoint has its own, instead of a ``TokaError``."""
+        return events
+
     def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
         """The body of an answer that is not streamed. ``written``: what ``choice`` made of each."""
         fragments = [orjson.Fragment(text) for text in written]
+        if self._packed:
+            packed = [self._packed[index] for index in range(len(written))]
+            self._head["system_fingerprint"] = fingerprint(packed)
         return orjson.dumps(self._head | {"choices": fragments, "usage": self._usage(choices)} | self._whole_extras())
 
     def beginning(self) -> bytes:
@@ -101,6 +113,8 @@ class Shape(ABC):
         told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
         if piece.token_ids is not None:
             told |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
+        if piece.packed is not None:
+            self._packed[choice.index] = piece.packed
         if piece.prompt_logprobs is not None:
             self._prompt_logprobs = piece.prompt_logprobs
             told |= self._scores()

@@ -9,6 +9,7 @@ import numpy as np
 
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.vocabulary import Vocabulary
+from services.gateway.openai.packed_logprobs import Packed
 from services.gateway.session.codec import Ending, TokenLogprob
 
 
@@ -27,6 +28,7 @@ class Piece(NamedTuple):
     entries: list[TokenEntry]
     token_ids: list[int] | None = None  # all new ones, also those whose text is held back; None: not asked for
     prompt_logprobs: list[Any] | None = None  # in vLLM's shape; None: not asked for
+    packed: Packed | None = None  # log-probabilities of all tokens; None: not asked for
 
 
 def whole_text(vocabulary: Vocabulary, token_ids: Sequence[int], ending: Ending) -> str:

@@ -45,6 +45,7 @@ class ModelFacts:
     tokenizer_fingerprint: str
     contract_version: str
     prompt_logprobs: bool = False  # whether it has them
+    grammars: bool = False  # whether answers can be held to one
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,12 @@ def encode_submit(job: Job) -> session_pb2.SessionRequest:
         sampling.logit_bias_token_ids.extend(token for token, _ in settings.logit_bias)
         sampling.logit_bias_values.extend(bias for _, bias in settings.logit_bias)
 
+    if (grammar := settings.grammar) is not None:
+        if grammar.kind == "choices":
+            sampling.grammar.choices.texts.extend(grammar.value)
+        else:
+            setattr(sampling.grammar, grammar.kind, grammar.value)
+
     stopping = request.stopping
     stopping.max_tokens, stopping.ignore_eos = job.max_tokens, settings.ignore_eos
     if settings.min_tokens:
@@ -161,6 +168,7 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         contract_version=model.contract_version,
         prompt_logprobs=model.prompt_logprobs,
+        grammars=model.grammars,
     )
 
 

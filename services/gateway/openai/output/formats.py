@@ -34,14 +34,21 @@ class OutputFormats:
         )
 
     def reader(
-        self, vocabulary: Vocabulary, *, tools: Collection[str], parallel: bool, thinking_opened: bool
+        self,
+        vocabulary: Vocabulary,
+        *,
+        tools: Collection[str],
+        parallel: bool,
+        thinking_opened: bool,
+        named: bool = False,
     ) -> OutputReader | None:
-        """For one answer; None when there is nothing to find in it. ``thinking_opened``: the prompt ends so."""
+        """For one answer; None when there is nothing to find in it. ``thinking_opened``: the prompt ends so. ``named``:
+        a call of the one tool is all that was asked for."""
         calls = CallParser(self.calls, tools) if self.calls is not None and tools else None
         if not self.reasoning:
-            return OutputReader(None, calls, parallel=parallel) if calls is not None else None
+            return OutputReader(None, calls, parallel=parallel, named=named) if calls is not None else None
         reasoning = ReasoningParser(opened=thinking_opened)
-        return OutputReader(reasoning, calls, parallel=parallel, tokens=ReasoningTokens(vocabulary))
+        return OutputReader(reasoning, calls, parallel=parallel, named=named, tokens=ReasoningTokens(vocabulary))
 
 
 def _detected(template: str) -> CallFormat | None:

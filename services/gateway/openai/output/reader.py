@@ -8,7 +8,8 @@ from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningT
 
 
 class OutputReader:
-    """Owned by one choice. Without ``parallel`` all calls but the first are left out."""
+    """Owned by one choice. Without ``parallel`` all calls but the first are left out. ``named``: a call is the whole
+    answer, as was asked for."""
 
     def __init__(
         self,
@@ -16,11 +17,13 @@ class OutputReader:
         calls: CallParser | None = None,
         *,
         parallel: bool = True,
+        named: bool = False,
         tokens: ReasoningTokens | None = None,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._parallel = parallel
+        self.named = named
         self._tokens = tokens
         self.call_count = 0
 

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body
+from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
 from services.gateway.openai.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -28,20 +29,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "include": ([],),
     "max_tool_calls": (),
-    "previous_response_id": (),
     "prompt": (),
-    "store": (False,),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_KEEPS_NONE = "this server keeps no responses: send the whole conversation as input"
 _REASONS = {
-    "conversation": _KEEPS_NONE,
-    "previous_response_id": _KEEPS_NONE,
-    "store": "this server keeps no responses; leave it out, or set it to False",
+    "background": "this server answers while you wait; leave it out, set it to False, or send a batch",
+    "conversation": "this server keeps responses and no conversations: go on from one with previous_response_id",
 }
+LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(Body):
@@ -137,16 +133,34 @@ class Reasoning(Body):
     summary: None = None
 
 
-class PlainFormat(Body):
-    """The only one there is."""
+class TextFormat(Body):
+    """What the text has to match: ``response_format`` of chat completions, laid flat."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: SchemaName | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> "TextFormat":
+        given = (self.type == "json_schema") is (self.schema_ is not None)
+        if not given or (self.type == "json_schema" and self.name is None):
+            raise ValueError("'name' and 'schema' are there exactly with type 'json_schema'")
+        return self
+
+    def chat(self) -> ResponseFormat:
+        """The same to chat completions."""
+        if self.type != "json_schema":
+            return ResponseFormat(type=self.type)
+        schema = NamedSchema(name=self.name, description=self.description, schema=self.schema_, strict=self.strict)
+        return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextConfig(Body):
     """What the text is like."""
 
-    format: PlainFormat | None = None
+    format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -154,6 +168,17 @@ class ResponseStreamOptions(Body):
     """How a stream is."""
 
     include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
+
+
+def check_includes(includes: list[str]) -> list[str]:
+    """What a response may have besides. Raises ``ValueError`` for what this server's have not."""
+    for name in includes:
+        if name != LOGPROBS:
+            raise ValueError(f"{name[:100]!r} is not supported by this server yet, only {LOGPROBS!r}; leave it out")
+    return includes
+
+
+Includes = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64), AfterValidator(check_includes)]
 
 
 class ResponsesBody(Body):
@@ -178,6 +203,10 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
+    include: Includes | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    store: bool | None = None
+    previous_response_id: Annotated[str, Field(min_length=1)] | None = None
     metadata: Metadata | None = None
     user: str | None = None
 
@@ -187,12 +216,8 @@ class ResponsesBody(Body):
     context_management: Any = None
     conversation: Any = None
     image: Any = None
-    include: Any = None
     max_tool_calls: Any = None
-    previous_response_id: Any = None
     prompt: Any = None
-    store: Any = None
-    top_logprobs: Any = None
     truncation: Any = None
 
     @field_validator("tools")
@@ -200,6 +225,11 @@ class ResponsesBody(Body):
     def _names_differ(cls, tools: list[FunctionTool] | None) -> list[FunctionTool] | None:
         check_names_differ(tool.name for tool in tools or ())
         return tools
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the words for the user come with log-probabilities."""
+        return bool(self.include or self.top_logprobs)
 
     def chat(self) -> ChatBody:
         """The same request to chat completions. ``InvalidRequest`` for what this server does not do."""
@@ -221,6 +251,9 @@ class ResponsesBody(Body):
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=reasoning.effort,
+            response_format=self.text.format.chat() if self.text and self.text.format else None,
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs,
         )
 
     def _refuse_what_is_not_neutral(self) -> None:

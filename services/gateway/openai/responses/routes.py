@@ -1,20 +1,26 @@
-"""``POST /v1/responses``, and why ``GET /v1/responses/{id}`` finds nothing."""
+"""``/v1/responses``."""
 
 import time
 
 from fastapi import Request, Response
 
-from services.common.errors import InvalidRequest, NotFound
+from services.common.errors import InvalidRequest
+from services.gateway.batch.queries import Query
+from services.gateway.batch.service import opened
+from services.gateway.batch.shapes import page
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat import Asked, ask
+from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.responses.body import ResponsesBody
+from services.gateway.openai.responses.body import ResponsesBody, check_includes
+from services.gateway.openai.responses.keeping import with_conversation
 from services.gateway.openai.responses.shape import ResponseShape
 
+MAX_PAGE = 100
 # Parameters of chat completions -> those that stand for them here.
-_PARAMETERS = {"messages": "input", "reasoning_effort": "reasoning.effort"}
+_PARAMETERS = {"messages": "input", "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
 
 
 async def create_response(request: Request) -> Response:
@@ -26,24 +32,68 @@ async def create_response(request: Request) -> Response:
 
 
 async def get_response(request: Request, response_id: str) -> Response:
-    """There is none."""
-    raise NotFound(
-        f"the response {response_id[:64]!r} does not exist: this server keeps none of its responses",
-        field="response_id",
-    )
+    """One that was stored."""
+    query = request.query_params
+    if query.get("stream", "false").lower() != "false" or "starting_after" in query:
+        raise InvalidRequest(
+            "stream: a response is told again as a whole only; leave it out", field="stream", reason="INVALID_VALUE"
+        )
+    _check_includes(request)
+    kept = await (await opened(request)).responses.get(response_id)
+    return Response(kept.body, media_type="application/json")
+
+
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget one. Those that go on with it have what they need of it."""
+    await (await opened(request)).responses.delete(response_id)
+    return response(200, {"id": response_id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """The conversation that one answers, the last item first."""
+    query = Query(request)
+    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
+    _check_includes(request)
+    kept = await (await opened(request)).responses.get(response_id)
+    items = kept.items if order == "asc" else kept.items[::-1]
+    if (after := query.text("after")) is not None:
+        places = [place for place, item in enumerate(items, 1) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
+        items = items[places[0] :]
+    return response(200, page(items[:limit], len(items) > limit))
 
 
 async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ResponsesBody)
+    ignored = ignored_header(body)
+    body, keeper = await with_conversation(gateway, body)
     asked = await _asked(gateway, body, caller)
-    shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader)
-    answer = Answer(gateway, asked.jobs, shape, ignored_header(body), started_at)
-    return await answer.respond(stream=bool(body.stream))
+    token_text = gateway.text.token_text if asked.settings.logprobs else None
+    shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper)
+    answer = Answer(gateway, asked.jobs, shape, ignored, started_at)
+    try:
+        return await answer.respond(stream=bool(body.stream))
+    except InvalidRequest as error:
+        raise _renamed(error) from None
 
 
 async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller) -> Asked:
     try:
         return await ask(gateway, body.chat(), caller, "resp")
     except InvalidRequest as error:
-        error.field = _PARAMETERS.get(error.field, error.field)
-        raise
+        raise _renamed(error) from None
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    error.field = _PARAMETERS.get(error.field, error.field)
+    return error
+
+
+def _check_includes(request: Request) -> None:
+    query = request.query_params
+    given = ",".join(query.getlist("include") + query.getlist("include[]"))
+    try:
+        check_includes(given.split(",") if given else [])
+    except ValueError as error:
+        raise InvalidRequest(f"include: {error}", field="include", reason="INVALID_VALUE") from None

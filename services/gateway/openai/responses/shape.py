@@ -1,15 +1,19 @@
 """The JSON of responses: whole, and as the typed events of a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
-from services.gateway.generation import Choice
+from services.common.errors import InvalidRequest, Overloaded, TokaError
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
-from services.gateway.openai.output.deltas import Content
+from services.gateway.openai.logprobs import TokenText, chat_content
+from services.gateway.openai.output.deltas import Content, Delta
+from services.gateway.openai.responses.attribution import Attribution
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.items import Event, OutputItems
+from services.gateway.openai.responses.keeping import Keeper
+from services.gateway.openai.transcript import Piece
 from services.gateway.openai.usage import usage_of
 from services.gateway.session.codec import ModelFacts
 
@@ -17,10 +21,22 @@ from services.gateway.session.codec import ModelFacts
 class ResponseShape(ChatShape):
     """``/v1/responses``: one answer, told as items."""
 
-    def __init__(self, request_id: str, facts: ModelFacts, body: ResponsesBody, make_reader: MakeReader) -> None:
-        super().__init__(request_id, facts, None, make_reader=make_reader)
+    def __init__(
+        self,
+        request_id: str,
+        facts: ModelFacts,
+        body: ResponsesBody,
+        make_reader: MakeReader,
+        token_text: TokenText | None,
+        keeper: Keeper | None,
+    ) -> None:
+        """``token_text`` is set when logprobs were asked for, ``keeper`` when the response is to be stored."""
+        super().__init__(request_id, facts, token_text, make_reader=make_reader)
         self._items = OutputItems()
         self._body = body
+        self._keeper = keeper
+        self._attribution: Attribution | None = None
+        self._ended: dict[str, Any] = {}  # the response, once it is all there
         self._events_told = 0
 
     def beginning(self):
@@ -31,23 +47,57 @@ class ResponseShape(ChatShape):
         return b""
 
     def chunk(self, index, piece, reason):
-        return self._events(self._take(index, piece.text, reason))
+        return self._events(self._take(index, piece, reason))
 
     def choice(self, choice, piece):
-        self._take(choice.index, piece.text, choice.ending.reason)
+        self._take(choice.index, piece, choice.ending.reason)
         return b""
 
+    async def settle(self, choices):
+        cut = choices[0].ending.reason == "length"
+        await self._end(self._response("incomplete" if cut else "completed", self._usage(choices)))
+
     def whole(self, choices, written):
-        return orjson.dumps(self._ended(choices))
+        return orjson.dumps(self._ended)
 
     def ending(self, choices):
-        response = self._ended(choices)
-        return self._events([(f"response.{response['status']}", {"response": response})])
+        return self._last_event()
 
-    def _take(self, index: int, text: str, reason: str | None) -> list[Event]:
-        deltas = self._readers.read(index, text, last=reason is not None)
-        events = self._items.push(([Content(text)] if text else []) if deltas is None else deltas)
+    async def until_error(self, events):
+        try:
+            async for data in events:
+                yield data
+        except TokaError as error:
+            self._items.abandon()
+            failed = self._response("failed", None)
+            failed["error"] = {"code": _code(error), "message": error.message}
+            await self._end(failed)
+            yield self._last_event()
+
+    async def _end(self, response: dict[str, Any]) -> None:
+        if self._keeper is not None and not await self._keeper.keep(response):
+            response["store"] = False
+        self._ended = response
+
+    def _last_event(self) -> bytes:
+        return self._events([(f"response.{self._ended['status']}", {"response": self._ended})])
+
+    def _take(self, index: int, piece: Piece, reason: str | None) -> list[Event]:
+        events: list[Event] = []
+        for deltas, logprobs in self._read(index, piece, last=reason is not None):
+            events += self._items.push(deltas, logprobs)
         return events if reason is None else events + self._items.finish(complete=reason != "length")
+
+    def _read(self, index: int, piece: Piece, *, last: bool) -> Iterable[tuple[Iterable[Delta], list[dict[str, Any]]]]:
+        text = piece.text
+        told = [] if self._token_text is None else chat_content(piece.entries, self._token_text)
+        reader = self._readers[index]
+        if reader is None:
+            return [([Content(text)], told)] if text or told else []
+        if self._token_text is None:
+            return [(self._readers.read(index, text, last=last), [])]
+        self._attribution = self._attribution or Attribution(reader)
+        return self._attribution.read(text, piece.entries, told, last=last)
 
     def _events(self, events: Sequence[Event]) -> bytes:
         lines = []
@@ -57,10 +107,9 @@ class ResponseShape(ChatShape):
             lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document)))
         return b"".join(lines)
 
-    def _ended(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        cut = choices[0].ending.reason == "length"
+    def _usage(self, choices):
         usage = usage_of(choices)
-        told = {
+        return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -70,7 +119,6 @@ class ResponseShape(ChatShape):
             "output_tokens_details": {"reasoning_tokens": self._readers.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
-        return self._response("incomplete" if cut else "completed", told)
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         body = self._body
@@ -89,15 +137,28 @@ class ResponseShape(ChatShape):
             "model": self._head["model"],
             "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": False,
+            "store": self._keeper is not None,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(body)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": usage,
             "user": body.user,
         }
+
+
+def _code(error: TokaError) -> str:
+    """Of OpenAI's codes the nearest."""
+    if isinstance(error, InvalidRequest):
+        return "invalid_prompt"
+    return "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
+
+
+def _format(body: ResponsesBody) -> dict[str, Any]:
+    given = body.text.format if body.text is not None else None
+    return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)

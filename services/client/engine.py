@@ -1,0 +1,111 @@
+"""The engine as child processes: what ``toka gateways=0`` starts, and ends with us."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.config import DeploymentConfig
+from services.common.errors import InvalidRequest, Unavailable
+from services.common.flags import ENV_PREFIX, FlagError, load
+from services.common.process import PARENT_PID
+
+_ADDRESSES = "scheduler_addresses="
+_STOP_S = 30.0
+_LONGEST_LINE = 1024 * 1024
+_LAST_LINES = 20
+
+
+class Engine:
+    """Made by ``start``. Lives on one event loop, whose thread lives as long: Linux ends the children with it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.addresses: list[str] = []
+        self._process = process
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._reading: list[asyncio.Task] = []
+
+    @classmethod
+    async def start(cls, flags: Mapping[str, Any]) -> "Engine":
+        """With ``flags`` of ``toka``; returns once it serves. Raises ``InvalidRequest`` for a wrong flag, and
+        ``Unavailable`` with the engine's last words."""
+        arguments = _arguments({"log_level": "ERROR", "grpc_port": 0, "gateways": 0} | flags)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.launcher.toka", *arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            env=environment | {PARENT_PID: str(os.getpid())}, start_new_session=True, limit=_LONGEST_LINE,
+        )  # fmt: skip
+        engine = cls(process)
+        try:
+            await engine._wait_until_it_serves()
+        except BaseException:
+            await engine.stop()
+            raise
+        return engine
+
+    @property
+    def trouble(self) -> str:
+        """Why it will never serve again; empty while it runs."""
+        if self._process.returncode is None:
+            return ""
+        last = "".join(f"\n  {line}" for line in self._last_lines)
+        return f"the engine ended with exit status {self._process.returncode}{last}"
+
+    async def stop(self) -> None:
+        """End it and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_S)
+        except TimeoutError:
+            self._process.kill()  # and Linux ends its children
+            await self._process.wait()
+        await asyncio.gather(*self._reading)
+
+    async def _wait_until_it_serves(self) -> None:
+        stderr = asyncio.create_task(self._forward(self._process.stderr))
+        self._reading.append(stderr)
+        async for line in self._process.stdout:
+            text = line.decode(errors="replace").strip()
+            if text.startswith(_ADDRESSES):
+                self.addresses = text.removeprefix(_ADDRESSES).split(",")
+                self._reading.append(asyncio.create_task(_discard(self._process.stdout)))
+                return
+        await self._process.wait()
+        await stderr
+        raise Unavailable(self.trouble)
+
+    async def _forward(self, stderr: asyncio.StreamReader) -> None:
+        """Pass the engine's log on, and keep its end for the reason."""
+        async for line in stderr:
+            text = line.decode(errors="replace")
+            self._last_lines.append(text.rstrip())
+            with contextlib.suppress(ValueError, OSError):  # the caller closed it
+                sys.stderr.write(text)
+
+
+def _arguments(flags: Mapping[str, Any]) -> list[str]:
+    """``flags`` as a command line. Raises ``InvalidRequest`` for those that ``toka`` would refuse."""
+    arguments = [f"{name}={_as_text(value)}" for name, value in flags.items() if value is not None]
+    try:
+        load(DeploymentConfig, arguments, {})
+    except FlagError as error:
+        raise InvalidRequest(str(error)) from None
+    if flags["gateways"]:
+        raise InvalidRequest(f"flag gateways={flags['gateways']}: an LLM needs none; start toka for a server of HTTP")
+    return arguments
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "T" if value else "F"
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+async def _discard(stdout: asyncio.StreamReader) -> None:
+    async for _ in stdout:
+        pass

@@ -1,0 +1,62 @@
+"""How to sample, checked when it is made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import orjson
+
+from services.common.errors import InvalidRequest
+from services.gateway.openai.parse import parse
+from services.gateway.openai.schemas import CompletionBody
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The parameters of ``/v1/completions`` by their names there (docs/api.md). ``None``: the model's default.
+
+    Raises ``InvalidRequest``, which names the parameter. What depends on the model is checked when it is used.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None  # None: 16 of a completion, all that the context holds of a chat
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # of the tokens, and so many of the most likely ones
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True  # to prompts of text
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        self.body  # noqa: B018 (it is what checks)
+
+    @cached_property
+    def body(self) -> CompletionBody:
+        """As HTTP would have them."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["logit_bias"] = None if self.logit_bias is None else {str(k): v for k, v in self.logit_bias.items()}
+        given["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
+        given["stop_token_ids"] = list(self.stop_token_ids)
+        try:
+            text = orjson.dumps(given | {"prompt": "x"}, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise InvalidRequest(f"sampling parameters must be plain numbers, texts and lists: {error}") from None
+        return parse(text, CompletionBody)

@@ -1,0 +1,54 @@
+"""How far ``generate`` is, on stderr."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+from services.client.outputs import RequestOutput
+from services.common.errors import InvalidRequest
+
+
+class NoProgress:
+    """Nobody wants to know."""
+
+    def __enter__(self) -> Callable[[RequestOutput], None]:
+        return lambda output: None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class Progress:
+    """A bar: prompts, tokens each second, failures. Needs rich."""
+
+    def __init__(self, prompts: int) -> None:
+        try:
+            from rich import progress
+            from rich.console import Console
+        except ImportError:
+            raise InvalidRequest("progress: the bar needs rich (pip install rich)", field="progress") from None
+        columns = (
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[tokens]} tokens, {task.fields[failed]} failed"),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        self._bar = progress.Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=prompts, tokens=0, failed=0)
+        self._tokens = self._failed = 0
+
+    def __enter__(self) -> Callable[[RequestOutput], None]:
+        self._bar.start()
+        return self._count
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def _count(self, output: RequestOutput) -> None:
+        self._tokens += output.usage.completion_tokens
+        self._failed += output.error is not None
+        self._bar.update(self._task, advance=1, tokens=self._tokens, failed=self._failed)

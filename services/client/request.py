@@ -1,0 +1,164 @@
+"""What a caller asks, and the job that it becomes."""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from services.client.params import SamplingParams
+from services.common.errors import InvalidRequest, TokaError
+from services.common.text.vocabulary import Vocabulary
+from services.gateway.http import Caller
+from services.gateway.job import Job, Settings
+from services.gateway.openai.conversation import render
+from services.gateway.openai.errors import to_body
+from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
+from services.gateway.openai.grammar.wanted import wanted_grammar
+from services.gateway.openai.jobs import check_truncation, make_jobs, make_settings, seed_of
+from services.gateway.openai.messages import ConversationBody
+from services.gateway.openai.parse import parse
+from services.gateway.session.codec import ModelFacts
+from services.gateway.text import TextEngine
+
+COMPLETION_TOKENS = 16  # where nobody says how many, as over HTTP
+_NOBODY = Caller("", "")
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, or a conversation, and how to sample."""
+
+    prompt: Prompt | None
+    params: SamplingParams
+    conversation: Conversation | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # how to render it, by the names of HTTP
+
+    @property
+    def shown(self) -> str | None:
+        """The prompt as text, if it is one."""
+        return self.prompt if isinstance(self.prompt, str) else None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request on its way."""
+
+    request: Request
+    job: Job
+
+    @property
+    def samples(self) -> int:
+        return self.job.settings.n
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.job.prompt_ids.tolist()
+
+    def in_own_words(self, error: TokaError) -> TokaError:
+        """What a scheduler says, by the names of the parameters here."""
+        grammar = self.job.settings.grammar
+        if not isinstance(error, InvalidRequest):
+            return error
+        if grammar is not None and error.field == GRAMMAR_FIELD:
+            return explain(error, grammar)
+        error.field = to_body(error)["error"]["param"] or ""
+        return error
+
+    def vocabulary(self, text: TextEngine) -> Vocabulary:
+        """Which tokens have text."""
+        return text.vocabulary.with_specials if self.job.settings.special_tokens else text.vocabulary
+
+
+async def check(text: TextEngine, facts: ModelFacts, requests: Sequence[Request]) -> dict[int, Settings]:
+    """The settings of all requests, by the id of their parameters. Raises ``InvalidRequest`` for wrong ones."""
+    known: dict[int, Settings] = {}
+    for params in {id(request.params): request.params for request in requests}.values():
+        check_truncation(params.truncate_prompt_tokens, facts)
+        grammar = await wanted_grammar(text, params.body)
+        known[id(params)] = make_settings(params.body, facts, params.logprobs, "logprobs", _NOBODY, grammar)
+    return known
+
+
+async def prepare(
+    text: TextEngine,
+    facts: ModelFacts,
+    requests: Sequence[Request],
+    known: Mapping[int, Settings],
+    repeats: Counter[tuple[int, bytes]],
+) -> list[Prepared | TokaError]:
+    """A job for each request, or what is wrong with its prompt. ``known``: from ``check``.
+
+    ``repeats`` counts prompts with the same seed: each is answered with noise of its own.
+    """
+    prompts = await asyncio.gather(*(_encode(text, request) for request in requests), return_exceptions=True)
+    prepared: list[Prepared | TokaError] = []
+    for request, ids in zip(requests, prompts, strict=True):
+        try:
+            if isinstance(ids, BaseException):
+                raise ids
+            prepared.append(Prepared(request, _job(request, ids, known[id(request.params)], facts, repeats)))
+        except TokaError as error:
+            prepared.append(error)
+    return prepared
+
+
+async def _encode(text: TextEngine, request: Request) -> Sequence[int] | np.ndarray:
+    if request.conversation is not None:
+        return await _encode_chat(text, request)
+    if isinstance(request.prompt, str):
+        special = request.params.add_special_tokens
+        return (await text.encode([request.prompt], max_tokens=None, field="prompt", add_special_tokens=special))[0]
+    return _token_ids(request.prompt)
+
+
+async def _encode_chat(text: TextEngine, request: Request) -> list[int]:
+    try:
+        document = orjson.dumps({"messages": list(request.conversation), **request.template})
+    except TypeError as error:
+        raise InvalidRequest(f"messages: {error}", field="messages", reason="INVALID_VALUE") from None
+    prompt = await render(SimpleNamespace(text=text), parse(document, ConversationBody), max_tokens=None)
+    for name in prompt.unknown:
+        raise InvalidRequest(f"{name}: this model's chat template does not know it; leave it out", field=name)
+    return prompt.ids
+
+
+def _token_ids(prompt: Any) -> np.ndarray:
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32)):
+        raise InvalidRequest("prompt: expected a text, or a list of token ids", field="prompt", reason="INVALID_VALUE")
+    return ids.astype(np.uint32)
+
+
+def _job(
+    request: Request,
+    ids: Sequence[int] | np.ndarray,
+    settings: Settings,
+    facts: ModelFacts,
+    repeats: Counter[tuple[int, bytes]],
+) -> Job:
+    params = request.params
+    kept = np.asarray(ids, np.uint32)[-(params.truncate_prompt_tokens or len(ids)) :]
+    seed, chat = params.seed, request.conversation is not None
+    if seed is not None:
+        key = seed, kept.tobytes()
+        seed, repeats[key] = seed_of(seed, repeats[key]), repeats[key] + 1
+    most = params.max_tokens
+    [job] = make_jobs(
+        f"llm-{secrets.token_hex(16)}",
+        [kept],
+        settings,
+        facts,
+        field="messages" if chat else "prompt",
+        max_tokens=COMPLETION_TOKENS if most is None and not chat else most,
+        seed=seed,
+    )
+    return job

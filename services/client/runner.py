@@ -1,0 +1,201 @@
+"""Prompts to answers over one session with each scheduler: a gateway without HTTP. Lives on one event loop."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from services.client.engine import Engine
+from services.client.outputs import CompletionOutput, RequestOutput, StreamOutput, Usage
+from services.client.request import Prepared, Request, check, prepare
+from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
+from services.common.text.tokenizer import Tokenizer
+from services.gateway.fleet import Fleet
+from services.gateway.generation import Choice, Generation
+from services.gateway.metrics import RequestMetrics
+from services.gateway.openai.prompt_scores import prompt_logprobs
+from services.gateway.openai.transcript import Transcript, whole_text
+from services.gateway.session.client import Timings
+from services.gateway.session.codec import ModelFacts
+from services.gateway.text import TextEngine
+
+# Samples at the schedulers at once: far more than run, far less than fill their queues.
+OUTSTANDING = 16_384
+# For the first scheduler to be there.
+CONNECT_S = 30.0
+# Of prompts that are turned into tokens together.
+AT_ONCE = 1024
+# A prompt that was lost so often with its scheduler may be what kills schedulers.
+MAX_LOSSES = 5
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
+
+
+class Runner:
+    """``patience_s``: how long a prompt waits for a scheduler that is away."""
+
+    def __init__(
+        self, addresses: Sequence[str], tokenizer: Tokenizer, engine: Engine | None, *, patience_s: float
+    ) -> None:
+        self.text = TextEngine(tokenizer)
+        self._engine = engine
+        self._patience_s = patience_s
+        self._fleet = Fleet(
+            addresses,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            metrics=RequestMetrics(),
+            timings=Timings(wait_for_ready=CONNECT_S),
+        )
+        self._facts: ModelFacts | None = None  # once there was a scheduler
+        self._closing = asyncio.Event()
+        self._asked: set[asyncio.Task] = set()  # those that run ``generate``
+        self._samples = 0  # outstanding
+        self._fewer = asyncio.Event()
+
+    async def start(self) -> ModelFacts:
+        """Connect: the model that is served. Raises ``Unavailable``."""
+        self._fleet.start()
+        self._facts = await self._fleet.model(None)
+        return self._facts
+
+    async def stop(self) -> None:
+        """End what runs, with an error, and wait until whoever asked was told."""
+        self._closing.set()
+        await self._fleet.stop()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+        self.text.stop()
+
+    async def generate(
+        self, requests: Sequence[Request], on_done: Callable[[RequestOutput], None]
+    ) -> list[RequestOutput]:
+        """An output for each request, in their order. Raises ``InvalidRequest`` for wrong parameters; what is wrong
+        with one prompt is in its output."""
+        self._asked.add(task := asyncio.current_task())
+        task.add_done_callback(self._asked.discard)
+        known = await check(self.text, self._facts, requests)
+        outputs: list[RequestOutput] = [RequestOutput(request.shown, []) for request in requests]
+        repeats: Counter[tuple[int, bytes]] = Counter()
+
+        async def answer(place: int, prepared: Prepared) -> None:
+            try:
+                outputs[place] = await self._persistently(prepared)
+            except TokaError as error:
+                told = prepared.in_own_words(error)
+                outputs[place] = replace(outputs[place], prompt_token_ids=prepared.prompt_ids, error=told)
+            finally:
+                self._samples -= prepared.samples
+                self._fewer.set()
+            on_done(outputs[place])
+
+        async with asyncio.TaskGroup() as group:
+            for first in range(0, len(requests), AT_ONCE):
+                some = requests[first : first + AT_ONCE]
+                for place, prepared in enumerate(await prepare(self.text, self._facts, some, known, repeats), first):
+                    if isinstance(prepared, TokaError):
+                        outputs[place] = replace(outputs[place], error=prepared)
+                        on_done(outputs[place])
+                    else:
+                        await self._room(prepared.samples)
+                        group.create_task(answer(place, prepared))
+        return outputs
+
+    async def stream(self, request: Request) -> AsyncIterator[list[StreamOutput]]:
+        """What is new, of any sample, as it comes. Raises ``TokaError``."""
+        known = await check(self.text, self._facts, [request])
+        [prepared] = await prepare(self.text, self._facts, [request], known, Counter())
+        if isinstance(prepared, TokaError):
+            raise prepared
+        generation = self._fleet.generate([prepared.job], streaming=True)
+        try:
+            transcripts: dict[int, Transcript] = {}
+            ended: set[int] = set()
+            while news := await generation.news():
+                some = [choice for choice in news if choice.index not in ended]
+                ended |= {choice.index for choice in some if choice.ending is not None}
+                yield [self._news(prepared, choice, transcripts) for choice in some]
+        except InvalidRequest as error:
+            raise prepared.in_own_words(error) from None
+        finally:
+            generation.close()
+
+    async def _room(self, samples: int) -> None:
+        """Until ``samples`` more may be outstanding; they are, then."""
+        while self._samples and self._samples + samples > OUTSTANDING:
+            self._fewer.clear()
+            await self._fewer.wait()
+        self._samples += samples
+
+    async def _persistently(self, prepared: Prepared) -> RequestOutput:
+        losses, pause, give_up_at = 0, _FIRST_PAUSE_S, None
+        while True:
+            ready = not self._fleet.trouble
+            try:
+                return await self._attempt(prepared)
+            except Overloaded as error:
+                wait = max(pause, error.retry_after_s)
+            except Unavailable as error:
+                give_up_at = give_up_at or time.monotonic() + self._patience_s
+                losses += ready
+                if self._closing.is_set() or losses > MAX_LOSSES or time.monotonic() > give_up_at:
+                    raise
+                if self._engine is not None and self._engine.trouble:
+                    raise Unavailable(self._engine.trouble) from error
+                wait = pause
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
+                    await self._closing.wait()
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
+    async def _attempt(self, prepared: Prepared) -> RequestOutput:
+        generation = self._fleet.generate([prepared.job], streaming=False)
+        try:
+            while await generation.ended():
+                pass
+            return self._output(prepared, generation)
+        finally:
+            generation.close()
+
+    def _output(self, prepared: Prepared, generation: Generation) -> RequestOutput:
+        endings = [choice.ending for choice in generation.choices]
+        usage = Usage(
+            endings[0].prompt_tokens,
+            min(ending.cached_tokens for ending in endings),
+            sum(ending.completion_tokens for ending in endings),
+        )
+        return RequestOutput(
+            prepared.request.shown,
+            prepared.prompt_ids,
+            [self._completion(prepared, choice) for choice in generation.choices],
+            usage,
+            self._prompt_logprobs(prepared, generation),
+        )
+
+    def _completion(self, prepared: Prepared, choice: Choice) -> CompletionOutput:
+        token_ids = list(map(int, choice.new_ids))
+        logprobs = list(choice.new_logprobs) if prepared.job.settings.logprobs else None
+        said, _ = choice.take()
+        text = whole_text(prepared.vocabulary(self.text), said, choice.ending)
+        return CompletionOutput(choice.index, text, token_ids, logprobs, choice.ending.reason)
+
+    def _prompt_logprobs(self, prepared: Prepared, generation: Generation) -> list[dict[str, Any] | None] | None:
+        top = prepared.job.settings.told_prompt_logprobs
+        if top is None:
+            return None
+        scores = generation.prompt_scores[0]
+        return prompt_logprobs(prepared.job.prompt_ids, scores, top, self.text.token_text)
+
+    def _news(self, prepared: Prepared, choice: Choice, transcripts: dict[int, Transcript]) -> StreamOutput:
+        transcript = transcripts.get(choice.index)
+        if transcript is None:
+            stops = prepared.job.settings.stop_strings
+            transcript = transcripts[choice.index] = Transcript(prepared.vocabulary(self.text), stops)
+        token_ids = list(map(int, choice.new_ids))
+        logprobs = list(choice.new_logprobs) if prepared.job.settings.logprobs else None
+        said, _ = choice.take()
+        text, reason = transcript.push(said, []).text, None
+        if choice.ending is not None:
+            text, reason = text + transcript.finish(choice.ending).text, choice.ending.reason
+        return StreamOutput(choice.index, text, token_ids, logprobs, reason)

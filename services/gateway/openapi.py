@@ -1,0 +1,83 @@
+"""The document at ``/openapi.json``: what FastAPI knows of the paths, made whole."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+_SCHEMAS = "#/components/schemas/"
+_METHODS = ("get", "post", "delete")
+# What answers 200 with something else than JSON, or may.
+_CONTENT = {
+    "/metrics": ("text/plain",),
+    "/ping": ("text/plain",),
+    "/v1/files/{file_id}/content": ("application/octet-stream",),
+    "/v1/completions": ("application/json", "text/event-stream"),
+    "/v1/chat/completions": ("application/json", "text/event-stream"),
+    "/v1/responses": ("application/json", "text/event-stream"),
+}
+_ERROR = {
+    "title": "Error",
+    "description": "As OpenAI has it.",
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def describe(api: FastAPI) -> dict[str, Any]:
+    """The document of ``api``, made once."""
+    if api.openapi_schema is None:
+        document = get_openapi(title=api.title, version=api.version, routes=api.routes)
+        schemas = {"Error": _ERROR}
+        for path, operation in _operations(document):
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                content["schema"] = _lifted(content["schema"], schemas)
+            # FastAPI would answer 422; here every error is OpenAI's.
+            operation["responses"].pop("422", None)
+            if path in _CONTENT:
+                operation["responses"]["200"]["content"] = {kind: {"schema": {}} for kind in _CONTENT[path]}
+            operation["responses"]["default"] = {
+                "description": "Error",
+                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+            }
+        document["components"] = {"schemas": schemas}
+        api.openapi_schema = document
+    return api.openapi_schema
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, operation)."""
+    for path, operations in document["paths"].items():
+        yield from ((path, operations[method]) for method in _METHODS if method in operations)
+
+
+def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with its own definitions among ``schemas``, under names that no other body has: references are looked
+    up in the whole document, where a body's ``#/$defs`` are not."""
+    owner = schema.get("title", "")
+
+    def lift(part: Any) -> Any:
+        if isinstance(part, list):
+            return [lift(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        lifted = {name: lift(value) for name, value in part.items() if name != "$defs"}
+        if isinstance(lifted.get("$ref"), str):
+            lifted["$ref"] = lifted["$ref"].replace("#/$defs/", f"{_SCHEMAS}{owner}.")
+        return lifted
+
+    schemas |= {f"{owner}.{name}": lift(each) for name, each in schema.get("$defs", {}).items()}
+    return lift(schema)

@@ -1,0 +1,313 @@
+"""Prompts to answers in a script: against a real scheduler and the fake worker."""
+
+import io
+import json
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from services.client import LLM, SamplingParams
+from services.common.errors import InvalidRequest, Unavailable
+from services.common.text.tokenizer import Tokenizer
+from tests.fakes.model import FakeShape, chosen_logprob, continuation, top_token_ids
+from tests.gateway.deployment import Deployment, eventually, free_port
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load("builtin")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    """Random tokens, never an end of sequence by itself."""
+    running = Deployment(tmp_path_factory.mktemp("deployment")).wait_ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def llm(deployment):
+    with LLM(address=deployment.scheduler_address) as made:
+        yield made
+
+
+def expected(prompt: list[int], count: int, **more) -> list[int]:
+    return continuation(FakeShape(), prompt, count, **more)
+
+
+def test_many_prompts_are_answered_in_their_order(llm, tokenizer):
+    prompts = [f"Question {number}:" for number in range(500)]
+    outputs = llm.generate(prompts, SamplingParams(seed=3, max_tokens=8))
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs:
+        assert output.error is None
+        assert output.prompt_token_ids == tokenizer.encode(output.prompt)
+        [sample] = output.outputs
+        assert sample.token_ids == expected(output.prompt_token_ids, 8, seed=3)
+        assert sample.text == output.text == tokenizer.vocabulary.text_bytes(sample.token_ids).decode(errors="replace")
+        assert (sample.index, sample.finish_reason, sample.logprobs) == (0, "length", None)
+        assert output.usage.prompt_tokens == len(output.prompt_token_ids)
+        assert output.usage.completion_tokens == 8
+
+
+def test_prompts_may_be_one_or_token_ids(llm, tokenizer):
+    ids = tokenizer.encode("Tom has 3 apples")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    [alone] = llm.generate("Tom has 3 apples", params)
+    for prompts in (ids, [ids], [np.array(ids)], np.array(ids)):
+        [output] = llm.generate(prompts, params)
+        assert output.outputs == alone.outputs
+        assert output.prompt is None
+    assert llm.generate([], params) == []
+    assert len(llm.generate("x")[0].outputs[0].token_ids) == 16
+
+
+def test_an_answer_is_the_one_of_http(llm, deployment):
+    same = {"n": 3, "seed": 7, "max_tokens": 12, "temperature": 0.7, "min_p": 0.1, "stop": ["zzz"], "logprobs": 2}
+    [output] = llm.generate(["x"], SamplingParams(**same))
+    choices = deployment.complete(prompt="x", return_token_ids=True, **same).json()["choices"]
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert [sample.text for sample in output.outputs] == [choice["text"] for choice in choices]
+    assert [sample.token_ids for sample in output.outputs] == [choice["token_ids"] for choice in choices]
+    for sample, choice in zip(output.outputs, choices, strict=True):
+        values = [entry.logprob for entry in sample.logprobs]
+        assert values == pytest.approx(choice["logprobs"]["token_logprobs"])
+        assert values == pytest.approx(chosen_logprob(np.array(sample.token_ids)))
+        assert sample.cumulative_logprob == pytest.approx(sum(values))
+        tops = [entry.top_ids for entry in sample.logprobs]
+        assert tops == [list(top_token_ids(token, 2, 2048)) for token in sample.token_ids]
+
+
+def test_log_probabilities_of_a_prompt(llm, deployment):
+    [output] = llm.generate(["Tom has 3"], SamplingParams(prompt_logprobs=1, max_tokens=1))
+    choice = deployment.complete(prompt="Tom has 3", prompt_logprobs=1, max_tokens=1).json()["choices"][0]
+    assert output.prompt_logprobs == choice["prompt_logprobs"]
+
+
+def test_equal_prompts_get_noise_of_their_own(llm):
+    params = SamplingParams(seed=1, max_tokens=10)
+    first, second = llm.generate(["x", "x"], params)
+    assert first.text == llm.generate("x", params)[0].text != second.text
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    outputs = llm.generate(["x", "y"], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5, n=2)])
+    assert [[len(sample.token_ids) for sample in output.outputs] for output in outputs] == [[3], [5, 5]]
+    with pytest.raises(InvalidRequest, match="1 for 2 prompts"):
+        llm.generate(["x", "y"], [SamplingParams()])
+
+
+@pytest.mark.parametrize("bad", ["x " * 5000, [], [5, 99_999], [1.5, 2], ["x"], [-1]])
+def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(llm, bad):
+    first, wrong, last = llm.generate(["a", bad, "b"], SamplingParams(max_tokens=2))
+    assert len(first.outputs) == len(last.outputs) == 1
+    assert wrong.outputs == []
+    assert (type(wrong.error), wrong.error.field) == (InvalidRequest, "prompt")
+    with pytest.raises(InvalidRequest):
+        wrong.text  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("top_p", 2), ("n", 0), ("max_tokens", -3), ("stop", [""]), ("seed", "x"),
+        ("logit_bias", {1: 1000}), ("logit_bias", {"x": "y"}), ("truncate_prompt_tokens", 0), ("min_p", object()),
+    ],
+)  # fmt: skip
+def test_a_wrong_parameter_is_named_when_it_is_made(field, value):
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field.startswith(field) or not caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logprobs", 21), ("stop_token_ids", [5000]), ("logit_bias", {5000: 1}), ("truncate_prompt_tokens", 2048)],
+)
+def test_what_depends_on_the_model_is_named_when_it_is_used(llm, field, value):
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(["x"], SamplingParams(**{field: value}))
+    assert caught.value.field == field
+
+
+def test_answers_may_have_to_match_a_grammar(llm):
+    choice = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=20)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+    broken = SamplingParams(structured_outputs={"regex": "("})
+    outputs = llm.generate(["x", "y", "z"], [choice, SamplingParams(response_format=schema, max_tokens=20), broken])
+    assert outputs[0].text in ("yes", "no")
+    assert type(json.loads(outputs[1].text)) is bool
+    assert outputs[2].error.field == "structured_outputs"
+    with pytest.raises(InvalidRequest, match="response_format"):
+        list(llm.stream("x", SamplingParams(response_format={"type": "poem"})))
+    with pytest.raises(InvalidRequest) as caught:
+        list(llm.stream("x", broken))
+    assert caught.value.field == "structured_outputs"
+
+
+def test_a_conversation_is_answered_as_over_http(llm, deployment):
+    more = [
+        *CHAT,
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": [{"type": "text", "text": "Go"}]},
+    ]
+    outputs = llm.chat([CHAT, more], SamplingParams(seed=2, max_tokens=6))
+    for messages, output in zip((CHAT, more), outputs, strict=True):
+        choice = deployment.chat(messages=messages, seed=2, max_tokens=6).json()["choices"][0]
+        assert output.text == choice["message"]["content"]
+    [alone] = llm.chat(CHAT, SamplingParams(seed=2, max_tokens=6))
+    assert alone.outputs == outputs[0].outputs
+    [longest] = llm.chat(CHAT, SamplingParams(stop_token_ids=alone.outputs[0].token_ids[3:4], seed=2))
+    assert longest.outputs[0].token_ids == alone.outputs[0].token_ids[:4]
+    assert longest.outputs[0].finish_reason == "stop"
+
+
+def test_a_wrong_conversation_is_an_error_of_its_own(llm):
+    wrong = [
+        [{"role": "wizard", "content": "x"}],
+        [{"role": "user"}],
+        [],
+        "Hi",
+        [{"role": "user", "content": object()}],
+    ]
+    outputs = llm.chat([CHAT, *wrong], SamplingParams(max_tokens=1))
+    assert [output.error is None for output in outputs] == [True, *[False] * len(wrong)]
+    assert outputs[1].error.field == "messages[0].role"
+    [strange] = llm.chat(CHAT, chat_template_kwargs={"mood": "good"})
+    assert strange.error.field == "chat_template_kwargs.mood"
+
+
+def test_a_stream_says_what_a_whole_answer_says(llm):
+    params = SamplingParams(n=2, seed=5, max_tokens=40, logprobs=0)
+    [whole] = llm.generate("x", params)
+    told = list(llm.stream("x", params))
+    for sample in whole.outputs:
+        mine = [output for output in told if output.index == sample.index]
+        assert "".join(output.text for output in mine) == sample.text
+        assert [token for output in mine for token in output.token_ids] == sample.token_ids
+        assert [entry for output in mine for entry in output.logprobs] == sample.logprobs
+        assert [output.finish_reason for output in mine if output.finish_reason] == ["length"]
+    assert "".join(output.text for output in llm.stream(CHAT, SamplingParams(seed=2, max_tokens=6))) == (
+        llm.chat(CHAT, SamplingParams(seed=2, max_tokens=6))[0].text
+    )
+    with pytest.raises(InvalidRequest, match="context"):
+        list(llm.stream("x " * 5000))
+
+
+def test_a_stream_that_is_left_is_cancelled(tmp_path):
+    slow = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
+    try:
+        with LLM(address=slow.scheduler_address) as llm:
+            stream = llm.stream("x", SamplingParams(max_tokens=2000))
+            assert next(stream).token_ids
+            eventually(lambda: slow.metric("toka_num_requests_running") == 1)
+            stream.close()
+            eventually(lambda: slow.metric("toka_num_requests_running") == 0)
+    finally:
+        slow.stop()
+
+
+async def test_a_caller_may_have_a_running_event_loop(llm):
+    assert llm.generate("x", SamplingParams(max_tokens=2))[0].error is None
+    assert len(list(llm.stream("x", SamplingParams(max_tokens=2)))) > 0
+
+
+def test_many_threads_may_ask_at_once(llm):
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(
+            threads.map(lambda seed: llm.generate("x", SamplingParams(seed=seed, max_tokens=6))[0].text, range(40))
+        )
+    assert texts == [llm.generate("x", SamplingParams(seed=seed, max_tokens=6))[0].text for seed in range(40)]
+
+
+def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
+    fragile = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
+    try:
+        with LLM(address=fragile.scheduler_address) as llm:
+            outputs = []
+            prompts = [f"Question {number}" for number in range(20)]
+            params = SamplingParams(seed=1, max_tokens=100)
+            asking = threading.Thread(target=lambda: outputs.extend(llm.generate(prompts, params)))
+            asking.start()
+            eventually(lambda: fragile.metric("toka_num_requests_running") > 0)
+            fragile.scheduler.kill()
+            fragile.scheduler.start()
+            asking.join()
+            assert [output.prompt for output in outputs] == prompts
+            for output in outputs:
+                assert output.outputs[0].token_ids == expected(output.prompt_token_ids, 100, seed=1)
+    finally:
+        fragile.stop()
+
+
+def test_a_scheduler_that_stays_away_is_not_waited_for_for_ever(tmp_path):
+    fragile = Deployment(tmp_path).wait_ready()
+    try:
+        with LLM(address=fragile.scheduler_address, patience_s=0.5) as llm:
+            fragile.scheduler.kill()
+            [lost] = llm.generate("x")
+            assert type(lost.error) is Unavailable
+            with pytest.raises(Unavailable):
+                next(llm.stream("x"))
+    finally:
+        fragile.stop()
+
+
+def test_a_bar_shows_how_far_it_is(llm, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    llm.generate(["x", "y", "z " * 5000], SamplingParams(max_tokens=5), progress=True)
+    assert "3/3" in shown.getvalue()
+    assert "10 tokens, 1 failed" in shown.getvalue()
+
+
+def test_an_address_that_nobody_has_is_told(monkeypatch):
+    monkeypatch.setattr("services.client.runner.CONNECT_S", 1.0)
+    with pytest.raises(Unavailable, match="no scheduler is ready"):
+        LLM(address=f"127.0.0.1:{free_port()}")
+
+
+def test_what_does_not_go_with_an_address_is_named():
+    with pytest.raises(InvalidRequest, match="dp_size=2"):
+        LLM(address="127.0.0.1:1", dp_size=2)
+    with pytest.raises(InvalidRequest, match="gateway's URL"):
+        LLM(address="http://127.0.0.1:1")
+
+
+def test_a_closed_one_says_so(deployment, monkeypatch):
+    llm = LLM(address=deployment.scheduler_address)
+    assert llm.model
+    assert llm.max_context_tokens == 2048
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RuntimeError, match="another process"):
+            llm.generate("x")
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("x")
+
+
+def test_what_runs_when_it_is_closed_ends_with_an_error(tmp_path):
+    slow = Deployment(tmp_path, worker={"step_ms": 20}).wait_ready()
+    try:
+        llm = LLM(address=slow.scheduler_address)
+        caught: list[BaseException] = []
+
+        def ask() -> None:
+            caught.extend(output.error for output in llm.generate(["x"], SamplingParams(max_tokens=2000)))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        eventually(lambda: slow.metric("toka_num_requests_running") > 0)
+        llm.close()
+        asking.join()
+        assert type(caught[0]) is Unavailable
+    finally:
+        slow.stop()

@@ -1,0 +1,29 @@
+"""Online requests while a batch has every slot."""
+
+import pytest
+
+from tests.gateway.batch.requests import begin, line
+from tests.gateway.deployment import Deployment, eventually
+
+SLOTS = 4
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A deployment with few slots, whose steps take a while."""
+    running = Deployment(tmp_path, worker={"max_slots": SLOTS, "step_ms": 5}).wait_ready()
+    yield running
+    running.stop()
+
+
+def test_a_request_is_answered_before_any_line_that_runs_has_ended(small):
+    with small.sdk() as sdk:
+        batch = begin(sdk, [line(f"r{number}", max_tokens=2000, ignore_eos=True) for number in range(12)])
+        eventually(lambda: small.metric("toka_num_requests_running") == SLOTS)
+        for _ in range(3):
+            answer = small.complete(prompt="Hi", max_tokens=3)
+            assert answer.json()["usage"]["completion_tokens"] == 3
+        assert sdk.batches.retrieve(batch.id).request_counts.completed == 0
+        assert small.metric("toka_yields_total") >= 1
+        sdk.batches.cancel(batch.id)
+        eventually(lambda: sdk.batches.retrieve(batch.id).status == "cancelled")
