@@ -30,6 +30,7 @@ PROGRAMS = {
         "2",
     ),
     "gateway_capacity": (["requests=2", "samples=16", "sequences=64"], "cpu_s_per_million_tokens"),
+    "offline": (["prompts=20", "repeats=1"], "ratio"),
     "model": (["shape=tiny"], "bytes"),
     "worker": (["rows=4", "own=8", "steps=6", "skip=2", "window=3"], "tokens_per_second"),
     "worker_plumbing": (["rows=3", "steps=300", "skip=50", "step_us=100"], "steps_per_s"),

@@ -21,7 +21,7 @@ def at(server, code: str) -> str:
     return code.replace("127.0.0.1:10210", base).replace("127.0.0.1:10310", grpc)
 
 
-@pytest.mark.parametrize("code", snippets("python"), ids=["openai", "grpc"])
+@pytest.mark.parametrize("code", snippets("python"), ids=["openai", "llm", "grpc"])
 def test_a_python_snippet_prints_an_answer(builtin_server, code):
     outcome = subprocess.run(
         [sys.executable, "-c", at(builtin_server, code)], capture_output=True, text=True, check=True

@@ -61,6 +61,10 @@ async def test_any_mix_gives_the_tokens_of_transformers(model, dp_size, tp_size,
         client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
         settings = {"max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
         choice = client.completions.create(model=server.model, prompt=QUESTION, **settings).choices[0]
+        text, scored = question + reference.greedy(question), {"max_tokens": 1, "extra_body": {"prompt_logprobs": 0}}
+        again = client.completions.create(model=server.model, prompt=text, **scored).choices[0]
+    ranks = [entry[str(token)]["rank"] for token, entry in zip(text[1:], again.prompt_logprobs[1:], strict=True)]
+    assert ranks[len(question) - 1 :] == [1] * TOKENS
     assert answers == [reference.greedy(prompt) for prompt in prompts]
     assert choice.text == reference.text(question, reference.greedy(question))
 

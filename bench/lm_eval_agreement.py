@@ -1,0 +1,116 @@
+"""Whether lm-evaluation-harness says the same of our server as of transformers: ``python -m bench.lm_eval_agreement``.
+
+Two small tasks (``bench/data/lm_eval``), one by log-likelihood and one by generated text, each run by ``lm_eval``
+twice: against a server of ours (``--model local-completions``) and on the same checkpoint in transformers (``--model
+hf``), both in float32 on this machine's CPU. Needs ``pip install 'lm_eval[api,hf]'`` (which brings much, so no extra
+names it), and the repository's root as the working directory. The last line is one JSON object; exit status 1 when a
+score, a text or a log-likelihood differs.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from bench.server import report, serve
+from services.common.config import from_command_line
+from services.common.flags import Config, Float, Int
+
+TASKS = Path("bench/data/lm_eval")
+CHOICE, WORKED = "toka_choice", "toka_worked"
+MODEL = Path("services/common/builtin_model")
+
+
+class AgreementConfig(Config):
+    """The flags."""
+
+    limit: Int = Field(40, ge=1, le=40, description="documents of each task")
+    concurrent: Int = Field(8, ge=1, description="requests at once")
+    tolerance: Float = Field(1e-3, gt=0, description="by which log-likelihoods may differ")
+
+
+def evaluate(config: AgreementConfig, model: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The scores of both tasks, and for each document what the model said. ``RuntimeError`` with the harness's last
+    lines when it fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [
+            sys.executable, "-m", "lm_eval", "--model", model,
+            "--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()),
+            "--include_path", str(TASKS), "--tasks", f"{CHOICE},{WORKED}", "--limit", str(config.limit),
+            "--output_path", directory, "--log_samples", "--device", "cpu",
+        ]  # fmt: skip
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise RuntimeError(f"lm_eval --model {model} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        written = Path(directory)
+        (results,) = written.rglob("results_*.json")
+        scores = json.loads(results.read_text())["results"]
+        return {
+            "acc": scores[CHOICE]["acc,none"],
+            "exact_match": scores[WORKED]["exact_match,final"],
+            "loglikelihoods": [
+                float(choice[0][0]) for sample in _samples(written, CHOICE) for choice in sample["resps"]
+            ],
+            "texts": [sample["resps"][0][0] for sample in _samples(written, WORKED)],
+        }
+
+
+def _samples(written: Path, task: str) -> list[dict[str, Any]]:
+    """What ``--log_samples`` says of each document, in their order."""
+    (path,) = written.rglob(f"samples_{task}_*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["doc_id"])
+
+
+def measure(config: AgreementConfig) -> dict[str, Any]:
+    theirs = evaluate(config, "hf", {"pretrained": MODEL, "dtype": "float32"})
+    with serve(device="cpu", dtype="float32", store_url="none") as server:
+        ours = evaluate(
+            config,
+            "local-completions",
+            {
+                "model": server.model, "base_url": f"{server.base_url}/v1/completions", "tokenizer": MODEL.resolve(),
+                "tokenizer_backend": "huggingface", "num_concurrent": config.concurrent, "max_length": 2048,
+            },
+        )  # fmt: skip
+    pairs = list(zip(ours["loglikelihoods"], theirs["loglikelihoods"], strict=True))
+    return {
+        "acc": {"ours": ours["acc"], "hf": theirs["acc"]},
+        "exact_match": {"ours": ours["exact_match"], "hf": theirs["exact_match"]},
+        "loglikelihoods": len(pairs),
+        "largest_difference": max(abs(our - their) for our, their in pairs),
+        "texts": len(ours["texts"]),
+        "different_texts": sum(our != their for our, their in zip(ours["texts"], theirs["texts"], strict=True)),
+    }
+
+
+def agrees(figures: dict[str, Any], tolerance: float) -> bool:
+    same = all(figures[name]["ours"] == figures[name]["hf"] for name in ("acc", "exact_match"))
+    return same and figures["largest_difference"] <= tolerance and not figures["different_texts"]
+
+
+def main() -> None:
+    config = from_command_line(AgreementConfig)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise SystemExit("lm_eval is not installed: pip install 'lm_eval[api,hf]'")
+    figures = measure(config)
+    table = Table("", "our server", "transformers")
+    for name in ("acc", "exact_match"):
+        table.add_row(name, f"{figures[name]['ours']:.3f}", f"{figures[name]['hf']:.3f}")
+    Console().print(table)
+    report(figures)
+    if not agrees(figures, config.tolerance):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The programs that measure batches, small."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+def run(program: str, **flags: Any) -> dict[str, Any]:
+    """The figures of ``program``, which must end well."""
+    command = [sys.executable, "-m", f"bench.{program}", *(f"{name}={value}" for name, value in flags.items())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(300)  # leases of the dead take ten seconds each
+def test_a_batch_under_fire_says_what_it_says_in_peace():
+    figures = run("batch_kills", lines=600, kills=3)
+    assert figures["killed"] == {"gateway": 1, "scheduler": 1, "worker": 1}
+    assert (figures["answered"], figures["missing"], figures["twice"], figures["different"]) == (600, 0, 0, 0)
+
+
+def test_requests_beside_a_batch_take_the_place_of_lines():
+    figures = run("online_beside_batch", worker="fake", slots=8, requests=10, gap_ms=100, line_tokens=200)
+    assert figures["yields"] > 0
+    assert set(figures["ratio"]) == set(figures["alone"]) == set(figures["beside_batch"])
