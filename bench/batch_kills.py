@@ -3,7 +3,8 @@
 Gateways that share a store, a scheduler and a worker, all of them processes. A batch runs on them in peace, and the
 same once more while one process after the other is ended by ``kill -9`` and started again at once. Afterwards every
 ``custom_id`` must be in the output exactly once, with the text that it had in peace: lines are greedy, so one that ran
-again says the same. The last line is one JSON object; exit status 1 when anything is missing, doubled or different.
+again says the same. The memory of gateways is watched; ``line_bytes=5000`` makes a large file. The last line is one
+JSON object; exit status 1 when anything is missing, doubled or different.
 """
 
 import io
@@ -22,6 +23,7 @@ from openai import APIConnectionError, APIStatusError, OpenAI
 from openai.types import Batch
 from pydantic import Field
 
+from bench.memory import PeakMemory
 from bench.server import free_port, report
 from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int
@@ -29,6 +31,7 @@ from tests.gateway.deployment import Deployment, Process, eventually
 
 _POLL_S = 0.2
 _ENDED = ("completed", "failed", "expired", "cancelled")
+_STORY = "Over one more hill they went, and past one more river. "
 _NAMES = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus")
 
 
@@ -41,6 +44,7 @@ class KillsConfig(Config):
     store: str = Field("sqlite", description="sqlite, or the SQLAlchemy URL of an empty database, such as PostgreSQL's")
     worker: Literal["fake", "real"] = Field("fake", description="real: the built-in model on this machine's CPU")
     max_tokens: Int = Field(9, ge=1, description="tokens of the longest answer")
+    line_bytes: Int = Field(0, ge=0, le=6000, description="length of a line; shorter ones get a longer prompt")
     concurrency: Int = Field(512, ge=1, description="batch_concurrency of each gateway")
     compare: Bool = Field(True, description="run in peace first, and compare texts")
     seed: Int = Field(1, description="of the order in which processes are killed")
@@ -81,6 +85,9 @@ class Fleet:
         except httpx.TransportError:
             return False
 
+    def gateway_pids(self) -> list[int]:
+        return [gateway.pid for gateway in self._gateways]
+
     def victims(self) -> dict[str, list[Process]]:
         return {"gateway": self._gateways, "scheduler": [self.deployment.scheduler], "worker": [self._worker]}
 
@@ -119,12 +126,15 @@ def fleet(config: KillsConfig) -> Iterator[Fleet]:
             running.stop()
 
 
-def line(number: int, most: int) -> str:
-    """A request like no other, of which many share a beginning."""
+def line(number: int, most: int, length: int) -> str:
+    """A request like no other, of which many share a beginning, in at least ``length`` characters."""
     name = _NAMES[number % len(_NAMES)]
     prompt = f"{name} counts sheep on a long way home through the hills. {name} begins at {number} and goes on:"
     body = {"model": "tokasaurus-builtin", "prompt": prompt, "temperature": 0, "max_tokens": 1 + number % most}
-    return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body})
+    told = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    lacking = max(0, length - len(json.dumps(told)))
+    body["prompt"] = (_STORY * (lacking // len(_STORY) + 1))[:lacking] + prompt
+    return json.dumps(told)
 
 
 def begin(running: Fleet, content: bytes) -> Batch:
@@ -171,9 +181,11 @@ def text(answer: dict[str, Any]) -> str:
 
 
 def measure(config: KillsConfig) -> dict[str, Any]:
-    content = "\n".join(line(number, config.max_tokens) for number in range(config.lines)).encode()
+    lines = (line(number, config.max_tokens, config.line_bytes) for number in range(config.lines))
+    content = "\n".join(lines).encode()
     expected, figures = {}, {}
-    with fleet(config) as running:
+    with fleet(config) as running, PeakMemory(running.gateway_pids) as memory:
+        idle = memory.megabytes
         if config.compare:
             began = time.monotonic()
             peaceful, _ = follow(running, begin(running, content), 0, config.seed)
@@ -192,6 +204,9 @@ def measure(config: KillsConfig) -> dict[str, Any]:
         "worker": config.worker,
         "killed": dict(killed),
         "seconds": round(seconds, 1),
+        "lines_per_second": round(config.lines / seconds),
+        "file_mb": len(content) // 10**6,
+        "gateway_mb": {"idle": idle, "most": memory.megabytes},
         "answered": len(answers),
         "failed": len(errors),
         "missing": config.lines - len(told),

@@ -40,6 +40,10 @@ class Process:
         return self._process.wait(PATIENCE_S)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         return self._process.poll() is None
 
