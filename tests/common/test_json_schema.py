@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from services.common.errors import InvalidRequest
 from services.common.text.grammar import Grammars
 from services.common.text.grammar_text import choice_terminal, json_rule, regex_rule
 from services.common.text.json_schema import tightened
@@ -50,6 +51,9 @@ def test_formats_are_what_they_are_elsewhere(accepts, form, right, wrong):
         ({"exclusiveMinimum": 1, "minimum": 3}, ["3", "4"], ["2"]),
         ({"exclusiveMinimum": 3, "minimum": 1}, ["4"], ["3"]),
         ({"exclusiveMinimum": 0.5}, ["0.6", "1"], ["0.5"]),
+        ({"exclusiveMinimum": 1700000000000}, ["1700000000001"], ["1700000000000"]),
+        ({"exclusiveMaximum": -(10**15)}, ["-1000000000000001"], ["-1000000000000000"]),
+        ({"type": ["integer", "null"], "exclusiveMinimum": 10**13}, ["10000000000001", "null"], ["10000000000000"]),
     ],
 )
 def test_an_open_end_is_open(accepts, bounds, right, wrong):
@@ -81,6 +85,71 @@ def test_what_only_looks_like_a_keyword_stays():
     inside = tightened({"properties": {"enum": {"exclusiveMinimum": 0}, "const": {"anyOf": [{"format": "hostname"}]}}})
     assert inside["properties"]["enum"].keys() == {"minimum"}
     assert inside["properties"]["const"]["anyOf"][0]["maxLength"] == 253
+
+
+NEUTRAL = [
+    ("null", ["null"], ['"a"'], [
+        {"title": "t"}, {"description": "d"}, {"$comment": "c"}, {"examples": [None]}, {"default": None},
+        {"default": {"not": {}}}, {"deprecated": True}, {"readOnly": True}, {"writeOnly": True}, {"x-own": {"not": {}}},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema"}, {"$id": "https://example.com/it"},
+        {"$anchor": "it"}, {"$recursiveAnchor": False}, {"$defs": {}}, {"definitions": {}}, {"allOf": []},
+        {"allOf": [{}]}, {"anyOf": [True]}, {"oneOf": [{}]}, {"not": False}, {"if": {"const": 1}},
+        {"if": False, "then": True, "else": {}}, {"then": {"type": "string"}},
+        {"else": False}, {"then": False, "else": False}]),
+    ("array", ["[]", "[1,1]"], ["{}", "1"], [
+        {"uniqueItems": False}, {"minItems": 0}, {"items": True}, {"items": {}}, {"items": {"uniqueItems": False}},
+        {"prefixItems": []}, {"additionalItems": True}, {"unevaluatedItems": True}, {"unevaluatedItems": {}},
+        {"minContains": 2}, {"maxContains": 0}]),
+    ("object", ["{}", '{"if":1}'], ["[]"], [
+        {"additionalProperties": True}, {"additionalProperties": {}}, {"minProperties": 0}, {"required": []},
+        {"unevaluatedProperties": True}, {"unevaluatedProperties": {}}, {"patternProperties": {}},
+        {"propertyNames": True}, {"propertyNames": {}}, {"propertyNames": {"type": "string"}},
+        {"dependentRequired": {}}, {"dependentSchemas": {}}, {"dependencies": {}}]),
+    ("string", ['""', '"a"'], ["1"], [
+        {"minLength": 0}, {"pattern": ""}, {"contentMediaType": "text/plain"}, {"contentEncoding": "base64"},
+        {"contentSchema": {"not": {}}}]),
+    ("number", ["0", "-1.5"], ["null"], [{"format": "double"}, {"multipleOf": 0.5}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "more"),
+    [(kind, right, wrong, more) for kind, right, wrong, keywords in NEUTRAL for more in keywords],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+def test_what_restricts_nothing_is_no_reason_to_refuse_a_schema(accepts, kind, right, wrong, more):
+    plain = {"type": kind} | more
+    inside = {"type": "object", "properties": {"p": {"$ref": "#/$defs/p"}}, "required": ["p"], "$defs": {"p": plain}}
+    for schema, frame in ((plain, "%s"), ({"allOf": [plain]}, "%s"), (inside, '{"p":%s}')):
+        rule = json_rule(schema)
+        assert all(accepts(rule, frame % text) for text in right), schema
+        assert not any(accepts(rule, frame % text) for text in wrong), schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"uniqueItems": True}, {"uniqueItems": 0}, {"unevaluatedItems": False}, {"unevaluatedProperties": False},
+        {"unevaluatedProperties": {"type": "null"}}, {"propertyNames": {"maxLength": 1}}, {"propertyNames": False},
+        {"dependentRequired": {"a": ["b"]}}, {"dependentSchemas": {"a": {"required": ["b"]}}},
+        {"dependencies": {"a": ["b"]}}, {"dependencies": {"a": {"required": ["b"]}}}, {"not": {}}, {"not": True},
+        {"contains": {}, "minContains": 0}, {"contains": {"const": 1}}, {"maxContains": "many"},
+        {"if": {"const": 1}, "then": False}, {"if": True, "else": {"const": 1}}, {"if": 3}, {"if": 3, "then": True},
+        {"$recursiveAnchor": True}, {"dependentRequired": {"then": ["b"]}}, {"dependencies": {"then": ["b"]}},
+        {"dependentSchemas": {"then": {"required": ["b"]}}}, {"propertyNames": {"not": {"uniqueItems": False}}},
+        {"items": {"uniqueItems": True}}, {"not": {"uniqueItems": False}},
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_what_restricts_and_cannot_be_followed_is_refused(accepts, schema):
+    with pytest.raises(InvalidRequest):
+        accepts(json_rule(schema), "null")
+
+
+def test_an_object_stays_open_that_says_so_in_a_word_the_library_lacks(accepts):
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    assert accepts(json_rule(schema | {"unevaluatedProperties": True}), '{"a":null,"b":1}')
+    assert not accepts(json_rule(schema | {"uniqueItems": False}), '{"a":null,"b":1}')
 
 
 def test_an_object_has_only_what_its_schema_names_unless_it_says_otherwise(accepts):

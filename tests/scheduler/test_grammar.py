@@ -25,6 +25,9 @@ ENDLESS = "start: " + " ".join(f"r{i}" for i in range(1000)) + "\n"
 ENDLESS += "\n".join(f'r{i}: (r{(i + 1) % 1000} | "a"){{0,100000}}' for i in range(1000))
 PATTERNS = {f"^a{{0,{number}}}(x|y)*{number}$": {} for number in range(400)}
 SLOW = json.dumps({"type": "object", "patternProperties": PATTERNS})
+SLOW_TOO = SLOW.replace("(x|y)", "(x|z)")
+# Compiled in about as long as its second mask takes, which no limit of the library's bounds, nor is the first one slow.
+SLOW_LATER = 'start: "x" T0\n' + "\n".join(f'T{i}: (T{i + 1} "c")*' for i in range(600)) + '\nT600: "a"'
 
 WRONG = [
     (g.Grammar(), "of no kind"),
@@ -130,7 +133,7 @@ async def test_a_model_says_that_it_takes_grammars_and_a_forecast_proves_them(se
 async def test_requests_of_a_session_pass_one_whose_grammar_takes_its_whole_time(monkeypatch):
     monkeypatch.setattr("services.scheduler.grammar.compiler.Limits.__new__.__defaults__", (1.0, 1024**3))
     async with start() as service, session(service) as client:
-        await client.submit(0, **asking(g.Grammar(lark=ENDLESS), n=2))
+        await client.submit(0, **asking(g.Grammar(json_schema=SLOW_TOO), n=2))
         await client.submit(2, **asking(g.Grammar(json_schema=SLOW)))
         await client.submit(3, tokens=TOKENS, stopping=MOST)
         await client.submit(1, tokens=TOKENS, stopping=MOST)  # the handle of a sample that waits

@@ -2,6 +2,8 @@
 
 Found by drawing answers at random and checking them (llguidance 1.9.1): seconds of 60, the 29th of any February,
 hostnames of any length, and a bound itself where an open range lies within two neighbouring integers.
+
+And where a keyword that it does not know restricts nothing, they leave it out: it would refuse ``uniqueItems: false``.
 """
 
 from collections.abc import Callable
@@ -10,11 +12,24 @@ from typing import Any
 Schema = Any  # an object, or true or false
 
 # Keywords whose values are schemas by name, and those whose values are no schemas whatever they look like.
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_VALUES = frozenset({"const", "enum", "default", "examples", "required", "x-guidance"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+_VALUES = frozenset({"const", "enum", "default", "examples", "required", "dependentRequired", "x-guidance"})
 
 _APPLICATORS = ("properties", "$ref", "anyOf", "oneOf")
 _OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
+
+# Keywords that llguidance has none of, and values with which they restrict nothing.
+_NEUTRAL = {
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "not": (False,),
+    "$recursiveAnchor": (False,),
+}
 
 _YEAR = r"([1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"  # 0000 is none
 _LEAP = r"(\d{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -29,8 +44,8 @@ _BOUNDS = (("exclusiveMinimum", "minimum", max, 1), ("exclusiveMaximum", "maximu
 
 
 def tightened(schema: Schema) -> Schema:
-    """``schema`` with what it means and llguidance overlooks, its objects closed where that is safe.
-    ``RecursionError`` where it is nested too deeply."""
+    """``schema`` with what it means and llguidance overlooks, its objects closed where that is safe, and without what
+    restricts nothing. ``RecursionError`` where it is nested too deeply."""
     return _changed(closed(schema), _tighten)
 
 
@@ -69,8 +84,28 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 def _tighten(schema: dict[str, Any]) -> None:
+    _leave_out_neutral(schema)
     _tighten_format(schema)
     _tighten_bounds(schema)
+
+
+def _leave_out_neutral(schema: dict[str, Any]) -> None:
+    for name, values in _NEUTRAL.items():
+        given = schema.get(name)
+        if any(type(given) is type(value) and given == value for value in values):  # 0 is not false
+            del schema[name]
+    for name in ("minContains", "maxContains"):
+        if "contains" not in schema and type(schema.get(name)) is int:
+            del schema[name]
+    _leave_out_conditions(schema)
+
+
+def _leave_out_conditions(schema: dict[str, Any]) -> None:
+    """``then`` and ``else`` without ``if``, and ``if`` without consequences."""
+    given = [name for name in ("if", "then", "else") if isinstance(schema.get(name), dict | bool)]
+    if "if" not in schema or all(schema.get(name, True) in (True, {}) for name in ("then", "else")):
+        for name in given:
+            del schema[name]
 
 
 def _tighten_format(schema: dict[str, Any]) -> None:
@@ -94,6 +129,6 @@ def _tighten_bounds(schema: dict[str, Any]) -> None:
         bound, other = schema.get(open_end), schema.get(closed)
         if type(bound) not in (int, float) or bound != bound or abs(bound) > 1e15 or bound != int(bound):
             continue
-        moved = bound + inwards * max(1e-9, abs(bound) * 1e-12)
+        moved = bound + inwards * min(0.5, max(1e-9, abs(bound) * 1e-12))  # the next integer is let in
         del schema[open_end]
         schema[closed] = narrower(moved, other) if type(other) in (int, float) else moved

@@ -71,6 +71,7 @@ class Lifecycle:
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(entries, counts, samples, taken, step)
         slots.yields[taken] = may_yield(state, samples, now_ns)
+        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot

@@ -57,6 +57,21 @@ def may_yield(state: State, samples: Sequence[Sample], now_ns: int) -> list[bool
     return found
 
 
+def without_those_of_age(state: State, low: np.ndarray, now_ns: int) -> np.ndarray:
+    """Of the slots ``low``, int64, that make way, those that still do. The oldest hold their own from here on, as far
+    as there is room for such, where age would take them back before those who wait above them."""
+    slots, highest, ageing_ns = state.slots, state.waiting.highest, int(state.policy.ageing_s * 1e9)
+    left = state.low_share - _steadfast(state)
+    if highest is None or not ageing_ns or left <= 0:
+        return low
+    accepted_ns = slots.accepted_ns[low]
+    oldest = low[np.argsort(accepted_ns, kind="stable")]
+    aged = np.count_nonzero((now_ns - accepted_ns) // ageing_ns > Priority.LOW - highest)
+    holding = oldest[: min(aged, left)]
+    slots.yields[holding] = False
+    return np.setdiff1d(low, holding)
+
+
 def _outranks(state: State, sample: Sample, highest: Priority | None, now_ns: int) -> bool:
     """Age let it go before somebody who waits in class ``highest``."""
     ageing_ns = int(state.policy.ageing_s * 1e9)

@@ -2,7 +2,7 @@
 
 A low sequence that yields goes back to the queue like one that is preempted, its tokens kept and its pages cached. So
 that low work gets through however much else comes, an eighth of the running sequences may be low ones that do not
-yield: those that age let in before a higher class, and those that yielded a few times already.
+yield: those whose age takes them before a higher class, and those that yielded a few times already.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from services.scheduler.core.admission import Admission
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.onboarding import MOST_ADMISSIONS, Candidates, Onboarding
 from services.scheduler.core.plan import Plan
-from services.scheduler.core.preemption import by_work
+from services.scheduler.core.preemption import by_work, without_those_of_age
 from services.scheduler.core.request import Priority
 from services.scheduler.core.state import State
 
@@ -36,6 +36,8 @@ class Yielding:
             return
         running = slots.running_slots()
         low = running[slots.yields[running]]
+        if len(low):
+            low = without_those_of_age(state, low, now_ns)
         if not len(low):
             return
         budget, blocking = self._budget(low)

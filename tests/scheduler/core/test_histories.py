@@ -80,7 +80,7 @@ policies = st.fixed_dictionaries(
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), moves, policies)
 def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, policy):
     driver = Driver(shape, **policy)
