@@ -29,7 +29,7 @@ CONTEXT = 2048  # long enough that few rows are split
 FLAGS = WorkerConfig(page_size=16, kv_cache_num_tokens=16 * 4096, max_tokens_per_forward=2048, max_seqs_per_forward=256)
 # Captured graphs launch what they launched under capture.
 LARGEST_GRAPH = 16
-BATCHES = 1500
+BATCHES = 300
 
 
 def variant(kernel, arguments: dict) -> tuple:
