@@ -16,7 +16,8 @@ from services.scheduler.core.state import State
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
 MOST_ADMISSIONS = 512
 _MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree for one plan
-# Tokens that the admissions of one plan carry: with their pages less than what a message holds, whatever the page size.
+# Tokens and characters of grammars, of 4 bytes at most, that the admissions of one plan carry: with their pages less
+# than what a message holds, whatever the page size.
 _MOST_CARRIED = 6 * 1024 * 1024
 _MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
 _MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue and does not fit
@@ -80,10 +81,11 @@ class Onboarding:
             request = sample.request
             if request in later:
                 continue
-            if carried and carried + sample.given > _MOST_CARRIED:
+            carries = sample.given + len(request.sampling.grammar)
+            if carried and carried + carries > _MOST_CARRIED:
                 break
             if request in siblings and not len(sample.generated):
-                carried += sample.given
+                carried += carries
                 siblings[request].append(sample)
                 budget, room = budget - 1, room - 1
                 continue
@@ -97,7 +99,7 @@ class Onboarding:
             elif entry.leads:
                 later.add(request)
             entries.append(entry)
-            carried += sample.given
+            carried += carries
             budget, room = budget - (len(entry.tokens) - entry.cached), room - 1
         return entries
 

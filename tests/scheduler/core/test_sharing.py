@@ -92,6 +92,17 @@ def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
         assert driver.seen[index].tokens == driver.expected(index)[0]
 
 
+def test_one_plan_carries_so_many_grammars_as_a_message_holds(monkeypatch):
+    """Each admission has its own copy."""
+    grammar = "start: /a*/ // " + "x" * 500
+    monkeypatch.setattr(onboarding, "_MOST_CARRIED", 4 * len(grammar))
+    driver = Driver(FakeShape())  # its grammars are of the built-in model's tokens
+    driver.submit([5, 6], n=5, max_tokens=4, sampling=SamplingSettings(seed=7, grammar=grammar))
+    driver.run()
+    carried = [sum(len(admissions.slots) for admissions in plan.admissions) for plan in driver.plans]
+    assert (max(carried), sum(carried)) == (3, 5)
+
+
 def test_salts_keep_prefixes_apart():
     driver = Driver(SHAPE)
     driver.submit(PROMPT, max_tokens=2, cache_salt="one")
