@@ -15,7 +15,7 @@ from services.client.loop import LoopThread
 from services.client.outputs import RequestOutput, StreamOutput
 from services.client.params import SamplingParams
 from services.client.progress import NoProgress, Progress
-from services.client.request import Conversation, Prompt, Request
+from services.client.request import PARSERS, Conversation, Prompt, Request
 from services.client.runner import Runner
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ class LLM:
         Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` when the engine does not start.
         """
         addresses = None if address is None else _checked(address, flags)
+        self._parsers = {name: flags.get(name) or usual for name, usual in PARSERS.items()}
         _keep_logs_quiet()
         self._loop = LoopThread()
         engine = runner = None
@@ -106,14 +107,18 @@ class LLM:
             "tools": tools,
         }
         each = self._each(params, len(asked))
-        return self._answer([Request(None, one, c, template) for c, one in zip(asked, each, strict=True)], progress)
+        return self._answer(
+            [Request(None, one, c, template, self._parsers) for c, one in zip(asked, each, strict=True)], progress
+        )
 
     def stream(self, prompt: Prompt | Conversation, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
         """What is new in the samples of one prompt or conversation, as it comes. Raises ``TokaError``. Whoever stops
         early cancels the rest."""
         chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
         params = params or SamplingParams()
-        news = self._runner.stream(Request(None, params, prompt) if chat else Request(prompt, params))
+        news = self._runner.stream(
+            Request(None, params, prompt, parsers=self._parsers) if chat else Request(prompt, params)
+        )
 
         async def following() -> list[StreamOutput] | None:
             return await anext(news, None)

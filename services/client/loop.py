@@ -1,12 +1,15 @@
 """An event loop in a thread of its own, for callers that have none, or one that runs."""
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 R = TypeVar("R")
+
+_CLOSED = "this LLM is closed, or was made in another process; make one here"
 
 
 class LoopThread:
@@ -15,27 +18,42 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
+        # Of ``_closed``, and what is submitted: nothing is behind the end. Reentrant, since a garbage collection may
+        # submit while its thread does.
+        self._lock = threading.RLock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="tokasaurus", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """The result of ``work``, for a caller in any other thread. It is cancelled when the caller is interrupted."""
-        if not self.running:
-            work.close()
-            raise RuntimeError("this LLM is closed, or was made in another process; make one here")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """The result of ``work``, for a caller in any other thread. It is cancelled when the caller is interrupted.
+
+        Raises ``RuntimeError`` once ``stop`` was called, also for what runs then.
+        """
+        future = self._submit(work)
+        if future is None:
+            raise RuntimeError(_CLOSED)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if self._closed:
+                raise RuntimeError(_CLOSED) from None
+            raise
         except BaseException:
             future.cancel()
             raise
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Have ``work`` done, for a caller in any thread, this one included."""
-        if self.running:
-            asyncio.run_coroutine_threadsafe(work, self._loop)
-        else:
-            work.close()
+        self._submit(work)
+
+    def _submit(self, work: Coroutine[Any, Any, R]) -> "concurrent.futures.Future[R] | None":
+        if self.running:  # a fork has a copy of the lock, which nobody may ever let go
+            with self._lock:
+                if not self._closed:
+                    return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        return None
 
     @property
     def running(self) -> bool:
@@ -49,15 +67,21 @@ class LoopThread:
 
     def stop(self) -> None:
         """End the thread, and what still runs in it."""
-        if self.running:
-            self.run(self._cancel_all())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        if not self.running:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        ending.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()

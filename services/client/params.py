@@ -1,6 +1,6 @@
 """How to sample, checked when it is made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -27,8 +27,8 @@ class SamplingParams:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -52,11 +52,16 @@ class SamplingParams:
     def body(self) -> CompletionBody:
         """As HTTP would have them."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given["logit_bias"] = None if self.logit_bias is None else {str(k): v for k, v in self.logit_bias.items()}
-        given["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
-        given["stop_token_ids"] = list(self.stop_token_ids)
+        if isinstance(self.logit_bias, Mapping):
+            given["logit_bias"] = {str(k): v for k, v in self.logit_bias.items()}
+        given |= {name: _listed(given[name]) for name in ("stop", "stop_token_ids")}
         try:
             text = orjson.dumps(given | {"prompt": "x"}, option=orjson.OPT_SERIALIZE_NUMPY)
         except TypeError as error:
             raise InvalidRequest(f"sampling parameters must be plain numbers, texts and lists: {error}") from None
         return parse(text, CompletionBody)
+
+
+def _listed(value: Any) -> Any:
+    """A tuple, an array or the like as a list; all else is for the check to judge."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else value

@@ -4,9 +4,9 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -15,19 +15,23 @@ from services.client.params import SamplingParams
 from services.common.errors import InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.http import Caller
-from services.gateway.job import Job, Settings
-from services.gateway.openai.conversation import render
+from services.gateway.job import Grammar, Job, Settings
+from services.gateway.openai.conversation import Prompt as Rendered
+from services.gateway.openai.conversation import check_tools, make_grammar, render
 from services.gateway.openai.errors import to_body
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_truncation, make_jobs, make_settings, seed_of
+from services.gateway.openai.jobs import check_grammar, check_truncation, make_jobs, make_settings, seed_of
 from services.gateway.openai.messages import ConversationBody
+from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.parse import parse
 from services.gateway.session.codec import ModelFacts
 from services.gateway.text import TextEngine
 
 COMPLETION_TOKENS = 16  # where nobody says how many, as over HTTP
 _NOBODY = Caller("", "")
+_GRAMMAR_SHARE = 1024  # bytes of a grammar that are held for as long as a sample, and count as one
+PARSERS = {"tool_call_parser": "auto", "reasoning_parser": "auto"}  # flags: which formats answers have
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -41,6 +45,7 @@ class Request:
     params: SamplingParams
     conversation: Conversation | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # how to render it, by the names of HTTP
+    parsers: Mapping[str, str] = field(default_factory=lambda: PARSERS)
 
     @property
     def shown(self) -> str | None:
@@ -57,7 +62,9 @@ class Prepared:
 
     @property
     def samples(self) -> int:
-        return self.job.settings.n
+        """Its share of what may be outstanding: one for each sample, more when each has a large grammar."""
+        settings = self.job.settings
+        return settings.n if settings.grammar is None else settings.n * -(-settings.grammar.size // _GRAMMAR_SHARE)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -99,40 +106,69 @@ async def prepare(
 
     ``repeats`` counts prompts with the same seed: each is answered with noise of its own.
     """
-    prompts = await asyncio.gather(*(_encode(text, request) for request in requests), return_exceptions=True)
+    encoding = (_encode(text, facts, request, known[id(request.params)]) for request in requests)
+    encoded = await asyncio.gather(*encoding, return_exceptions=True)
     prepared: list[Prepared | TokaError] = []
-    for request, ids in zip(requests, prompts, strict=True):
+    for request, one in zip(requests, encoded, strict=True):
         try:
-            if isinstance(ids, BaseException):
-                raise ids
-            prepared.append(Prepared(request, _job(request, ids, known[id(request.params)], facts, repeats)))
+            if isinstance(one, BaseException):
+                raise one
+            prepared.append(Prepared(request, _job(request, one, facts, repeats)))
         except TokaError as error:
             prepared.append(error)
     return prepared
 
 
-async def _encode(text: TextEngine, request: Request) -> Sequence[int] | np.ndarray:
+class _Encoded(NamedTuple):
+    """A prompt, and how its answer is sampled."""
+
+    ids: Sequence[int] | np.ndarray
+    settings: Settings
+
+
+async def _encode(text: TextEngine, facts: ModelFacts, request: Request, settings: Settings) -> _Encoded:
     if request.conversation is not None:
-        return await _encode_chat(text, request)
+        return await _encode_chat(text, facts, request, settings)
     if isinstance(request.prompt, str):
         special = request.params.add_special_tokens
-        return (await text.encode([request.prompt], max_tokens=None, field="prompt", add_special_tokens=special))[0]
-    return _token_ids(request.prompt)
+        [ids] = await text.encode([request.prompt], max_tokens=None, field="prompt", add_special_tokens=special)
+        return _Encoded(ids, settings)
+    return _Encoded(_token_ids(request.prompt), settings)
 
 
-async def _encode_chat(text: TextEngine, request: Request) -> list[int]:
+async def _encode_chat(text: TextEngine, facts: ModelFacts, request: Request, settings: Settings) -> _Encoded:
     try:
         document = orjson.dumps({"messages": list(request.conversation), **request.template})
     except TypeError as error:
         raise InvalidRequest(f"messages: {error}", field="messages", reason="INVALID_VALUE") from None
-    prompt = await render(SimpleNamespace(text=text), parse(document, ConversationBody), max_tokens=None)
+    body = parse(document, ConversationBody)
+    prompt = await render(SimpleNamespace(text=text), body, max_tokens=None)
     for name in prompt.unknown:
         raise InvalidRequest(f"{name}: this model's chat template does not know it; leave it out", field=name)
-    return prompt.ids
+    grammar = await _grammar(text, request.parsers, body, prompt, settings.grammar)
+    if grammar is not settings.grammar:
+        check_grammar(request.params.body, facts, grammar)
+        settings = replace(settings, grammar=grammar)
+    return _Encoded(prompt.ids, settings)
+
+
+async def _grammar(
+    text: TextEngine, parsers: Mapping[str, str], body: ConversationBody, prompt: Rendered, wanted: Grammar | None
+) -> Grammar | None:
+    """As over HTTP: the model's thoughts come before what is ``wanted``, and calls of strict tools are held to them."""
+    strict = any(tool.function.strict for tool in body.tools or ())
+    if wanted is None and not strict:
+        return None
+    gateway = SimpleNamespace(text=text, formats=OutputFormats.of(SimpleNamespace(**parsers), text.tokenizer))
+    tools = check_tools(gateway, body, None)
+    return await make_grammar(gateway, body, prompt, tools, wanted, choice=None, parallel=True)
 
 
 def _token_ids(prompt: Any) -> np.ndarray:
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, TypeError):  # such as lists of several depths
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32)):
         raise InvalidRequest("prompt: expected a text, or a list of token ids", field="prompt", reason="INVALID_VALUE")
     return ids.astype(np.uint32)
@@ -140,13 +176,13 @@ def _token_ids(prompt: Any) -> np.ndarray:
 
 def _job(
     request: Request,
-    ids: Sequence[int] | np.ndarray,
-    settings: Settings,
+    encoded: _Encoded,
     facts: ModelFacts,
     repeats: Counter[tuple[int, bytes]],
 ) -> Job:
     params = request.params
-    kept = np.asarray(ids, np.uint32)[-(params.truncate_prompt_tokens or len(ids)) :]
+    ids = np.asarray(encoded.ids, np.uint32)
+    kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
     seed, chat = params.seed, request.conversation is not None
     if seed is not None:
         key = seed, kept.tobytes()
@@ -155,7 +191,7 @@ def _job(
     [job] = make_jobs(
         f"llm-{secrets.token_hex(16)}",
         [kept],
-        settings,
+        encoded.settings,
         facts,
         field="messages" if chat else "prompt",
         max_tokens=COMPLETION_TOKENS if most is None and not chat else most,

@@ -71,8 +71,9 @@ class Runner:
     async def generate(
         self, requests: Sequence[Request], on_done: Callable[[RequestOutput], None]
     ) -> list[RequestOutput]:
-        """An output for each request, in their order. Raises ``InvalidRequest`` for wrong parameters; what is wrong
-        with one prompt is in its output."""
+        """An output for each request, in their order. Raises ``InvalidRequest`` for wrong parameters, ``Unavailable``
+        after ``stop``; what is wrong with one prompt is in its output."""
+        self._check_open()
         self._asked.add(task := asyncio.current_task())
         task.add_done_callback(self._asked.discard)
         known = await check(self.text, self._facts, requests)
@@ -93,7 +94,11 @@ class Runner:
         async with asyncio.TaskGroup() as group:
             for first in range(0, len(requests), AT_ONCE):
                 some = requests[first : first + AT_ONCE]
-                for place, prepared in enumerate(await prepare(self.text, self._facts, some, known, repeats), first):
+                if self._closing.is_set():
+                    ready = [_closed()] * len(some)
+                else:
+                    ready = await prepare(self.text, self._facts, some, known, repeats)
+                for place, prepared in enumerate(ready, first):
                     if isinstance(prepared, TokaError):
                         outputs[place] = replace(outputs[place], error=prepared)
                         on_done(outputs[place])
@@ -103,12 +108,16 @@ class Runner:
         return outputs
 
     async def stream(self, request: Request) -> AsyncIterator[list[StreamOutput]]:
-        """What is new, of any sample, as it comes. Raises ``TokaError``."""
+        """What is new, of any sample, as it comes; a full queue is waited for. Raises ``TokaError``."""
+        self._check_open()
         known = await check(self.text, self._facts, [request])
         [prepared] = await prepare(self.text, self._facts, [request], known, Counter())
         if isinstance(prepared, TokaError):
             raise prepared
-        generation = self._fleet.generate([prepared.job], streaming=True)
+        try:
+            generation = await self._accepted(prepared)
+        except InvalidRequest as error:
+            raise prepared.in_own_words(error) from None
         try:
             transcripts: dict[int, Transcript] = {}
             ended: set[int] = set()
@@ -121,6 +130,24 @@ class Runner:
         finally:
             generation.close()
 
+    async def _accepted(self, prepared: Prepared) -> Generation:
+        """A stream that a scheduler has in its queue."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            generation = None
+            try:
+                generation = self._submit(prepared, streaming=True)
+                await generation.wait_accepted()
+                return generation
+            except BaseException as error:
+                if generation is not None:
+                    generation.close()
+                if not isinstance(error, Overloaded):
+                    raise
+                wait = max(pause, error.retry_after_s)
+            await self._pause(wait)
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
     async def _room(self, samples: int) -> None:
         """Until ``samples`` more may be outstanding; they are, then."""
         while self._samples and self._samples + samples > OUTSTANDING:
@@ -132,6 +159,8 @@ class Runner:
         losses, pause, give_up_at = 0, _FIRST_PAUSE_S, None
         while True:
             ready = not self._fleet.trouble
+            if ready:  # whoever is lost later waits from then on
+                give_up_at = None
             try:
                 return await self._attempt(prepared)
             except Overloaded as error:
@@ -144,19 +173,31 @@ class Runner:
                 if self._engine is not None and self._engine.trouble:
                     raise Unavailable(self._engine.trouble) from error
                 wait = pause
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
-                    await self._closing.wait()
+            await self._pause(wait)
             pause = min(pause * 2, _LAST_PAUSE_S)
 
     async def _attempt(self, prepared: Prepared) -> RequestOutput:
-        generation = self._fleet.generate([prepared.job], streaming=False)
+        generation = self._submit(prepared, streaming=False)
         try:
             while await generation.ended():
                 pass
             return self._output(prepared, generation)
         finally:
             generation.close()
+
+    def _submit(self, prepared: Prepared, *, streaming: bool) -> Generation:
+        self._check_open()
+        return self._fleet.generate([prepared.job], streaming=streaming)
+
+    async def _pause(self, seconds: float) -> None:
+        """About so long, or until the end comes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
+                await self._closing.wait()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise _closed()
 
     def _output(self, prepared: Prepared, generation: Generation) -> RequestOutput:
         endings = [choice.ending for choice in generation.choices]
@@ -199,3 +240,7 @@ class Runner:
         if choice.ending is not None:
             text, reason = text + transcript.finish(choice.ending).text, choice.ending.reason
         return StreamOutput(choice.index, text, token_ids, logprobs, reason)
+
+
+def _closed() -> Unavailable:
+    return Unavailable("this LLM is being closed; make another one")

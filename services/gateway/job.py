@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
+
+GrammarKind = Literal["json_schema", "regex", "choices", "lark"]  # those of the contract
 
 
 class Priority(Enum):
@@ -17,12 +20,17 @@ class Priority(Enum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer matches as a whole. The kinds are those of the contract."""
+    """What an answer matches as a whole."""
 
-    kind: Literal["json_schema", "regex", "choices", "lark"]
+    kind: GrammarKind
     value: str | tuple[str, ...]  # tuple: the choices
     field: str  # the caller's parameter that it comes from
     composed: bool = False  # by the gateway, out of what the caller said
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of its text."""
+        return sum(len(text.encode()) for text in ([self.value] if isinstance(self.value, str) else self.value))
 
 
 @dataclass(frozen=True)

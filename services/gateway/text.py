@@ -34,12 +34,13 @@ class TextEngine:
         self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Token ids of each text. ``InvalidRequest`` for one that cannot fit into ``max_tokens`` (None: any may be as
-        long as it is), found cheaply."""
+        long as it is), found cheaply, and for one that is no Unicode."""
         if max_tokens is not None:
             for text in texts:
                 self.check_length(text, max_tokens, field)
         if not add_special_tokens or sum(map(len, texts)) > BATCH_CHARACTERS:
             return await self.in_thread(self._encode_large, texts, max_tokens, field, add_special_tokens)
+        check_unicode(texts, field)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((texts, future))
         if self._batcher is None:
@@ -88,20 +89,29 @@ class TextEngine:
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []
-                texts = [text for part, _ in batch for text in part]
-                try:
-                    encoded = iter(await self.in_thread(self.tokenizer.encode_batch, texts))
-                except BaseException as error:  # a panic of the tokenizer's Rust code is no Exception
-                    for _, future in batch:
-                        if not future.done():
-                            future.set_exception(error)
-                    continue
-                for part, future in batch:
-                    ids = [next(encoded) for _ in part]
-                    if not future.done():
-                        future.set_result(ids)
+                if not await self._encode_together(batch):
+                    for request in batch:  # one of them is to blame, and only that one is to fail
+                        await self._encode_together([request])
         finally:
             self._batcher = None
+
+    async def _encode_together(self, batch: list[tuple[list[str], asyncio.Future[list[list[int]]]]]) -> bool:
+        """False, and nobody told, when several could not be encoded."""
+        texts = [text for part, _ in batch for text in part]
+        try:
+            encoded = iter(await self.in_thread(self.tokenizer.encode_batch, texts))
+        except BaseException as error:  # a panic of the tokenizer's Rust code is no Exception
+            if len(batch) > 1:
+                return False
+            [(_, future)] = batch
+            if not future.done():
+                future.set_exception(error)
+            return True
+        for part, future in batch:
+            ids = [next(encoded) for _ in part]
+            if not future.done():
+                future.set_result(ids)
+        return True
 
     def _encode_chat(
         self, render: Callable[[], str], max_tokens: int | None, add_special_tokens: bool
@@ -115,6 +125,7 @@ class TextEngine:
     def _encode_large(
         self, texts: list[str], max_tokens: int | None, field: str, add_special_tokens: bool
     ) -> list[list[int]]:
+        check_unicode(texts, field)
         if max_tokens is not None:
             for text in texts:
                 self._check_beginning(text, max_tokens, field)
@@ -137,6 +148,20 @@ class TextEngine:
         if not known:
             known = self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return known.decode(errors="replace"), known
+
+
+def check_unicode(texts: list[str], field: str) -> None:
+    """Refuse texts with halves of surrogate pairs, such as Python has where a file's bytes are no UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text has half of a surrogate pair at character {error.start}, which no token stands for; decode"
+                " it with errors='replace'",
+                field=field,
+                reason="INVALID_VALUE",
+            ) from None
 
 
 def context_exceeded(prompt_tokens: int | str, max_context_tokens: int, field: str) -> InvalidRequest:

@@ -6,15 +6,17 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from services.client import LLM, SamplingParams
+from services.client.runner import Runner
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape, chosen_logprob, continuation, top_token_ids
-from tests.gateway.deployment import Deployment, eventually, free_port
+from tests.gateway.deployment import PATIENCE_S, Deployment, eventually, free_port
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -104,7 +106,7 @@ def test_each_prompt_may_have_its_own_parameters(llm):
         llm.generate(["x", "y"], [SamplingParams()])
 
 
-@pytest.mark.parametrize("bad", ["x " * 5000, [], [5, 99_999], [1.5, 2], ["x"], [-1]])
+@pytest.mark.parametrize("bad", ["x " * 5000, "bad \udce9", [], [5, 99_999], [1.5, 2], ["x"], [-1], [1, [2, 3]]])
 def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(llm, bad):
     first, wrong, last = llm.generate(["a", bad, "b"], SamplingParams(max_tokens=2))
     assert len(first.outputs) == len(last.outputs) == 1
@@ -119,12 +121,18 @@ def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(llm, bad):
     [
         ("temperature", -1), ("top_p", 2), ("n", 0), ("max_tokens", -3), ("stop", [""]), ("seed", "x"),
         ("logit_bias", {1: 1000}), ("logit_bias", {"x": "y"}), ("truncate_prompt_tokens", 0), ("min_p", object()),
+        ("stop", 5), ("stop", b"x"), ("stop_token_ids", 5), ("stop_token_ids", {1: 2}), ("logit_bias", [1]),
     ],
 )  # fmt: skip
 def test_a_wrong_parameter_is_named_when_it_is_made(field, value):
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field.startswith(field) or not caught.value.field
+
+
+def test_none_is_the_default_of_stops():
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None).body == SamplingParams().body
+    assert SamplingParams(stop=(), stop_token_ids=np.array([5])).body.stop_token_ids == [5]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +255,47 @@ def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
         fragile.stop()
 
 
+def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("services.client.runner.time", SimpleNamespace(monotonic=lambda: clock.now))
+    fragile = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
+    try:
+        with LLM(address=fragile.scheduler_address, patience_s=600) as llm, ThreadPoolExecutor() as threads:
+            asked = threads.submit(llm.generate, "x", SamplingParams(max_tokens=400))
+            for _ in range(2):
+                eventually(lambda: fragile.metric("toka_num_requests_running") == 1)
+                clock.now += 10_000
+                fragile.scheduler.kill()
+                eventually(lambda: fragile.metric("toka_replica_ready") == 0)
+                fragile.scheduler.start()
+                eventually(lambda: fragile.metric("toka_replica_ready") == 1)
+            [output] = asked.result(PATIENCE_S)
+            assert output.error is None
+    finally:
+        fragile.stop()
+
+
+def test_a_stream_waits_for_room_in_a_full_queue(tmp_path, monkeypatch):
+    refused = threading.Event()
+    pause = Runner._pause
+    monkeypatch.setattr(Runner, "_pause", lambda *arguments: refused.set() or pause(*arguments))
+    small = Deployment(
+        tmp_path, worker={"step_ms": 5, "max_slots": 1}, scheduler={"max_queued_sequences": 1}
+    ).wait_ready()
+    try:
+        with LLM(address=small.scheduler_address) as llm, ThreadPoolExecutor() as threads:
+            running = llm.stream("x", SamplingParams(max_tokens=2000))
+            next(running)
+            threads.submit(llm.generate, "x", SamplingParams(max_tokens=2))
+            eventually(lambda: small.metric("toka_num_requests_waiting") == 1)
+            waiting = threads.submit(lambda: list(llm.stream("x", SamplingParams(max_tokens=3))))
+            assert refused.wait(PATIENCE_S)
+            running.close()
+            assert sum(len(piece.token_ids) for piece in waiting.result(PATIENCE_S)) == 3
+    finally:
+        small.stop()
+
+
 def test_a_scheduler_that_stays_away_is_not_waited_for_for_ever(tmp_path):
     fragile = Deployment(tmp_path).wait_ready()
     try:
@@ -309,5 +358,29 @@ def test_what_runs_when_it_is_closed_ends_with_an_error(tmp_path):
         llm.close()
         asking.join()
         assert type(caught[0]) is Unavailable
+    finally:
+        slow.stop()
+
+
+def test_prompts_that_are_not_sent_yet_end_with_an_error_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr("services.client.runner.OUTSTANDING", 8)
+    monkeypatch.setattr("services.client.runner.AT_ONCE", 16)
+    slow = Deployment(tmp_path, worker={"step_ms": 20}).wait_ready()
+    try:
+        llm = LLM(address=slow.scheduler_address)
+        told: list[BaseException | None] = []
+
+        def ask() -> None:
+            outputs = llm.generate([f"Question {number}" for number in range(200)], SamplingParams(max_tokens=1000))
+            told.extend(output.error for output in outputs)
+
+        threads = [threading.Thread(target=work, daemon=True) for work in (ask, llm.close)]
+        threads[0].start()
+        eventually(lambda: slow.metric("toka_num_requests_running") > 0)
+        threads[1].start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "it waits for what never comes"
+        assert [type(error) for error in told] == [Unavailable] * 200
     finally:
         slow.stop()

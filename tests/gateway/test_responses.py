@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import response_create_params
 
+from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED
 from tests.gateway.deployment import PATIENCE_S
@@ -268,3 +269,19 @@ def test_random_bodies_never_break_the_server(qwen, body):
     if response.status_code >= 400:
         assert response.json()["error"]["message"]
     assert '"error":{' not in response.text or response.status_code >= 400, (body, response.text)
+
+
+@pytest.mark.parametrize("content", ["x", [{"type": "input_text", "text": "x"}]])
+def test_instructions_count_as_a_message(qwen, content):
+    items = [{"role": "user", "content": content}] * MAX_MESSAGES
+    error = error_of(respond(qwen, input=items, instructions="Be brief."), 400)
+    assert error["param"] == "input"
+    assert str(MAX_MESSAGES + 1) in error["message"]
+
+
+@pytest.mark.parametrize("priority", [-1, 0, 3])
+def test_a_priority_may_be_given(qwen, priority):
+    answer = respond(qwen, priority=priority)
+    assert answer.status_code == 200
+    assert "x-toka-ignored-params" not in answer.headers
+    assert error_of(respond(qwen, priority="high"), 400)["param"] == "priority"

@@ -3,17 +3,21 @@ said."""
 
 import asyncio
 import sqlite3
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
+from services.common.errors import NotFound, Overloaded
 from services.gateway.batch.responses import RESPONSES_EXPIRE_S, Responses
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import SchemaVersion, StoredResponse
+from services.gateway.openai.messages import MAX_MESSAGES
+from services.gateway.openai.responses.keeping import INLINE_BYTES, MAX_EARLIER_BYTES, worked
 from tests.fakes.worker import FakeWorker
 from tests.gateway.batch.conftest import store_url as store_url
-from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, free_port
+from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, eventually_async, free_port
 from tests.gateway.test_responses import WEATHER, raw_events
 from tests.gateway.test_responses import client as client
 from tests.gateway.test_responses import name as name
@@ -155,6 +159,90 @@ def test_a_store_that_breaks_fails_no_answer(tmp_path):
         running.stop()
 
 
+def test_a_store_that_refuses_fails_no_answer(tmp_path):
+    running = Deployment(tmp_path).wait_ready()
+    try:
+        assert running.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2}).json()["store"] is True
+        with sqlite3.connect(tmp_path / "store" / "batches.db") as database:
+            refuse = "BEGIN SELECT RAISE(ABORT, 'not today'); END"
+            database.execute(f"CREATE TRIGGER no BEFORE INSERT ON {StoredResponse.__tablename__} {refuse}")
+        database.close()
+        answer = running.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2})
+        assert (answer.status_code, answer.json()["store"]) == (200, False)
+        last = raw_events(running, max_output_tokens=2)[-1]
+        assert (last["type"], last["response"]["store"]) == ("response.incomplete", False)
+        eventually(lambda: "not today" in running.logs())
+    finally:
+        running.stop()
+
+
+def thoughts(count: int, text: str = "") -> list[dict]:
+    """Items that no prompt has, and a last one that it has."""
+    parts = [{"type": "summary_text", "text": text}] if text else []
+    return [
+        *({"type": "reasoning", "id": str(number), "summary": parts} for number in range(count)),
+        {"role": "user", "content": "Hi"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [(thoughts(MAX_MESSAGES - 1), f"at most {MAX_MESSAGES}"), (thoughts(1, "x" * MAX_EARLIER_BYTES), "bytes")],
+    ids=["items", "bytes"],
+)
+def test_a_conversation_goes_on_within_bounds(qwen, items, words):
+    first = qwen.post("/v1/responses", {"input": items})
+    assert (first.status_code, first.json()["store"]) == (200, True)
+    refused = qwen.post("/v1/responses", {"input": "Hi", "previous_response_id": first.json()["id"]})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "previous_response_id")
+    assert words in error["message"]
+
+
+def test_a_long_conversation_is_put_together_and_listed(client, name, qwen):
+    items = [*thoughts(1, "x" * INLINE_BYTES)[:1], *thoughts(1)]  # what was thought last is all that a prompt has
+    first = client.responses.create(model=name, input=items)
+    second = client.responses.create(model=name, input="Two", previous_response_id=first.id)
+    assert second.output_text == "Two"
+    told = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.type for item in told] == ["reasoning", "reasoning", "message", "message", "message"]
+    assert told[0].summary[0].text == "x" * INLINE_BYTES
+
+
+@pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
+async def test_what_is_large_is_worked_on_in_a_thread(size):
+    threads = []
+
+    async def in_thread(work, *arguments):
+        threads.append(work)
+        return work(*arguments)
+
+    assert await worked(SimpleNamespace(text=SimpleNamespace(in_thread=in_thread)), size, len, "abc") == 3
+    assert threads == [len] * (size > INLINE_BYTES)
+
+
+def test_logprobs_stay_with_their_response(client, name):
+    first = client.responses.create(model=name, input="Yes.", top_logprobs=2)
+    assert first.output[0].content[0].logprobs
+    second = client.responses.create(model=name, input="No.", previous_response_id=first.id)
+    told = list(client.responses.input_items.list(second.id, order="asc"))
+    assert (told[1].id, told[1].content[0].logprobs) == (first.output[0].id, [])
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_items_with_one_id_are_listed_once_each(client, name, order):
+    items = [{"type": "message", "id": "msg_1", "role": "user", "content": str(number)} for number in range(4)]
+    first = client.responses.create(model=name, input=items)
+    second = client.responses.create(model=name, input=items, previous_response_id=first.id)
+    told = []
+    for item in client.responses.input_items.list(second.id, order=order, limit=2):
+        told.append(item)
+        assert len(told) <= 9, "there is no end to it"
+    assert len({item.id for item in told}) == len(told) == 9
+    first_of_all = told[0] if order == "asc" else told[-1]
+    assert (first_of_all.id, first_of_all.content[0].text) == ("msg_1", "0")
+
+
 def test_lines_of_a_batch_are_kept_by_the_batch(qwen, client, name, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"input": "Hi"}}\n')
@@ -267,10 +355,10 @@ async def test_responses_that_end_together_are_kept_in_few_transactions(store_ur
         writes = []
         monkeypatch.setattr(store, "writing", lambda: writes.append(None) or Store.writing(store))
         responses = Responses(store)
-        await asyncio.gather(*(responses.keep({"id": f"resp_{n}", "output": []}, []) for n in range(600)))
+        await asyncio.gather(*(responses.keep({"id": f"resp_{n}", "output": []}, b"[]") for n in range(600)))
         assert len(writes) == 3
-        assert (await responses.get("resp_599")).items == []
-        await responses.keep({"id": "resp_later", "output": []}, [])
+        assert (await responses.get("resp_599")).items == b"[]"
+        await responses.keep({"id": "resp_later", "output": []}, b"[]")
         assert len(writes) == 4
     finally:
         await store.close()
@@ -280,19 +368,97 @@ async def test_a_response_is_forgotten_when_its_time_is_over(store_url, monkeypa
     store = await Store.open(store_url)
     try:
         responses = Responses(store)
-        await responses.keep({"id": "resp_new", "output": []}, [])
+        await responses.keep({"id": "resp_new", "output": []}, b"[]")
         monkeypatch.setattr("services.gateway.batch.responses.RESPONSES_EXPIRE_S", -1)
-        await responses.keep({"id": "resp_old", "output": []}, [{"id": "msg_1"}])
+        await responses.keep({"id": "resp_old", "output": []}, b'[{"id": "msg_1"}]')
         with pytest.raises(Exception, match="resp_old"):
             await responses.get("resp_old")
-        await responses.forget_expired()
+        assert not await responses.forget_expired()
         async with store.reading() as session:
             left = (await session.scalars(StoredResponse.__table__.select())).all()
         assert len(left) == 1
-        assert (await responses.get("resp_new")).conversation == []
+        assert (await responses.get("resp_new")).body == b'{"id":"resp_new","output":[]}'
         assert RESPONSES_EXPIRE_S == 30 * 24 * 3600
     finally:
         await store.close()
+
+
+async def test_one_that_cannot_be_kept_fails_no_other(store_url):
+    store = await Store.open(store_url)
+    try:
+        responses = Responses(store)
+        names = ["resp_1", "resp_2", "resp_1", "resp_3"]
+        told = await asyncio.gather(
+            *(responses.keep({"id": one, "output": []}, b"[]") for one in names), return_exceptions=True
+        )
+        assert [error is None for error in told] == [True, True, False, True]
+        for one in names:
+            assert (await responses.get(one)).items == b"[]"
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+async def held(tmp_path):
+    """Responses in a store that nobody can write to until the second value is called."""
+    store = await Store.open(f"sqlite:///{tmp_path}/batches.db")
+    database = sqlite3.connect(tmp_path / "batches.db", isolation_level=None)
+    database.execute("BEGIN IMMEDIATE")
+    yield Responses(store), database.rollback
+    database.close()
+    await store.close()
+
+
+async def test_what_nobody_waits_for_is_not_kept_later(held):
+    responses, let_go = held
+    left = []
+    for number in range(3):  # the first is being written when the others come
+        left.append(asyncio.create_task(responses.keep({"id": f"resp_{number}", "output": []}, b"[]")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    let_go()
+    await responses.keep({"id": "resp_wanted", "output": []}, b"[]")
+    for number in range(3):
+        with pytest.raises(NotFound):
+            await responses.get(f"resp_{number}")
+    assert (await responses.get("resp_wanted")).items == b"[]"
+
+
+async def test_no_more_waits_for_a_store_than_there_is_room_for(held, monkeypatch):
+    monkeypatch.setattr("services.gateway.batch.responses.MAX_WAITING_BYTES", 3000)
+    responses, let_go = held
+    kept = [asyncio.create_task(responses.keep({"id": f"resp_{n}", "output": []}, b"x" * 1000)) for n in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="wait for the store"):
+        await responses.keep({"id": "resp_more", "output": []}, b"x" * 1000)
+    let_go()
+    await asyncio.gather(*kept)
+    await responses.keep({"id": "resp_more", "output": []}, b"x" * 1000)
+
+
+async def test_all_whose_time_is_over_are_forgotten_at_once(tmp_path):
+    path = tmp_path / "store" / "batches.db"
+    await (await Store.open(f"sqlite:///{path}")).close()
+    with sqlite3.connect(path) as database:
+        rows = [(f"resp_{number}", b"{}", b"[]", 1, 2) for number in range(3500)]
+        columns = "(id, body, items, created_at, expires_at)"
+        database.executemany(f"INSERT INTO {StoredResponse.__tablename__} {columns} VALUES (?, ?, ?, ?, ?)", rows)
+    database.close()
+    running = await asyncio.to_thread(Deployment(tmp_path).wait_ready)
+
+    def left() -> int:
+        with sqlite3.connect(path) as database:
+            [count] = database.execute(f"SELECT count(*) FROM {StoredResponse.__tablename__}").fetchone()
+        database.close()
+        return count
+
+    try:
+        await eventually_async(lambda: left() == 0)
+    finally:
+        running.stop()
 
 
 async def test_a_store_of_the_version_before_gets_the_table(tmp_path):
@@ -305,7 +471,7 @@ async def test_a_store_of_the_version_before_gets_the_table(tmp_path):
     database.close()
     store = await Store.open(f"sqlite:///{path}")
     try:
-        await Responses(store).keep({"id": "resp_1", "output": []}, [])
-        assert (await Responses(store).get("resp_1")).items == []
+        await Responses(store).keep({"id": "resp_1", "output": []}, b"[]")
+        assert (await Responses(store).get("resp_1")).items == b"[]"
     finally:
         await store.close()

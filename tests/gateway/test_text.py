@@ -71,6 +71,30 @@ async def test_a_tokenizer_that_panics_leaves_nobody_waiting(text, monkeypatch):
         await asyncio.wait_for(text.encode(["x"], max_tokens=10, field="prompt"), 30)
 
 
+async def test_one_that_cannot_be_encoded_leaves_those_beside_it_alone(text, tokenizer, monkeypatch):
+    prompts = ["a", "bad \udce9", "b"]
+    asked = [text.encode([prompt], max_tokens=100, field="prompt") for prompt in prompts]
+    first, refused, last = await asyncio.gather(*asked, return_exceptions=True)
+    assert [first, last] == [[tokenizer.encode("a")], [tokenizer.encode("b")]]
+    assert (type(refused), refused.field) == (InvalidRequest, "prompt")
+    for more in ({"add_special_tokens": False}, {}):
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            await text.encode(["bad \udce9" * 10_000], max_tokens=None, field="prompt", **more)
+
+    encode = tokenizer.encode_batch
+
+    def fail_at_x(texts):
+        if "x" in texts:
+            raise RuntimeError("x")
+        return encode(texts)
+
+    monkeypatch.setattr(text.tokenizer, "encode_batch", fail_at_x)
+    asked = [text.encode([prompt], max_tokens=100, field="prompt") for prompt in ("a", "x", "b")]
+    first, failed, last = await asyncio.gather(*asked, return_exceptions=True)
+    assert [first, last] == [[tokenizer.encode("a")], [tokenizer.encode("b")]]
+    assert type(failed) is RuntimeError
+
+
 def test_a_token_by_itself_is_text_and_bytes(text, tokenizer):
     [token] = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
     assert text.token_text(token) == ("<|endoftext|>", b"<|endoftext|>")

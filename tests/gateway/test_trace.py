@@ -30,3 +30,13 @@ def test_the_trace_context_is_in_the_schedulers_log(deployment, header, logged):
 
     eventually(lambda: bool(accepted()))
     assert [event["traceparent"] for event in accepted()] == [logged]
+
+
+def test_the_id_of_a_stored_response_is_its_clients_only(deployment):
+    """Whoever knows it may ask for the response, and a scheduler tells anybody what it schedules."""
+    answer = deployment.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2})
+    identifier, known = answer.raise_for_status().json()["id"], answer.headers["x-request-id"]
+    eventually(lambda: known in deployment.logs())
+    assert identifier.removeprefix("resp_") not in deployment.logs()
+    assert deployment.status(f"/v1/responses/{identifier}") == 200
+    assert deployment.status(f"/v1/responses/{known}") == 404

@@ -301,7 +301,9 @@ class Executor:
                 return
         for blob in await self._files.forget_expired():
             await self._blobs.delete(blob)
-        await self._responses.forget_expired()
+        while await self._responses.forget_expired():
+            if await _set_within(self._over, _PURGE_PAUSE_S):
+                return
         await _set_within(self._over, CLEAN_UP_S)
 
     def _spawn(self, work: Awaitable[None]) -> None:

@@ -14,7 +14,7 @@ from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.conversation import check_tools, make_grammar, make_reader, render
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_choices, check_truncation, make_jobs, make_settings
+from services.gateway.openai.jobs import check_choices, check_grammar_copies, check_truncation, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.session.codec import ModelFacts
@@ -55,7 +55,8 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> 
         with_tools=body.tool_choice != "none",
     )
     parallel = body.parallel_tool_calls is not False
-    grammar = make_grammar(gateway, body, prompt, tools, wanted, parallel=parallel)
+    grammar = await make_grammar(gateway, body, prompt, tools, wanted, choice=body.tool_choice, parallel=parallel)
+    check_grammar_copies(1, body, grammar)
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
     request_id = f"{prefix}-{secrets.token_hex(16)}"
     jobs = make_jobs(

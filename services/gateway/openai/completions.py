@@ -10,7 +10,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_choices, check_truncation, make_jobs, make_settings
+from services.gateway.openai.jobs import check_choices, check_grammar_copies, check_truncation, make_jobs, make_settings
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
@@ -31,6 +31,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     grammar = await wanted_grammar(gateway.text, body)
+    check_grammar_copies(len(body.prompt), body, grammar)
     settings = make_settings(body, facts, body.logprobs, "logprobs", caller, grammar)
     check_truncation(body.truncate_prompt_tokens, facts)
     prompts = await _token_ids(gateway, body, facts.max_context_tokens)

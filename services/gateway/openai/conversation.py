@@ -1,5 +1,6 @@
 """A conversation to what the model's chat template is given: whatever the template does not know is refused here."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from services.common.errors import InvalidRequest
@@ -96,19 +97,28 @@ def check_tools(gateway: Gateway, body: ConversationBody, choice: ToolChoice | N
     return named
 
 
-def make_grammar(
-    gateway: Gateway, body: ChatBody, prompt: Prompt, tools: list[Tool], wanted: Grammar | None, *, parallel: bool
+async def make_grammar(
+    gateway: Gateway,
+    body: ConversationBody,
+    prompt: Prompt,
+    tools: list[Tool],
+    wanted: Grammar | None,
+    *,
+    choice: ToolChoice | None,
+    parallel: bool,
 ) -> Grammar | None:
     """What an answer to ``prompt`` has to match, thoughts and calls included; None: it may be anything.
     ``wanted``: what its words have to. Raises ``InvalidRequest``."""
-    choice, calls = body.tool_choice, None
+    calls = None
     must_call = choice == "required" or isinstance(choice, NamedTool)
     constrained = must_call or (tools and wanted is not None) or any(tool.function.strict for tool in tools)
     if constrained and gateway.formats.calls is not None:
         parallel = parallel and not isinstance(choice, NamedTool)
         calls = CallRules(gateway.formats.calls, tools, parallel=parallel, strict_only=not must_call)
     thoughts = prompt.thoughts(_continued(body)) if gateway.formats.reasoning else Thoughts.NONE
-    return compose(wanted, calls, must_call=must_call, thoughts=thoughts)
+    if calls is None and wanted is None:
+        return None
+    return await gateway.text.in_thread(partial(compose, wanted, calls, must_call=must_call, thoughts=thoughts))
 
 
 def make_reader(

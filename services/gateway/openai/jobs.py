@@ -13,6 +13,9 @@ from services.gateway.openai.schemas import GenerationBody
 from services.gateway.session.codec import ModelFacts
 from services.gateway.text import check_token_ids
 
+# What schedulers and workers hold of one request's grammar, of which each sample has its own.
+MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
+
 _U64 = 2**64
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -33,7 +36,7 @@ def make_settings(
             reason="INVALID_VALUE",
         )
     _check_prompt_logprobs(body, facts)
-    _check_grammar(body, facts, grammar)
+    check_grammar(body, facts, grammar)
     stop_token_ids = tuple(body.stop_token_ids or ())
     for token in stop_token_ids:
         _check_token(token, token, facts, "stop_token_ids")
@@ -86,7 +89,8 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
         )
 
 
-def _check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | None) -> None:
+def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | None) -> None:
+    """Refuse a grammar where none can be followed, and what does not go with one."""
     if grammar is None:
         return
     if not facts.grammars:
@@ -124,6 +128,18 @@ def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
             " send several requests",
             field=given if body.samples > 1 else "prompt",
             reason="INVALID_VALUE",
+        )
+
+
+def check_grammar_copies(prompts: int, body: GenerationBody, grammar: Grammar | None) -> None:
+    """Refuse a large grammar for many choices: each has a copy on its way to the worker."""
+    choices = prompts * body.samples
+    if grammar is not None and choices > 1 and choices * grammar.size > MAX_GRAMMAR_COPIES_BYTES:
+        raise InvalidRequest(
+            f"{grammar.field}: {grammar.size} bytes for each of {choices} choices are more than"
+            f" {MAX_GRAMMAR_COPIES_BYTES} bytes; send several requests, or make it smaller",
+            field=grammar.field,
+            reason="INVALID_GRAMMAR",
         )
 
 

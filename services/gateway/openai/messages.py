@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.gateway.openai.body import Body
+from services.gateway.openai.json_value import check_schema
 
 # Far beyond any use; they bound the time that one body takes to validate.
 MAX_MESSAGES = 65_536
@@ -118,6 +119,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _parameters_are_bounded(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters is not None:
+            check_schema(parameters)
+        return parameters
 
 
 class Tool(Body):

@@ -1,6 +1,7 @@
 """Session messages to and from the gateway's own types: the only place that knows both."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from services.common import errors
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.rpc.status import from_status
-from services.gateway.job import Job, Priority
+from services.gateway.job import Grammar, Job, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR = "1"
@@ -135,11 +136,8 @@ def encode_submit(job: Job) -> session_pb2.SessionRequest:
         sampling.logit_bias_token_ids.extend(token for token, _ in settings.logit_bias)
         sampling.logit_bias_values.extend(bias for _, bias in settings.logit_bias)
 
-    if (grammar := settings.grammar) is not None:
-        if grammar.kind == "choices":
-            sampling.grammar.choices.texts.extend(grammar.value)
-        else:
-            setattr(sampling.grammar, grammar.kind, grammar.value)
+    if settings.grammar is not None:
+        sampling.grammar.MergeFromString(_encode_grammar(settings.grammar))
 
     stopping = request.stopping
     stopping.max_tokens, stopping.ignore_eos = job.max_tokens, settings.ignore_eos
@@ -154,6 +152,14 @@ def encode_submit(job: Job) -> session_pb2.SessionRequest:
     if settings.top_logprobs:
         request.output.top_logprobs = settings.top_logprobs
     return message
+
+
+@lru_cache(maxsize=16)
+def _encode_grammar(grammar: Grammar) -> bytes:
+    """Kept for the other prompts of a request."""
+    if grammar.kind == "choices":
+        return generate_pb2.Grammar(choices=generate_pb2.Choices(texts=grammar.value)).SerializeToString()
+    return generate_pb2.Grammar(**{grammar.kind: grammar.value}).SerializeToString()
 
 
 def decode_model(model: observe_pb2.Model) -> ModelFacts:

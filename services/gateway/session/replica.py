@@ -79,7 +79,15 @@ class Replica:
             self._session.fail_all(error)
 
     async def run(self) -> None:
-        """Connect, serve, and begin again with growing pauses; ends only by being cancelled."""
+        """Connect, serve, and begin again with growing pauses; ends only by being cancelled, and takes no requests
+        then."""
+        try:
+            await self._connect_again_and_again()
+        finally:
+            self._trouble = "the gateway is shutting down"
+            self._drop_session(Unavailable(f"{self._trouble}; send the request again"))
+
+    async def _connect_again_and_again(self) -> None:
         pause = self._timings.first_backoff
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
             while True:
@@ -146,11 +154,14 @@ class Replica:
             self._on_change()
 
     def _lost(self, reason: str) -> None:
-        session, self._session, self.load = self._session, None, None
-        if reason != self._trouble or session is not None:
+        if reason != self._trouble or self._session is not None:
             log.warning("scheduler not available", scheduler=self.address, reason=reason)
         self._trouble = reason
+        self._drop_session(Unavailable(f"the scheduler was lost: {reason}; send the request again"))
+
+    def _drop_session(self, error: TokaError) -> None:
+        session, self._session, self.load = self._session, None, None
         self.known.set()
         if session is not None:
-            session.fail_all(Unavailable(f"the scheduler was lost: {reason}; send the request again"))
+            session.fail_all(error)
             self._on_change()

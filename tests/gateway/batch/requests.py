@@ -10,13 +10,17 @@ from openai.types import Batch
 from tests.gateway.deployment import eventually
 
 ENDED = ("completed", "failed", "expired", "cancelled")
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+_NEEDED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x", "max_tokens": 3},
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    RESPONSES: {"input": "Hi", "max_output_tokens": 3},
+}
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> str:
     """A request of ``body`` and what it must have."""
-    needed = {"prompt": "x"} if url == COMPLETIONS else {"messages": [{"role": "user", "content": "Hi"}]}
-    content = {"model": "tokasaurus-builtin", "max_tokens": 3} | needed | body
+    content = {"model": "tokasaurus-builtin"} | _NEEDED[url] | body
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": content})
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gateway.batch.requests import begin, line
+from tests.gateway.batch.requests import COMPLETIONS, RESPONSES, begin, line
 from tests.gateway.deployment import Deployment, eventually
 
 SLOTS = 4
@@ -16,9 +16,13 @@ def small(tmp_path):
     running.stop()
 
 
-def test_a_request_is_answered_before_any_line_that_runs_has_ended(small):
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [(COMPLETIONS, {"max_tokens": 2000, "ignore_eos": True}), (RESPONSES, {"max_output_tokens": 2000})],
+)
+def test_a_request_is_answered_before_any_line_that_runs_has_ended(small, endpoint, body):
     with small.sdk() as sdk:
-        batch = begin(sdk, [line(f"r{number}", max_tokens=2000, ignore_eos=True) for number in range(12)])
+        batch = begin(sdk, [line(f"r{number}", endpoint, **body) for number in range(12)], endpoint)
         eventually(lambda: small.metric("toka_num_requests_running") == SLOTS)
         for _ in range(3):
             answer = small.complete(prompt="Hi", max_tokens=3)

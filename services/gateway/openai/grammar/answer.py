@@ -5,9 +5,10 @@ import re
 from enum import Enum
 
 from services.common.errors import InvalidRequest
-from services.common.text.grammar_text import choice_terminal, json_rule, regex_rule
+from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, choice_terminal, json_rule, regex_rule
 from services.gateway.job import Grammar
 from services.gateway.openai.grammar.calls import CallRules
+from services.gateway.openai.json_value import json_size
 
 GRAMMAR_FIELD = "sampling.grammar"  # in the contract
 _POSITION = re.compile(r"at \d+\(\d+\): ")
@@ -23,9 +24,11 @@ class Thoughts(Enum):
 
 def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool, thoughts: Thoughts) -> Grammar | None:
     """None when the answer may be anything. Where there are ``calls``, the answer is made of them, if it ``must_call``;
-    else of ``wanted``, or of any text with calls in it. Raises ``InvalidRequest``."""
+    else of ``wanted``, or of any text with calls in it. Raises ``InvalidRequest``. Work for a thread."""
     if calls is None and (wanted is None or thoughts is Thoughts.NONE):
         return wanted
+    if calls is not None:
+        calls.check_size()
     subgrammars = []
     if calls is None:
         field, rules = wanted.field, _rules(wanted, subgrammars)
@@ -39,7 +42,14 @@ def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool,
     lines = "\n".join([*_BEGINNINGS[thoughts], *rules]) + "\n"
     if subgrammars:
         lines = json.dumps({"grammars": [{"name": "whole", "lark_grammar": lines}, *subgrammars]}, ensure_ascii=False)
-    return Grammar("lark", lines, field, composed=True)
+    grammar = Grammar("lark", lines, field, composed=True)
+    if grammar.size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"{field}: the grammar that is made of it has {grammar.size} bytes: at most {MAX_GRAMMAR_BYTES}; give less",
+            field=field,
+            reason="INVALID_GRAMMAR",
+        )
+    return grammar
 
 
 def explain(error: InvalidRequest, grammar: Grammar) -> InvalidRequest:
@@ -80,6 +90,7 @@ def _rules(grammar: Grammar, subgrammars: list[dict[str, str]], name: str = "ans
 def _schema(grammar: Grammar) -> dict:
     try:
         schema = json.loads(grammar.value)
+        json_size(schema, MAX_GRAMMAR_BYTES)  # so deep that no more can be done with it
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"the schema cannot be read as JSON: {error}", field=grammar.field, reason="INVALID_GRAMMAR"

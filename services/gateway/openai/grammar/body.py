@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
 from services.gateway.openai.body import Body
+from services.gateway.openai.json_value import check_schema, check_texts
 
 MAX_CHOICES = 65_536
 
@@ -19,6 +20,18 @@ SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
+def _bounded(value: Schema | str | None) -> Schema | str | None:
+    if isinstance(value, dict):
+        check_schema(value)
+    return value
+
+
+def _bounded_choices(value: list[str] | None) -> list[str] | None:
+    if value is not None:
+        check_texts(value)
+    return value
+
+
 class NamedSchema(Body):
     """What a JSON answer is like. It is held to always, ``strict`` or not."""
 
@@ -26,6 +39,8 @@ class NamedSchema(Body):
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
+
+    _schema_is_bounded = field_validator("schema_")(_bounded)
 
 
 class ResponseFormat(Body):
@@ -54,6 +69,9 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: Text | None = None
 
+    _schema_is_bounded = field_validator("json_")(_bounded)
+    _choices_are_bounded = field_validator("choice")(_bounded_choices)
+
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredOutputs":
         for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
@@ -74,6 +92,9 @@ class GrammarBody(Body):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+
+    _schema_is_bounded = field_validator("guided_json")(_bounded)
+    _choices_are_bounded = field_validator("guided_choice")(_bounded_choices)
 
     @model_validator(mode="after")
     def _one_grammar(self) -> "GrammarBody":

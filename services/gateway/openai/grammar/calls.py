@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.text.grammar_text import json_rule, literal
+from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, json_rule, literal
+from services.gateway.openai.json_value import json_size
 from services.gateway.openai.messages import Tool
 from services.gateway.openai.output.calls import HERMES, CallFormat
 
@@ -27,6 +28,20 @@ class CallRules:
     tools: Sequence[Tool]
     parallel: bool
     strict_only: bool
+
+    def check_size(self) -> None:
+        """Raise ``InvalidRequest`` when the schemas alone are larger than any grammar may be."""
+        size = 0
+        for tool in self.tools:
+            if tool.function.strict or not self.strict_only:
+                size += json_size(tool.function.parameters, MAX_GRAMMAR_BYTES)
+            if size > MAX_GRAMMAR_BYTES:
+                raise InvalidRequest(
+                    f"tools: the parameters of those that calls are held to have more than {MAX_GRAMMAR_BYTES} bytes"
+                    " together; give fewer tools, or smaller schemas",
+                    field="tools",
+                    reason="INVALID_GRAMMAR",
+                )
 
     def alone(self) -> list[str]:
         """Rules for ``calls``: one call, or several, and nothing else."""

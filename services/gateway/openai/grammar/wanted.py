@@ -2,32 +2,44 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.common.errors import InvalidRequest
-from services.gateway.job import Grammar
+from services.gateway.job import Grammar, GrammarKind
 from services.gateway.openai.grammar.body import GrammarBody
+from services.gateway.openai.json_value import json_size
 from services.gateway.text import TextEngine
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_INLINE_SIZE = 64 * 1024  # of a larger one a thread takes care: the event loop has streams to feed
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # of one line: it takes as long as that is
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _ANY_OBJECT = {"type": "object"}
 
 
 async def wanted_grammar(text: TextEngine, body: GrammarBody) -> Grammar | None:
     """None when the answer may be anything. Raises ``InvalidRequest``."""
-    grammar = _asked(body)
-    if grammar is not None and grammar.kind == "lark" and _GBNF_RULE.search(grammar.value):
-        return await text.in_thread(_from_gbnf, grammar)
-    return grammar
+    asked = _asked(body)
+    if asked is None:
+        return None
+    if json_size(asked.value, _INLINE_SIZE) > _INLINE_SIZE or _is_gbnf(asked):
+        return await text.in_thread(_make, asked)
+    return _make(asked)
 
 
-def _asked(body: GrammarBody) -> Grammar | None:
+class _Asked(NamedTuple):
+    """As the body has it."""
+
+    kind: GrammarKind
+    value: dict[str, Any] | list[str] | str  # a dict: the schema; a list: the choices
+    field: str
+
+
+def _asked(body: GrammarBody) -> _Asked | None:
     if (form := body.response_format) is not None and form.wanted:
         schema = _ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
-        return _of_schema(schema, "response_format")
+        return _Asked("json_schema", schema, "response_format")
     if (wanted := body.structured_outputs) is not None:
         schema = _ANY_OBJECT if wanted.json_object else wanted.json_
         return _one_of(schema, wanted.regex, wanted.choice, wanted.grammar, "structured_outputs")
@@ -39,21 +51,31 @@ def _asked(body: GrammarBody) -> Grammar | None:
 
 def _one_of(
     schema: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None, field: str
-) -> Grammar:
+) -> _Asked:
     if schema is not None:
-        return Grammar("json_schema", schema, field) if isinstance(schema, str) else _of_schema(schema, field)
+        return _Asked("json_schema", schema, field)
     if regex is not None:
-        return Grammar("regex", regex, field)
+        return _Asked("regex", regex, field)
     if choice is not None:
-        return Grammar("choices", tuple(choice), field)
-    return Grammar("lark", grammar, field)
+        return _Asked("choices", choice, field)
+    return _Asked("lark", grammar, field)
 
 
-def _of_schema(schema: dict[str, Any], field: str) -> Grammar:
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), field)
+def _is_gbnf(asked: _Asked) -> bool:
+    return asked.kind == "lark" and _GBNF_RULE.search(asked.value) is not None
 
 
-def _from_gbnf(grammar: Grammar) -> Grammar:
+def _make(asked: _Asked) -> Grammar:
+    """Raises ``InvalidRequest``."""
+    if _is_gbnf(asked):
+        return _from_gbnf(asked)
+    value = asked.value
+    if isinstance(value, dict):
+        value = json.dumps(value, ensure_ascii=False)
+    return Grammar(asked.kind, tuple(value) if isinstance(value, list) else value, asked.field)
+
+
+def _from_gbnf(grammar: _Asked) -> Grammar:
     try:
         return Grammar("lark", gbnf_to_lark(_ESCAPE.sub(_character, grammar.value)), grammar.field)
     except RecursionError:

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
+from services.gateway.openai.json_value import check_schema
 from services.gateway.openai.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -142,6 +143,13 @@ class TextFormat(Body):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
+    @field_validator("schema_")
+    @classmethod
+    def _schema_is_bounded(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None:
+            check_schema(schema)
+        return schema
+
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> "TextFormat":
         given = (self.type == "json_schema") is (self.schema_ is not None)
@@ -207,6 +215,7 @@ class ResponsesBody(Body):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     store: bool | None = None
     previous_response_id: Annotated[str, Field(min_length=1)] | None = None
+    priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     metadata: Metadata | None = None
     user: str | None = None
 
@@ -254,6 +263,7 @@ class ResponsesBody(Body):
             response_format=self.text.format.chat() if self.text and self.text.format else None,
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs,
+            priority=self.priority,
         )
 
     def _refuse_what_is_not_neutral(self) -> None:
@@ -292,6 +302,12 @@ class ResponsesBody(Body):
         if not messages:
             raise InvalidRequest(
                 "input: there is nothing to answer but thoughts; add a message", field="input", reason="INVALID_VALUE"
+            )
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"input: {len(messages)} messages with the instructions: at most {MAX_MESSAGES}; send fewer",
+                field="input",
+                reason="INVALID_VALUE",
             )
         return messages
 

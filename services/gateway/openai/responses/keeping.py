@@ -1,17 +1,19 @@
 """Conversations in the store: what a response goes on with, and what is kept of it."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import orjson
 import structlog
 from pydantic import TypeAdapter
 
 from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, TokaError
 from services.gateway.batch.ids import new_id
-from services.gateway.batch.responses import Responses
+from services.gateway.batch.responses import KeptResponse, Responses
 from services.gateway.gateway import Gateway
+from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import (
     InputCall,
     InputCallOutput,
@@ -25,6 +27,9 @@ log = structlog.get_logger(__name__)
 
 R = TypeVar("R")
 
+# Of earlier turns, as JSON: each response keeps them again, so that a small request may not store much.
+MAX_EARLIER_BYTES = 4 * 1024 * 1024
+INLINE_BYTES = 64 * 1024  # more are worked on in a thread: the event loop has streams to feed
 _PATIENCE_S = 10.0  # with a store that is busy: an answer waits so long
 
 _ITEMS = TypeAdapter(list[Item])
@@ -32,10 +37,10 @@ _ITEMS = TypeAdapter(list[Item])
 
 @dataclass(frozen=True)
 class Keeper:
-    """Of one response. ``items``: the conversation that it answers."""
+    """Of one response. ``items``: the conversation that it answers, see ``KeptResponse``."""
 
     records: Responses
-    items: list[dict[str, Any]]
+    items: bytes
 
     async def keep(self, response: dict[str, Any]) -> bool:
         """Whether it is kept now: an answer that was computed is told in any case."""
@@ -45,36 +50,87 @@ class Keeper:
         except (TokaError, TimeoutError) as error:
             log.warning("response not stored", id=response["id"], reason=str(error) or f"took {_PATIENCE_S:.0f} s")
             return False
+        except Exception:
+            log.exception("response not stored", id=response["id"])
+            return False
         return True
 
 
-async def with_conversation(gateway: Gateway, body: ResponsesBody) -> tuple[ResponsesBody, Keeper | None]:
-    """``body`` with its whole conversation as its input, and what keeps its response; None: nothing does.
+async def with_conversation(gateway: Gateway, body: ResponsesBody, size: int) -> tuple[ResponsesBody, Keeper | None]:
+    """``body``, which was ``size`` bytes, with its whole conversation as its input, and what keeps its response; None:
+    nothing does.
 
     Raises ``InvalidRequest`` for a conversation, or a wish to be stored, that cannot be met.
     """
-    earlier: list[dict[str, Any]] = []
+    earlier, keeping = None, None
     if body.previous_response_id is not None:
         records = await _records(gateway, "previous_response_id")
         try:
-            earlier = (await _to_its_end(records.get(body.previous_response_id))).conversation
+            earlier = await _to_its_end(records.get(body.previous_response_id))
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}; send the conversation as input",
                 field="previous_response_id",
                 reason="PREVIOUS_RESPONSE_NOT_FOUND",
             ) from None
-    keeper = None
+        size += earlier.size
     if body.store is not False:
         try:
-            records = await _records(gateway, "store")
-            keeper = Keeper(records, [*earlier, *map(_kept, body.input)])
+            keeping = await _records(gateway, "store")
         except TokaError:
             if body.store:
                 raise
-    if earlier:
-        body = body.model_copy(update={"input": [*_ITEMS.validate_python(earlier), *body.input]})
-    return body, keeper
+    if earlier is not None:
+        told, validated = await worked(gateway, size, _earlier, earlier, len(body.input))
+    else:
+        told, validated = [], []
+    keeper = None
+    if keeping is not None:
+        keeper = Keeper(keeping, await worked(gateway, size, _to_keep, told, body.input))
+    return body.model_copy(update={"input": [*validated, *body.input]}) if validated else body, keeper
+
+
+async def worked(gateway: Gateway, size: int, work: Callable[..., R], *arguments: Any) -> R:
+    """``work(*arguments)``, which is about ``size`` bytes; in a thread when that is much."""
+    return work(*arguments) if size <= INLINE_BYTES else await gateway.text.in_thread(work, *arguments)
+
+
+def _earlier(kept: KeptResponse, new: int) -> tuple[list[dict[str, Any]], list[Item]]:
+    """The turns up to ``kept`` and its output, for a request with ``new`` items: as they are listed, and checked."""
+    if len(kept.items) > MAX_EARLIER_BYTES:
+        raise _too_long(f"more than {MAX_EARLIER_BYTES} bytes")
+    told = [*orjson.loads(kept.items), *map(_without_logprobs, orjson.loads(kept.body)["output"])]
+    if kept.size > MAX_EARLIER_BYTES and len(orjson.dumps(told)) > MAX_EARLIER_BYTES:
+        raise _too_long(f"more than {MAX_EARLIER_BYTES} bytes")
+    if len(told) + new > MAX_MESSAGES:
+        raise _too_long(f"{len(told)} items: at most {MAX_MESSAGES} with those of input")
+    return told, _ITEMS.validate_python(told)
+
+
+def _too_long(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"previous_response_id: the conversation up to it has {what}; begin a new one with what is still needed of it",
+        field="previous_response_id",
+        reason="INVALID_VALUE",
+    )
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of an output in a later conversation: they stay with the response, and are many times its text."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+
+
+def _to_keep(told: Iterable[dict[str, Any]], given: Iterable[Any]) -> bytes:
+    """JSON of the whole conversation, each item under an id that no other one has."""
+    items: dict[str, dict[str, Any]] = {}
+    for item in (*told, *map(_kept, given)):
+        name = item["id"]
+        if name in items:
+            name = new_id(_PREFIXES[item["type"]])
+        items[name] = item | {"id": name}
+    return orjson.dumps(list(items.values()))
 
 
 async def _records(gateway: Gateway, field: str) -> Responses:

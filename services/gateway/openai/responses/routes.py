@@ -2,6 +2,7 @@
 
 import time
 
+import orjson
 from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest
@@ -15,10 +16,11 @@ from services.gateway.openai.chat import Asked, ask
 from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.responses.body import ResponsesBody, check_includes
-from services.gateway.openai.responses.keeping import with_conversation
+from services.gateway.openai.responses.keeping import INLINE_BYTES, with_conversation, worked
 from services.gateway.openai.responses.shape import ResponseShape
 
 MAX_PAGE = 100
+_INLINE_ITEMS = 512  # a longer conversation is put together in a thread
 # Parameters of chat completions -> those that stand for them here.
 _PARAMETERS = {"messages": "input", "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
 
@@ -55,7 +57,9 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     _check_includes(request)
     kept = await (await opened(request)).responses.get(response_id)
-    items = kept.items if order == "asc" else kept.items[::-1]
+    items = await worked(request.app.state.gateway, len(kept.items), orjson.loads, kept.items)
+    if order == "desc":
+        items.reverse()
     if (after := query.text("after")) is not None:
         places = [place for place, item in enumerate(items, 1) if item["id"] == after]
         if not places:
@@ -67,8 +71,8 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ResponsesBody)
     ignored = ignored_header(body)
-    body, keeper = await with_conversation(gateway, body)
-    asked = await _asked(gateway, body, caller)
+    body, keeper = await with_conversation(gateway, body, len(raw))
+    asked = await _asked(gateway, body, caller, large=len(raw) > INLINE_BYTES or len(body.input) > _INLINE_ITEMS)
     token_text = gateway.text.token_text if asked.settings.logprobs else None
     shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper)
     answer = Answer(gateway, asked.jobs, shape, ignored, started_at)
@@ -78,9 +82,10 @@ async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: flo
         raise _renamed(error) from None
 
 
-async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller) -> Asked:
+async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller, *, large: bool) -> Asked:
     try:
-        return await ask(gateway, body.chat(), caller, "resp")
+        chat = await gateway.text.in_thread(body.chat) if large else body.chat()
+        return await ask(gateway, chat, caller, "resp")
     except InvalidRequest as error:
         raise _renamed(error) from None
 

@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import InvalidRequest, Overloaded, TokaError
+from services.gateway.batch.ids import new_id
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Content, Delta
@@ -30,8 +31,10 @@ class ResponseShape(ChatShape):
         token_text: TokenText | None,
         keeper: Keeper | None,
     ) -> None:
-        """``token_text`` is set when logprobs were asked for, ``keeper`` when the response is to be stored."""
+        """``request_id``: what schedulers and logs know. The response has an id of its own: who knows it may ask for
+        what is stored. ``token_text`` is set when logprobs were asked for, ``keeper`` when it is to be stored."""
         super().__init__(request_id, facts, token_text, make_reader=make_reader)
+        self._id = new_id("resp_")
         self._items = OutputItems()
         self._body = body
         self._keeper = keeper
@@ -124,7 +127,7 @@ class ResponseShape(ChatShape):
         body = self._body
         choice = body.tool_choice or "auto"
         return {
-            "id": self.request_id,
+            "id": self._id,
             "object": "response",
             "created_at": self._head["created"],
             "status": status,

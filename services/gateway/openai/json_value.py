@@ -1,0 +1,46 @@
+"""JSON that clients make up, such as schemas: how large it is, and how deep, found without writing it."""
+
+from typing import Any
+
+from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
+
+# Python's own recursion, which writes and changes such values, ends at some 300 levels of them.
+MAX_DEPTH = 200
+
+
+def json_size(value: Any, most: int) -> int:
+    """Characters that ``value`` has at least as JSON text; counting ends beyond ``most``. ``ValueError`` where it is
+    nested too deeply."""
+    size, level = 0, [value]
+    for _ in range(MAX_DEPTH + 1):
+        deeper: list[Any] = []
+        for part in level:
+            if isinstance(part, str):
+                size += len(part) + 2
+            elif isinstance(part, list | dict):
+                size += 2 * len(part) + 2
+                if size > most:
+                    return size
+                if isinstance(part, dict):
+                    size += sum(map(len, part)) + 4 * len(part)
+                deeper.extend(part.values() if isinstance(part, dict) else part)
+            else:
+                size += len(repr(part))
+            if size > most:
+                return size
+        if not deeper:
+            return size
+        level = deeper
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; make it flatter")
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ``ValueError`` for a schema that is too deep, or larger than any grammar may be."""
+    if json_size(schema, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"it has more than {MAX_GRAMMAR_BYTES} bytes as text; give a smaller schema")
+
+
+def check_texts(texts: list[str]) -> None:
+    """Raise ``ValueError`` for texts that are together larger than any grammar may be."""
+    if sum(map(len, texts)) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"the texts have more than {MAX_GRAMMAR_BYTES} bytes together; give fewer, or shorter ones")
