@@ -128,7 +128,8 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     """None where this rank, or another of the replica, has no tokenizer that grammars can be followed with."""
     found = load_grammars(config.tokenizer or str(card.directory), card)
     everyone = found is not None if group is None else group.least(int(found is not None))
-    return SlotGrammars(found, card.vocab_size) if everyone else None
+    reports = group is None or group.ranks.reports
+    return SlotGrammars(found, card.vocab_size, reports=reports) if everyone else None
 
 
 def _refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:

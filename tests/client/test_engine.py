@@ -34,7 +34,7 @@ def running(process: psutil.Process) -> bool:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """``toka`` and all that it started for an ``LLM`` of this process, which may have servers for other tests as well."""
+    """``toka`` and all that it started for an ``LLM`` of this process, which may have other servers as well."""
     asked = {"services.launcher.toka", "gateways=0"}
     started = [child for child in psutil.Process().children() if asked <= set(child.cmdline())]
     return [process for toka in started for process in (toka, *descendants(toka.pid))]

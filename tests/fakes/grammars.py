@@ -1,6 +1,6 @@
 """How the fake follows grammars: the token that its hash chose, or the nearest one that may come."""
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from llguidance import LLMatcher
@@ -18,6 +18,12 @@ def builtin_grammars() -> Grammars:
     return Grammars(Tokenizer.load("builtin"), read_card("builtin").eos_token_ids)
 
 
+@lru_cache(maxsize=32)
+def _start(grammar: str) -> LLMatcher:
+    """Compiled once for all of its sequences, as the worker does."""
+    return builtin_grammars().matcher(grammar)
+
+
 class FollowedGrammars:
     """Of the slots of one fake. None = the sequence has ended, and any token may come."""
 
@@ -32,7 +38,7 @@ class FollowedGrammars:
         if not admission.sampling.grammar:
             return
         try:
-            self._matchers[slot] = builtin_grammars().matcher(admission.sampling.grammar)
+            self._matchers[slot] = _start(admission.sampling.grammar).deep_copy()
         except InvalidRequest as error:
             self.failures[slot] = str(error)
         for token in known[admission.prompt_tokens or len(known) :]:

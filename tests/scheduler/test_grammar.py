@@ -2,13 +2,21 @@
 
 import asyncio
 import json
+import sys
+import time
 
 import grpc
+import numpy as np
 import pytest
 from grpc_status import rpc_status
 
 from services.common.errors import AlreadyExists, InvalidRequest, Unavailable
 from services.common.rpc.status import from_rpc_error, from_status
+from services.common.text.grammar import Grammars
+from services.common.text.tokenizer import Tokenizer
+from services.scheduler.api.proofs import Proofs
+from services.scheduler.core.request import Request, SamplingSettings
+from services.scheduler.grammar import child, walk
 from services.scheduler.grammar.compiler import Limits
 from services.scheduler.grammar.prover import Prover
 from tests.fakes.model import FakeShape
@@ -26,8 +34,8 @@ ENDLESS += "\n".join(f'r{i}: (r{(i + 1) % 1000} | "a"){{0,100000}}' for i in ran
 PATTERNS = {f"^a{{0,{number}}}(x|y)*{number}$": {} for number in range(400)}
 SLOW = json.dumps({"type": "object", "patternProperties": PATTERNS})
 SLOW_TOO = SLOW.replace("(x|y)", "(x|z)")
-# Compiled in about as long as its second mask takes, which no limit of the library's bounds, nor is the first one slow.
-SLOW_LATER = 'start: "x" T0\n' + "\n".join(f'T{i}: (T{i + 1} "c")*' for i in range(600)) + '\nT600: "a"'
+# Compiled in about as long as its second mask takes, while the first one is quick; no limit of the library's counts it.
+SLOW_LATER = 'start: "x" T0\n' + "\n".join(f'T{i}: (T{i + 1} "c")*' for i in range(400)) + '\nT400: "a"'
 
 WRONG = [
     (g.Grammar(), "of no kind"),
@@ -50,6 +58,10 @@ WRONG = [
     (g.Grammar(lark='start: "a" b'), 'unknown name: "b"'),
     (g.Grammar(lark="start: " + "(" * 5000 + '"a"' + ")" * 5000), "too deeply nested"),
     (g.Grammar(lark='root: "a"'), "start"),
+    (g.Grammar(lark="start: a\na[lazy, temperature=-1]: /x/"), "attribute 'temperature' has no effect"),
+    (g.Grammar(lark="start [ capture ] : /x/"), "attribute 'capture' has no effect"),
+    (g.Grammar(lark='start: a\na[suffix="]",stop_capture="s"]: /x/'), "attribute 'stop_capture' has no effect"),
+    (g.Grammar(lark='start: a "z"\na[stop="y"]: /x/'), "attribute 'stop' has no effect"),
 ]
 RIGHT = [
     g.Grammar(json_schema=CITY),
@@ -60,6 +72,7 @@ RIGHT = [
     g.Grammar(choices=g.Choices(texts=["", 'a"b\\', "line\nbreak", "\x00\x07\x7f", "naïve ☃ 😀", "</think>"])),
     g.Grammar(choices=g.Choices(texts=[f"choice {index}" for index in range(5000)])),
     g.Grammar(lark='start: "a" start | "b"'),
+    g.Grammar(lark='start: a "stop[capture]: b"\na[suffix="stop=", max_tokens=5]: /[capture]*/'),
 ]
 
 
@@ -204,6 +217,81 @@ async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_one_
     with pytest.raises(InvalidRequest, match=r"more than (200 MiB|1 s) to compile"):
         await prover.prove(nested, "it")
     await prover.prove("start: /x/", "it")
+
+
+def test_a_grammar_whose_later_tokens_take_long_is_found_out(monkeypatch):
+    """A bound between the masks of this one, some 100 ms, and those of ordinary ones."""
+    monkeypatch.setattr(walk, "_MOST_MASK_S", 0.02)
+    grammars = Grammars(Tokenizer.load("builtin"), [0, 1])
+    assert "takes too long" in walk.too_slow(grammars.matcher(SLOW_LATER), [0, 1])
+    assert not walk.too_slow(grammars.matcher("start: /(.|\\n)*/"), [0, 1])
+
+
+async def test_a_grammar_that_needs_more_stack_than_workers_have_is_refused(prover):
+    chain = "start: t0\n" + "\n".join(f't{i}: t{i + 1} "c"' for i in range(3000)) + '\nt3000: "a"'
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        await prover.prove(chain, "it")
+    await prover.prove("start: /x/", "it")
+
+
+async def test_clients_take_turns_and_what_nobody_waits_for_is_not_begun(prover, monkeypatch):
+    begun, gate = [], asyncio.Event()
+
+    async def compile(self, text):
+        begun.append(text)
+        await gate.wait()
+        return ""
+
+    monkeypatch.setattr(Prover, "_compile", compile)
+    many = [asyncio.create_task(prover.prove(f"m{i}", "it", "many")) for i in range(6)]
+    await asyncio.sleep(0)
+    shared = asyncio.create_task(prover.prove("m5", "it", "one"))
+    other = asyncio.create_task(prover.prove("o", "it", "other"))
+    await asyncio.sleep(0)
+    assert begun == ["m0", "m1"]
+    many[3].cancel()
+    await asyncio.gather(many[3], return_exceptions=True)
+    gate.set()
+    await asyncio.gather(*(task for task in many if task is not many[3]), shared, other)
+    assert begun == ["m0", "m1", "m2", "m5", "o", "m4"]
+    assert not prover._proofs
+    await prover.prove("m3", "it", "many")  # asked for again
+
+
+async def test_a_deadline_is_kept_while_a_grammar_is_proven(monkeypatch):
+    async def never(self, text):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Prover, "_compile", never)
+    async with start() as service, session(service) as client:
+        asked = asking(g.Grammar(regex="x"), deadline_unix_ms=int(time.time() * 1000) + 50)
+        await client.submit(0, **asked)
+        await client.finished(0)
+        assert client.samples[0].finish.reason == g.FINISH_REASON_DEADLINE
+        asked["deadline_unix_ms"] = int(time.time() * 1000) + 50
+        outputs = await service.generate(**asked)
+        assert outputs[0].finish.reason == g.FINISH_REASON_DEADLINE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps such limits")
+def test_a_child_asks_for_no_more_memory_than_it_may_have(monkeypatch):
+    """More than a hard limit would be an error."""
+    asked = []
+    monkeypatch.setattr(child.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    monkeypatch.setattr(child.resource, "setrlimit", lambda _, limits: asked.append(limits))
+    child._limit_memory(1 << 30)
+    assert asked == [(1 << 20, 1 << 20)]
+
+
+async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(prover):
+    proofs = Proofs(None, prover, sink=1)
+    request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar=ENDLESS), n=2, handle=5)
+    proofs.begin(request, "it")
+    for _ in range(100):
+        assert proofs.keep_cancels([5, 6, 7]) == [7]
+    assert proofs._cancels == {5: {5, 6}}
+    proofs.close()
+    await asyncio.gather(*proofs._tasks, return_exceptions=True)
 
 
 async def test_a_child_that_was_killed_is_replaced(prover):

@@ -11,7 +11,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
 
-# Work that a grammar may make, in the library's units: some 100 ms when it is compiled, some 10 ms a token at worst.
+# Work that a grammar may make, in the library's units: some 100 ms when it is compiled, some 10 ms a token. Some work
+# it does not count, such as that of long chains of terminals: so schedulers measure what a grammar takes (their
+# grammar/child.py), and workers wait for none of them for long.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
     step_lexer_fuel=100_000,

@@ -14,10 +14,11 @@ from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
+from services.scheduler.api.proofs import prove_in_time
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import ragged_rows
 from services.scheduler.core.request import Finish
-from services.scheduler.grammar.message import name_of
+from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2
@@ -47,10 +48,11 @@ class Generation:
             if needs_tokenizing(message)
             else read_prompt(message, model)
         )
+        await keep_long_text(message.sampling)
         request = read_request(message, tokens, model, sink=0, handle=0)
-        if request.sampling.grammar:
-            await self._prover.prove(request.sampling.grammar, name_of(message.sampling.grammar))
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
+        if request.sampling.grammar:
+            await prove_in_time(self._prover, request, name_of(message.sampling.grammar))
         self._wants_logprobs = request.sampling.logprobs
         wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)
         if wants_text:

@@ -1,6 +1,7 @@
 """Requests of one session whose grammar has to be proven before they are queued."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -13,6 +14,17 @@ from services.scheduler.grammar.prover import Prover
 log = structlog.get_logger(__name__)
 
 _MOST = 16_384
+_BEHIND_DEADLINE_S = 0.01  # what is submitted without a proof must be overdue, whoever's clock is read
+
+
+async def prove_in_time(prover: Prover, request: Request, name: str) -> None:
+    """Raises as ``Prover.prove`` does. Returns at the request's deadline, too: submitted then, it ends as overdue."""
+    client = request.fairness_key, request.sink
+    left = None if request.deadline_ms is None else request.deadline_ms / 1000 - time.time() + _BEHIND_DEADLINE_S
+    try:
+        await asyncio.wait_for(prover.prove(request.sampling.grammar, name, client), left)
+    except TimeoutError:
+        log.info("a request's deadline came before its grammar was checked", request_id=request.request_id)
 
 
 class Proofs:
@@ -24,7 +36,7 @@ class Proofs:
         self._sink = sink
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, Request] = {}  # by the handle of each sample
-        self._cancels: dict[int, list[int]] = {}  # handles cancelled meanwhile, by their request's
+        self._cancels: dict[int, set[int]] = {}  # handles cancelled meanwhile, by their request's
 
     def check_handles(self, request: Request) -> None:
         """``AlreadyExists`` when one of its handles belongs to a request that waits here. Of others the core knows."""
@@ -53,7 +65,7 @@ class Proofs:
             return list(handles)
         for handle in handles:
             if (request := self._waiting.get(handle)) is not None:
-                self._cancels.setdefault(request.handle, []).append(handle)
+                self._cancels.setdefault(request.handle, set()).add(handle)
         return [handle for handle in handles if handle not in self._waiting]
 
     def close(self) -> None:
@@ -64,7 +76,7 @@ class Proofs:
     async def _prove(self, request: Request, name: str) -> None:
         error: TokaError | None = None
         try:
-            await self._prover.prove(request.sampling.grammar, name)
+            await prove_in_time(self._prover, request, name)
         except TokaError as refused:
             error = refused
         except Exception as broken:  # one request's trouble is not the session's
@@ -72,9 +84,9 @@ class Proofs:
             error = Internal("internal error; the server's log has the details")
         for handle in range(request.handle, request.handle + request.n):
             self._waiting.pop(handle, None)
-        cancels = self._cancels.pop(request.handle, [])
+        cancels = self._cancels.pop(request.handle, set())
         if error is None:
             self._engine.submit(request)
-            self._engine.cancel(self._sink, cancels)
+            self._engine.cancel(self._sink, sorted(cancels))
         else:
             self._engine.reject(self._sink, request.handle, error)

@@ -14,7 +14,7 @@ from services.scheduler.api.session import Session
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.outlook import Outlook, look_ahead
 from services.scheduler.core.scheduler import Scheduler, resolve_limit
-from services.scheduler.grammar.message import name_of
+from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
@@ -65,6 +65,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id))
             case "request":
                 tokens = await asyncio.to_thread(read_prompt, request.request, self._model)
+                await keep_long_text(request.request.sampling)
                 subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
                 if subject.sampling.grammar:
                     await self._prover.prove(subject.sampling.grammar, name_of(request.request.sampling.grammar))

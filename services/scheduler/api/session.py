@@ -13,7 +13,7 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.proofs import Proofs
 from services.scheduler.api.validation import read_request
-from services.scheduler.grammar.message import name_of
+from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import session_pb2
@@ -117,6 +117,7 @@ class Session:
                 tokens = await asyncio.to_thread(read_prompt, message, model)
             else:
                 tokens = read_prompt(message, model)
+            await keep_long_text(message.sampling)
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
             self._proofs.check_handles(request)
             if grammar := request.sampling.grammar:

@@ -1,25 +1,31 @@
 """``python -m services.scheduler.grammar.child``: compiles grammars, one behind the other, until its input ends.
 
-It may be killed over any of them: by its limit of CPU seconds, or for want of memory. Its first frame says that it is
-ready (empty) or why it cannot be; then each grammar is answered by one frame, empty when it compiles.
+It may be killed over any of them: by its limit of CPU seconds, for want of memory, or of stack. Its first frame says
+that it is ready (empty) or why it cannot be; then each grammar is answered by one frame, empty when it compiles and
+some tens of its masks are made in time.
 """
 
 import json
 import re
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from services.common.errors import TokaError
 from services.common.process import die_with_parent
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.grammar.frames import LENGTH, frame
+from services.scheduler.grammar.walk import MOST_WALK_S, too_slow
 
 _LONGEST_REASON = 300
-_REGEX_ERROR = re.compile(r"^\s*error: (.*)", re.MULTILINE)
+# Less than any thread has that compiles or follows in a worker, of which those of llguidance's have least, 2 MiB.
+_STACK_BYTES = 1024**2
+_REGEX_ERROR = re.compile(r"^[ \t]*error: (.*)", re.MULTILINE)
 # What the library calls it -> what it means.
 _CODES = (
     ("NoExtension", "no text matches it"),
@@ -36,15 +42,24 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         grammars = Grammars(Tokenizer.load(settings["tokenizer"]), settings["eos_token_ids"])
-        _reason(grammars, "start: /(.|\\n)*/")  # whatever is made once is made now
     except TokaError as error:
         _write(error.message)
         return
+    threading.stack_size(_STACK_BYTES)
+    serving = threading.Thread(target=_serve, args=(grammars, settings))
+    serving.start()
+    serving.join()
+
+
+def _serve(grammars: Grammars, settings: dict[str, Any]) -> None:
+    _reason(grammars, "start: /(.|\\n)*/")  # whatever is made once is made now
     _limit_memory(settings["memory_bytes"])
     _write("")
     for grammar in _frames(sys.stdin.buffer):
         _limit_time(settings["cpu_seconds"])
-        _write(_reason(grammars, grammar))
+        reason = _reason(grammars, grammar)
+        _limit_time(0)
+        _write(reason)
 
 
 def _reason(grammars: Grammars, grammar: str) -> str:
@@ -56,7 +71,10 @@ def _reason(grammars: Grammars, grammar: str) -> str:
     matcher.compute_bitmask()
     if matcher.is_error():
         return _readable(matcher.get_error())
-    return _readable("; ".join(matcher.get_grammar_warnings()))
+    if warnings := matcher.get_grammar_warnings():
+        return _readable("; ".join(warnings))
+    _limit_time(2 * MOST_WALK_S)  # it looks at its clock between masks only
+    return _readable(too_slow(matcher, grammars.ends))
 
 
 def _readable(message: str) -> str:
@@ -86,14 +104,16 @@ def _limit_memory(more: int) -> None:
     if not sys.platform.startswith("linux"):  # others neither tell nor keep it
         return
     most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if allowed != resource.RLIM_INFINITY:
+        most = min(most, allowed)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _limit_time(seconds: float) -> None:
-    """Of computing, from now on. Beyond them the process is killed by SIGXCPU."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    """Of computing, from now on; 0 = no limit. Beyond them the process is killed by SIGPROF: a limit of the system's
+    would know whole seconds only."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 if __name__ == "__main__":

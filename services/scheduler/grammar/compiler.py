@@ -9,19 +9,23 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from typing import NamedTuple
 
+import structlog
+
 from services.common.errors import Unavailable
 from services.common.process import PARENT_PID
 from services.scheduler.grammar.frames import LENGTH, frame
 
+log = structlog.get_logger(__name__)
+
 _START_S = 120.0  # wall clock: a large vocabulary, and a machine that others use, too
-_PATIENCE = 12  # wall clock to CPU seconds: who takes longer did not get the processor
+_PATIENCE = 24  # wall clock to CPU seconds: who takes longer did not get the processor
 
 
 class Limits(NamedTuple):
     """For one grammar."""
 
-    cpu_seconds: float = 5.0
-    memory_bytes: int = 1024**3  # beside what the child takes anyway
+    cpu_seconds: float = 0.5  # until it has its first mask; a worker compiles it again, and a step may wait for it
+    memory_bytes: int = 256 * 1024**2  # beside what the child takes anyway; a worker keeps several
 
 
 class Compiler:
@@ -83,8 +87,9 @@ class Compiler:
         return (await stream.readexactly(*LENGTH.unpack(await stream.readexactly(LENGTH.size)))).decode()
 
     def _cause_of_death(self, status: int) -> str:
+        log.warning("a process that checks grammars was ended", exit_status=status)
         match -status:
-            case signal.SIGXCPU:
+            case signal.SIGPROF:
                 return f"it takes more than {self._limits.cpu_seconds:g} s to compile"
             case signal.SIGABRT | signal.SIGSEGV | signal.SIGBUS | signal.SIGILL:
                 return f"it takes more than {self._limits.memory_bytes >> 20} MiB to compile, or is nested too deeply"

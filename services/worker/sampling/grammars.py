@@ -1,23 +1,22 @@
 """The grammars that sequences follow: where each of them stands, and which tokens it may have next."""
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import structlog
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import ModelCard
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.runner.plan import Plan
+from services.worker.sampling.follower import Follower
+from services.worker.sampling.matchers import Matchers
+from services.worker.sampling.patience import Patience
 
-# Compiled grammars that are kept for the next sequence that has the same.
-_MOST_COMPILED = 32
 # A mask of a large vocabulary takes 10 us to 1 ms.
 _MOST_THREADS = 8
 
@@ -51,50 +50,18 @@ class RowMasks(NamedTuple):
         return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(bool)
 
 
-class Follower:
-    """Where one sequence stands in its grammar. Used by one thread at a time."""
-
-    def __init__(self, matcher: "Future[LLMatcher | None]") -> None:
-        """``matcher``: behind what was generated before the admission; None = that ended the sequence."""
-        self._matcher: Future[LLMatcher | None] | None = matcher  # None = any token may come
-        self.reason = ""  # why the grammar cannot be followed any more
-
-    def matcher(self) -> LLMatcher | None:
-        """Waits for it. None where any token may come: the sequence has ended, or failed."""
-        if self._matcher is None:
-            return None
-        try:
-            matcher = self._matcher.result()
-        except InvalidRequest as error:
-            return self.fail(str(error))
-        if matcher is None:
-            self.let_go()
-        return matcher
-
-    def let_go(self) -> None:
-        """Any token may come from here on."""
-        if self._matcher is not None:
-            self._matcher.cancel()
-        self._matcher = None
-
-    def fail(self, reason: str) -> None:
-        """The sequence cannot be continued."""
-        said = " ".join(reason.removesuffix("<non-verbose/>").split())
-        self.reason = f"the grammar cannot be followed: {said}"
-        self.let_go()
-
-
 class SlotGrammars:
     """Of all slots. Owned by the compute thread, but for ``masks`` and ``fill``, which several threads may call at once
-    for different slots. Grammars are compiled in a thread of their own, while the model computes."""
+    for different slots."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
-        """``vocab_size``: the model's, which the tokenizer's may differ from."""
+    def __init__(self, grammars: Grammars, vocab_size: int, *, reports: bool = True) -> None:
+        """``vocab_size``: the model's, which the tokenizer's may differ from. ``reports``: this rank tells the
+        scheduler which sequences fail."""
         self._grammars, self._vocab_size = grammars, vocab_size
         self.words = -(-grammars.vocab_size // 32)
         self._followers: dict[int, Follower] = {}
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # of the compiling thread
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._matchers = Matchers(grammars)
+        self._patience = Patience(bounded=reports)
         self._masking = LLExecutor(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
     def apply(self, plan: Plan) -> None:
@@ -104,8 +71,7 @@ class SlotGrammars:
             if grammar := admission.sampling.grammar:
                 known = admission.token_ids
                 generated = known[admission.prompt_tokens or len(known) :].tolist()
-                made = self._compiling.submit(self._make, grammar, generated)
-                self._followers[admission.slot] = Follower(made)
+                self._followers[admission.slot] = Follower(self._matchers.make(grammar, generated))
 
     def clear(self) -> None:
         """Free all slots."""
@@ -119,7 +85,7 @@ class SlotGrammars:
     def close(self) -> None:
         """Let the threads end."""
         self.clear()
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._matchers.close()
 
     def followers(self, slots: np.ndarray) -> list[Follower]:
         """Of ``slots [n]``, all of which have a grammar."""
@@ -142,18 +108,28 @@ class SlotGrammars:
     def fill(self, followers: Sequence[Follower], bits: np.ndarray) -> None:
         """What each of ``followers`` may have next into ``bits [n, words]`` int32, contiguous: anything where it has
         ended, or fails here."""
-        matchers = [(matcher, row) for row, each in enumerate(followers) if (matcher := each.matcher()) is not None]
+        until = self._patience.until()
+        found = ((each.matcher(until), row) for row, each in enumerate(followers))
+        matchers = [(matcher, row) for matcher, row in found if matcher is not None]
         if len(matchers) < len(followers):
             bits[:] = -1
         if not matchers:
             return
-        self._masking.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+        start, size = bits.ctypes.data, bits.strides[0]
+        self._patience.call(
+            [followers[row] for _, row in matchers],
+            lambda index: matchers[index][0].unsafe_compute_mask_ptr(start + matchers[index][1] * size, size),
+            lambda those: self._masking.unsafe_compute_mask_ptr([matchers[i] for i in those], start, size, len(bits)),
+        )
         if self._grammars.vocab_size > self._vocab_size:
             bits[:, -(-self._vocab_size // 32) :] = 0
             if rest := self._vocab_size % 32:
                 bits[:, self._vocab_size // 32] &= (1 << rest) - 1
         some = bits.any(axis=1)
         for matcher, row in matchers:
+            if followers[row].reason:  # it has taken too long
+                bits[row] = -1
+                continue
             if matcher.is_error():  # then the mask means nothing
                 followers[row].fail(matcher.get_error())
             elif not some[row]:
@@ -169,9 +145,9 @@ class SlotGrammars:
 
     def advance(self, tokens: Iterable[tuple[Follower, int]]) -> None:
         """As ``consume``."""
-        pairs, whose = [], []
+        pairs, whose, until = [], [], self._patience.until()
         for follower, token in tokens:
-            if (matcher := follower.matcher()) is None:
+            if (matcher := follower.matcher(until)) is None:
                 continue
             if token < 0 or token in self._grammars.ends:
                 follower.let_go()
@@ -180,25 +156,11 @@ class SlotGrammars:
             whose.append(follower)
         if not pairs:
             return
-        for follower, (matcher, _), good in zip(whose, pairs, self._masking.consume_token_par(pairs), strict=True):
-            if not good:
+        self._patience.call(
+            whose,
+            lambda index: pairs[index][0].consume_token(pairs[index][1]),
+            lambda those: self._masking.consume_token_par([pairs[index] for index in those]),
+        )
+        for follower, (matcher, _) in zip(whose, pairs, strict=True):
+            if not follower.reason and matcher.is_error():
                 follower.fail(matcher.get_error())
-
-    def _make(self, grammar: str, generated: list[int]) -> LLMatcher | None:
-        """The compiling thread."""
-        if not self._grammars.ends.isdisjoint(generated):
-            return None
-        matcher = self._start(grammar).deep_copy()
-        if not matcher.consume_tokens(generated):
-            raise InvalidRequest(f"what was generated before does not match: {matcher.get_error()}")
-        return matcher
-
-    def _start(self, grammar: str) -> LLMatcher:
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
-        start = self._grammars.matcher(grammar)
-        self._compiled[grammar] = start
-        if len(self._compiled) > _MOST_COMPILED:
-            self._compiled.popitem(last=False)
-        return start

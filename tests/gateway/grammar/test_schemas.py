@@ -37,7 +37,7 @@ def outcome(schema: dict, response: httpx.Response) -> str:
     """What became of it; what is wrong with that, if anything is."""
     if response.status_code == 400:
         error = response.json()["error"]
-        named = error["param"] == "response_format" and len(error["message"]) < 400
+        named = error["param"].startswith("response_format") and len(error["message"]) < 400
         return "refused" if named else f"not named: {error}"
     if response.status_code != 200:
         return f"broken: {response.text}"

@@ -5,7 +5,8 @@ import torch
 
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.plan import Plan
-from services.worker.sampling.grammars import Follower, SlotGrammars
+from services.worker.sampling.follower import Follower
+from services.worker.sampling.grammars import SlotGrammars
 
 
 class Guide:

@@ -1,0 +1,46 @@
+"""Where one sequence stands in its grammar."""
+
+import time
+from concurrent.futures import CancelledError, Future
+
+from llguidance import LLMatcher
+
+from services.common.errors import InvalidRequest
+
+
+class Follower:
+    """Used by one thread at a time."""
+
+    def __init__(self, matcher: "Future[LLMatcher | None]") -> None:
+        """``matcher``: behind what was generated before the admission; None = that ended the sequence."""
+        self._matcher: Future[LLMatcher | None] | None = matcher  # None = any token may come
+        self.reason = ""  # why the grammar cannot be followed any more
+        self.watched = 0  # how often it is still looked at how long it takes
+
+    def matcher(self, until: float | None = None) -> LLMatcher | None:
+        """Waits for it, and fails at ``until``, by ``time.monotonic``. None where any token may come: the sequence has
+        ended, or failed."""
+        if self._matcher is None:
+            return None
+        try:
+            wait = until is not None and not self._matcher.done()
+            matcher = self._matcher.result(max(0.0, until - time.monotonic()) if wait else None)
+        except InvalidRequest as error:
+            return self.fail(str(error))
+        except (TimeoutError, CancelledError):
+            return self.fail("it was not compiled in time; try again")
+        if matcher is None:
+            self.let_go()
+        return matcher
+
+    def let_go(self) -> None:
+        """Any token may come from here on."""
+        if self._matcher is not None:
+            self._matcher.cancel()
+        self._matcher = None
+
+    def fail(self, reason: str) -> None:
+        """The sequence cannot be continued."""
+        said = " ".join(reason.removesuffix("<non-verbose/>").split())
+        self.reason = f"the grammar cannot be followed: {said}"
+        self.let_go()
