@@ -5,13 +5,13 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from services.client.params import SamplingParams
+from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.http import Caller
@@ -142,7 +142,7 @@ async def _encode_chat(text: TextEngine, facts: ModelFacts, request: Request, se
     except TypeError as error:
         raise InvalidRequest(f"messages: {error}", field="messages", reason="INVALID_VALUE") from None
     body = parse(document, ConversationBody)
-    prompt = await render(SimpleNamespace(text=text), body, max_tokens=None)
+    prompt = await render(text, body, max_tokens=None)
     for name in prompt.unknown:
         raise InvalidRequest(f"{name}: this model's chat template does not know it; leave it out", field=name)
     grammar = await _grammar(text, request.parsers, body, prompt, settings.grammar)
@@ -159,9 +159,9 @@ async def _grammar(
     strict = any(tool.function.strict for tool in body.tools or ())
     if wanted is None and not strict:
         return None
-    gateway = SimpleNamespace(text=text, formats=OutputFormats.of(SimpleNamespace(**parsers), text.tokenizer))
-    tools = check_tools(gateway, body, None)
-    return await make_grammar(gateway, body, prompt, tools, wanted, choice=None, parallel=True)
+    formats = OutputFormats.of(GatewayConfig(**parsers), text.tokenizer)
+    tools = check_tools(formats, body, None)
+    return await make_grammar(text, formats, body, prompt, tools, wanted, choice=None, parallel=True)
 
 
 def _token_ids(prompt: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
+INLINE_BYTES = 64 * 1024  # work on more is for a thread: the event loop has streams to feed
 BATCH_CHARACTERS = 64 * 1024  # a larger request does not wait in, nor hold up, the common batch
 _LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
 
@@ -73,6 +74,10 @@ class TextEngine:
     async def in_thread(self, work: Callable[..., R], *arguments: Any) -> R:
         """``work(*arguments)`` in one of the engine's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def worked(self, size: int, work: Callable[..., R], *arguments: Any) -> R:
+        """``work(*arguments)``, which is about ``size`` bytes; in a thread when that is much."""
+        return work(*arguments) if size <= INLINE_BYTES else await self.in_thread(work, *arguments)
 
     def check_length(self, text: str, max_tokens: int, field: str) -> None:
         """Refuse, without tokenising, a text with more bytes than ``max_tokens`` of the longest token."""

@@ -3,7 +3,6 @@ said."""
 
 import asyncio
 import sqlite3
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -14,7 +13,8 @@ from services.gateway.batch.responses import RESPONSES_EXPIRE_S, Responses
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import SchemaVersion, StoredResponse
 from services.gateway.openai.messages import MAX_MESSAGES
-from services.gateway.openai.responses.keeping import INLINE_BYTES, MAX_EARLIER_BYTES, worked
+from services.gateway.openai.responses.keeping import MAX_EARLIER_BYTES
+from services.gateway.text import INLINE_BYTES, TextEngine
 from tests.fakes.worker import FakeWorker
 from tests.gateway.batch.conftest import store_url as store_url
 from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, eventually_async, free_port
@@ -210,14 +210,15 @@ def test_a_long_conversation_is_put_together_and_listed(client, name, qwen):
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
-async def test_what_is_large_is_worked_on_in_a_thread(size):
-    threads = []
+async def test_what_is_large_is_worked_on_in_a_thread(size, tokenizer, monkeypatch):
+    text, threads = TextEngine(tokenizer), []
 
     async def in_thread(work, *arguments):
         threads.append(work)
         return work(*arguments)
 
-    assert await worked(SimpleNamespace(text=SimpleNamespace(in_thread=in_thread)), size, len, "abc") == 3
+    monkeypatch.setattr(text, "in_thread", in_thread)
+    assert await text.worked(size, len, "abc") == 3
     assert threads == [len] * (size > INLINE_BYTES)
 
 

@@ -6,8 +6,11 @@ hostnames of any length, and a bound itself where an open range lies within two 
 And where a keyword that it does not know restricts nothing, they leave it out: it would refuse ``uniqueItems: false``.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
+
+from services.common.errors import InvalidRequest
 
 Schema = Any  # an object, or true or false
 
@@ -41,6 +44,17 @@ _PATTERNS = {
 }
 _LONGEST_HOSTNAME = 253
 _BOUNDS = (("exclusiveMinimum", "minimum", max, 1), ("exclusiveMaximum", "maximum", min, -1))
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """A schema that is an object, of its JSON: ``true`` has no place for options. Raises ``InvalidRequest``, and
+    ``ValueError`` or ``RecursionError`` for what is no JSON, or nested too deeply."""
+    schema = json.loads(text)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("the schema is not a JSON object: expected one, or true")
+    return schema
 
 
 def tightened(schema: Schema) -> Schema:

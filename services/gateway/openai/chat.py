@@ -45,17 +45,19 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> 
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_truncation(kept := body.truncate_prompt_tokens, facts)
-    tools = check_tools(gateway, body, body.tool_choice)
+    tools = check_tools(gateway.formats, body, body.tool_choice)
     wanted = await wanted_grammar(gateway.text, body)
     prompt = await render(
-        gateway,
+        gateway.text,
         body,
         max_tokens=facts.max_context_tokens if kept is None else None,
         effort=body.reasoning_effort,
         with_tools=body.tool_choice != "none",
     )
     parallel = body.parallel_tool_calls is not False
-    grammar = await make_grammar(gateway, body, prompt, tools, wanted, choice=body.tool_choice, parallel=parallel)
+    grammar = await make_grammar(
+        gateway.text, gateway.formats, body, prompt, tools, wanted, choice=body.tool_choice, parallel=parallel
+    )
     check_grammar_copies(1, body, grammar)
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
     request_id = f"{prefix}-{secrets.token_hex(16)}"

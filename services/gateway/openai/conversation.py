@@ -9,9 +9,11 @@ from services.gateway.job import Grammar
 from services.gateway.openai.grammar.answer import Thoughts, compose
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool, ToolChoice
+from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.output.reasoning import BEGINS, ENDS
 from services.gateway.openai.schemas import ChatBody
+from services.gateway.text import TextEngine
 
 
 class Prompt(NamedTuple):
@@ -32,7 +34,7 @@ class Prompt(NamedTuple):
 
 
 async def render(
-    gateway: Gateway,
+    engine: TextEngine,
     body: ConversationBody,
     *,
     max_tokens: int | None,
@@ -42,7 +44,7 @@ async def render(
 ) -> Prompt:
     """The prompt of ``body``. ``max_tokens``: more are refused; None: none are. Raises ``InvalidRequest``."""
     tools = [tool.render() for tool in body.tools or ()] if with_tools else []
-    known = gateway.text.tokenizer.chat_template(tools=bool(tools)).variables
+    known = engine.tokenizer.chat_template(tools=bool(tools)).variables
     given = body.chat_template_kwargs or {}
     variables = {name: value for name, value in given.items() if name in known} | _thinking(effort, known, given)
     for name, value in (("tools", tools), ("documents", body.documents or [])):
@@ -50,7 +52,7 @@ async def render(
             raise _unsupported(name, f"this model's chat template does not know of {name}; leave them out")
         if value:
             variables[name] = value
-    text, ids = await gateway.text.encode_chat(
+    text, ids = await engine.encode_chat(
         [message.render() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
@@ -61,7 +63,7 @@ async def render(
     return Prompt(ids, text, [f"chat_template_kwargs.{name}" for name in given if name not in known])
 
 
-def check_tools(gateway: Gateway, body: ConversationBody, choice: ToolChoice | None) -> list[Tool]:
+def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoice | None) -> list[Tool]:
     """The tools that the model may call. Raises ``InvalidRequest`` for a ``tool_choice`` that the tools do not allow,
     and for tools whose calls the server cannot read or write."""
     if not body.tools or choice == "none":
@@ -72,14 +74,14 @@ def check_tools(gateway: Gateway, body: ConversationBody, choice: ToolChoice | N
                 reason="INVALID_VALUE",
             )
         return []
-    if not gateway.formats.calls_known:
+    if not formats.calls_known:
         raise _unsupported(
             "tools",
             "this server does not know how this model writes its tool calls; leave tools out, or have the server"
             " started with tool_call_parser=llama3, hermes or none",
         )
     constrained = choice not in (None, "auto") or any(tool.function.strict for tool in body.tools)
-    if constrained and gateway.formats.calls is None:
+    if constrained and formats.calls is None:
         raise _unsupported(
             "tools",
             "with tool_call_parser=none calls stay text: they cannot be required, nor strict; have the server started"
@@ -98,7 +100,8 @@ def check_tools(gateway: Gateway, body: ConversationBody, choice: ToolChoice | N
 
 
 async def make_grammar(
-    gateway: Gateway,
+    engine: TextEngine,
+    formats: OutputFormats,
     body: ConversationBody,
     prompt: Prompt,
     tools: list[Tool],
@@ -112,13 +115,13 @@ async def make_grammar(
     calls = None
     must_call = choice == "required" or isinstance(choice, NamedTool)
     constrained = must_call or (tools and wanted is not None) or any(tool.function.strict for tool in tools)
-    if constrained and gateway.formats.calls is not None:
+    if constrained and formats.calls is not None:
         parallel = parallel and not isinstance(choice, NamedTool)
-        calls = CallRules(gateway.formats.calls, tools, parallel=parallel, strict_only=not must_call)
-    thoughts = prompt.thoughts(_continued(body)) if gateway.formats.reasoning else Thoughts.NONE
+        calls = CallRules(formats.calls, tools, parallel=parallel, strict_only=not must_call)
+    thoughts = prompt.thoughts(_continued(body)) if formats.reasoning else Thoughts.NONE
     if calls is None and wanted is None:
         return None
-    return await gateway.text.in_thread(partial(compose, wanted, calls, must_call=must_call, thoughts=thoughts))
+    return await engine.in_thread(partial(compose, wanted, calls, must_call=must_call, thoughts=thoughts))
 
 
 def make_reader(

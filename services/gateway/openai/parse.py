@@ -14,7 +14,6 @@ from services.gateway.text import TextEngine
 
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024
-_INLINE_BYTES = 64 * 1024  # a larger body is parsed in a thread: the event loop has streams to feed
 _LONGEST_HEADER = 1024
 _UNION_STEPS = (
     "str",
@@ -32,7 +31,7 @@ B = TypeVar("B", bound=Body)
 
 async def parse_large(text: TextEngine, raw: bytes, kind: type[B]) -> B:
     """``parse``, in one of ``text``'s threads when there is much to parse."""
-    return parse(raw, kind) if len(raw) <= _INLINE_BYTES else await text.in_thread(parse, raw, kind)
+    return await text.worked(len(raw), parse, raw, kind)
 
 
 def parse(raw: bytes, kind: type[B]) -> B:

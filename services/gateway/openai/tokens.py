@@ -66,7 +66,7 @@ async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
             [body.prompt], max_tokens=None, field="prompt", add_special_tokens=body.add_special_tokens is not False
         )
     else:
-        prompt = await render(gateway, body, max_tokens=None, add_special_tokens=bool(body.add_special_tokens))
+        prompt = await render(gateway.text, body, max_tokens=None, add_special_tokens=bool(body.add_special_tokens))
         ids, unknown = prompt.ids, prompt.unknown
     strings = [gateway.text.token_text(token)[0] for token in ids] if body.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": facts.max_context_tokens, "tokens": ids, "token_strs": strings}

@@ -44,11 +44,11 @@ def _shared_pages(tree: PrefixTree, nodes: np.ndarray) -> np.ndarray:
 
 def may_yield(state: State, samples: Sequence[Sample], now_ns: int) -> list[bool]:
     """Whether each of ``samples``, which left the queue to run, makes way for higher classes."""
-    found, highest = [], state.waiting.highest
+    found, aged = [], _outrank(state, np.array([sample.accepted_ns for sample in samples], np.int64), now_ns)
     left = -1  # places for those that do not
-    for sample in samples:
+    for sample, old in zip(samples, aged.tolist(), strict=True):
         yields = sample.request.priority == Priority.LOW and not sample.request.guaranteed
-        if yields and (sample.yields >= _MOST_YIELDS or _outranks(state, sample, highest, now_ns)):
+        if yields and (sample.yields >= _MOST_YIELDS or old):
             if left < 0:
                 left = max(0, state.low_share - _steadfast(state))
             yields = left == 0
@@ -60,24 +60,23 @@ def may_yield(state: State, samples: Sequence[Sample], now_ns: int) -> list[bool
 def without_those_of_age(state: State, low: np.ndarray, now_ns: int) -> np.ndarray:
     """Of the slots ``low``, int64, that make way, those that still do. The oldest hold their own from here on, as far
     as there is room for such, where age would take them back before those who wait above them."""
-    slots, highest, ageing_ns = state.slots, state.waiting.highest, int(state.policy.ageing_s * 1e9)
-    left = state.low_share - _steadfast(state)
-    if highest is None or not ageing_ns or left <= 0:
+    slots, left = state.slots, state.low_share - _steadfast(state)
+    if left <= 0:
         return low
     accepted_ns = slots.accepted_ns[low]
     oldest = low[np.argsort(accepted_ns, kind="stable")]
-    aged = np.count_nonzero((now_ns - accepted_ns) // ageing_ns > Priority.LOW - highest)
-    holding = oldest[: min(aged, left)]
+    holding = oldest[: min(np.count_nonzero(_outrank(state, accepted_ns, now_ns)), left)]
     slots.yields[holding] = False
     return np.setdiff1d(low, holding)
 
 
-def _outranks(state: State, sample: Sample, highest: Priority | None, now_ns: int) -> bool:
-    """Age let it go before somebody who waits in class ``highest``."""
-    ageing_ns = int(state.policy.ageing_s * 1e9)
+def _outrank(state: State, accepted_ns: np.ndarray, now_ns: int) -> np.ndarray:
+    """Which of class low, accepted at ``accepted_ns [n]``, age lets go before those of the highest class that wait:
+    bool ``[n]``."""
+    highest, ageing_ns = state.waiting.highest, int(state.policy.ageing_s * 1e9)
     if highest is None or not ageing_ns:
-        return False
-    return (now_ns - sample.accepted_ns) // ageing_ns > sample.request.priority - highest
+        return np.zeros(len(accepted_ns), bool)
+    return (now_ns - accepted_ns) // ageing_ns > Priority.LOW - highest
 
 
 def _steadfast(state: State) -> int:

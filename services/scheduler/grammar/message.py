@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import JSON_OPTIONS, MAX_GRAMMAR_BYTES, choice_terminal, regex_rule
-from services.common.text.json_schema import tightened
+from services.common.text.json_schema import read_schema, tightened
 from services.scheduler.grammar.attributes import idle_attribute
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -77,12 +77,7 @@ def name_of(grammar: generate_pb2.Grammar) -> str:
 
 def _json_schema(text: str) -> str:
     try:
-        schema = json.loads(text)
-        if schema is True:  # it has no place for options
-            schema = {}
-        if not isinstance(schema, dict):
-            raise InvalidRequest("the schema is not a JSON object: expected one, or true", field=FIELD)
-        tight = json.dumps(tightened(schema), ensure_ascii=False)
+        tight = json.dumps(tightened(read_schema(text)), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(tight, overrides=JSON_OPTIONS)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the schema cannot be read as JSON: {error}", field=FIELD) from None

@@ -127,14 +127,13 @@ class SlotGrammars:
                 bits[:, self._vocab_size // 32] &= (1 << rest) - 1
         some = bits.any(axis=1)
         for matcher, row in matchers:
-            if followers[row].reason:  # it has taken too long
-                bits[row] = -1
-                continue
-            if matcher.is_error():  # then the mask means nothing
-                followers[row].fail(matcher.get_error())
-            elif not some[row]:
-                followers[row].fail("no token of this model may come next")
-            if followers[row].reason:
+            follower = followers[row]
+            if not follower.reason:  # else it has taken too long
+                if matcher.is_error():  # then the mask means nothing
+                    follower.fail(matcher.get_error())
+                elif not some[row]:
+                    follower.fail("no token of this model may come next")
+            if follower.reason:
                 bits[row] = -1
 
     def consume(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from enum import Enum
 
 from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, choice_terminal, json_rule, regex_rule
+from services.common.text.json_schema import read_schema
 from services.gateway.job import Grammar
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.json_value import json_size
@@ -89,16 +90,11 @@ def _rules(grammar: Grammar, subgrammars: list[dict[str, str]], name: str = "ans
 
 def _schema(grammar: Grammar) -> dict:
     try:
-        schema = json.loads(grammar.value)
+        schema = read_schema(grammar.value)
         json_size(schema, MAX_GRAMMAR_BYTES)  # so deep that no more can be done with it
+        return schema
+    except InvalidRequest as error:
+        reason = error.message
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(
-            f"the schema cannot be read as JSON: {error}", field=grammar.field, reason="INVALID_GRAMMAR"
-        ) from None
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise InvalidRequest(
-            "the schema is not a JSON object: expected one, or true", field=grammar.field, reason="INVALID_GRAMMAR"
-        )
-    return schema
+        reason = f"the schema cannot be read as JSON: {error}"
+    raise InvalidRequest(reason, field=grammar.field, reason="INVALID_GRAMMAR")

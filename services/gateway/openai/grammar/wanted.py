@@ -10,9 +10,8 @@ from services.common.errors import InvalidRequest
 from services.gateway.job import Grammar, GrammarKind
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import json_size
-from services.gateway.text import TextEngine
+from services.gateway.text import INLINE_BYTES, TextEngine
 
-_INLINE_SIZE = 64 * 1024  # of a larger one a thread takes care: the event loop has streams to feed
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # of one line: it takes as long as that is
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _ANY_OBJECT = {"type": "object"}
@@ -23,9 +22,9 @@ async def wanted_grammar(text: TextEngine, body: GrammarBody) -> Grammar | None:
     asked = _asked(body)
     if asked is None:
         return None
-    if json_size(asked.value, _INLINE_SIZE) > _INLINE_SIZE or _is_gbnf(asked):
+    if _is_gbnf(asked):
         return await text.in_thread(_make, asked)
-    return _make(asked)
+    return await text.worked(json_size(asked.value, INLINE_BYTES), _make, asked)
 
 
 class _Asked(NamedTuple):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from services.gateway.openai.output.call import CallReader, State
 from services.gateway.openai.output.deltas import Arguments, Content, Delta
 from services.gateway.openai.output.held import certain_length, first_of
+from services.gateway.openai.output.incremental import Incremental
 
 
 class CallFormat(NamedTuple):
@@ -24,7 +25,7 @@ LLAMA3 = CallFormat("llama3", ("<|python_tag|>", "{"), ";", False, False)
 CALL_FORMATS = {form.name: form for form in (HERMES, LLAMA3)}
 
 
-class CallParser:
+class CallParser(Incremental):
     """Finds the calls in one answer. White space around a call belongs to none of its neighbours.
 
     What begins as a call and turns out to be none is content. Once a call was told it stays one: what is wrong in its
@@ -32,21 +33,12 @@ class CallParser:
     """
 
     def __init__(self, form: CallFormat, tools: Collection[str]) -> None:
+        super().__init__(self._text)
         self._form = form
         self._tools = tools
-        self._pending = ""  # not yet understood
         self._opening = ""  # what stands before the JSON of a call that may be none
         self._unclosed = False  # a call's end mark may still come
         self._call = self._new_call()
-        self._read = self._text
-
-    def push(self, text: str) -> list[Delta]:
-        """Take the next words; tell what is certain."""
-        self._pending += text
-        deltas: list[Delta] = []
-        while (told := self._read()) is not None:
-            deltas += told
-        return deltas
 
     def finish(self) -> list[Delta]:
         """The answer is over: what is left of it."""

@@ -5,26 +5,18 @@ from collections.abc import Callable, Sequence
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.openai.output.deltas import Content, Delta, Reasoning
 from services.gateway.openai.output.held import certain_length
+from services.gateway.openai.output.incremental import Incremental
 
 BEGINS, ENDS = "<think>", "</think>"
 
 
-class ReasoningParser:
+class ReasoningParser(Incremental):
     """Takes one answer apart. ``opened``: its prompt ends with ``<think>``. White space around the marks belongs to
     neither side; an answer without them is all content."""
 
     def __init__(self, *, opened: bool) -> None:
+        super().__init__(self._beginning)
         self.thought = opened  # there is reasoning, if only the beginning of it
-        self._pending = ""
-        self._read = self._beginning
-
-    def push(self, text: str) -> list[Delta]:
-        """Take the next words; tell what is certain."""
-        self._pending += text
-        deltas: list[Delta] = []
-        while (told := self._read()) is not None:
-            deltas += told
-        return deltas
 
     def finish(self) -> list[Delta]:
         """The answer is over: what is left of it."""

@@ -1,7 +1,7 @@
 """Conversations in the store: what a response goes on with, and what is kept of it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +29,6 @@ R = TypeVar("R")
 
 # Of earlier turns, as JSON: each response keeps them again, so that a small request may not store much.
 MAX_EARLIER_BYTES = 4 * 1024 * 1024
-INLINE_BYTES = 64 * 1024  # more are worked on in a thread: the event loop has streams to feed
 _PATIENCE_S = 10.0  # with a store that is busy: an answer waits so long
 
 _ITEMS = TypeAdapter(list[Item])
@@ -81,18 +80,13 @@ async def with_conversation(gateway: Gateway, body: ResponsesBody, size: int) ->
             if body.store:
                 raise
     if earlier is not None:
-        told, validated = await worked(gateway, size, _earlier, earlier, len(body.input))
+        told, validated = await gateway.text.worked(size, _earlier, earlier, len(body.input))
     else:
         told, validated = [], []
     keeper = None
     if keeping is not None:
-        keeper = Keeper(keeping, await worked(gateway, size, _to_keep, told, body.input))
+        keeper = Keeper(keeping, await gateway.text.worked(size, _to_keep, told, body.input))
     return body.model_copy(update={"input": [*validated, *body.input]}) if validated else body, keeper
-
-
-async def worked(gateway: Gateway, size: int, work: Callable[..., R], *arguments: Any) -> R:
-    """``work(*arguments)``, which is about ``size`` bytes; in a thread when that is much."""
-    return work(*arguments) if size <= INLINE_BYTES else await gateway.text.in_thread(work, *arguments)
 
 
 def _earlier(kept: KeptResponse, new: int) -> tuple[list[dict[str, Any]], list[Item]]:

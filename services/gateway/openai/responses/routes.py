@@ -16,8 +16,9 @@ from services.gateway.openai.chat import Asked, ask
 from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.responses.body import ResponsesBody, check_includes
-from services.gateway.openai.responses.keeping import INLINE_BYTES, with_conversation, worked
+from services.gateway.openai.responses.keeping import with_conversation
 from services.gateway.openai.responses.shape import ResponseShape
+from services.gateway.text import INLINE_BYTES
 
 MAX_PAGE = 100
 _INLINE_ITEMS = 512  # a longer conversation is put together in a thread
@@ -57,7 +58,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     _check_includes(request)
     kept = await (await opened(request)).responses.get(response_id)
-    items = await worked(request.app.state.gateway, len(kept.items), orjson.loads, kept.items)
+    items = await request.app.state.gateway.text.worked(len(kept.items), orjson.loads, kept.items)
     if order == "desc":
         items.reverse()
     if (after := query.text("after")) is not None:
