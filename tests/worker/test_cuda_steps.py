@@ -50,6 +50,7 @@ def make_model(device: torch.device) -> DecoderModel:
         if parameter.dim() == 2:
             parameter.data.mul_(8)
     model.rotary.cos, model.rotary.sin = model.rotary.cos.to(device), model.rotary.sin.to(device)
+    model.device = device
     return model.to(device)
 
 

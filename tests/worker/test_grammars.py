@@ -274,6 +274,18 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(vocab_size):
     grammars.close()
 
 
+def test_a_token_that_ends_a_sequence_is_no_text_of_an_answer():
+    """Though it has some: the answer would end there, whatever the grammar still wants."""
+    first, second = ascii_tokenizer().encode("ab")
+    grammars = SlotGrammars(Grammars(ascii_tokenizer(), [0, first]), 96)
+    grammars.apply(Driver(None).plan(admissions=(admission(0, [5], [0], grammar="start: /[ab]{2}/"),)))
+    slot = np.zeros(1, np.int64)
+    for expected in ([second], [second], [0, first]):
+        assert np.flatnonzero(grammars.masks(slot).allowed(96)[0]).tolist() == sorted(expected)
+        grammars.consume(slot, np.array([second]))
+    grammars.close()
+
+
 def test_masks_are_found_by_rows():
     masks = RowMasks(np.array([1, 4, 5]), np.array([[1], [2], [3]], np.int32))
     assert masks.within(2, 4) is None

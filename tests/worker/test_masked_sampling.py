@@ -5,7 +5,7 @@ import pytest
 
 from services.worker.runner.plan import Sampled
 from tests.worker.interpreter import needs_triton
-from tests.worker.test_sampling_kernels import VOCAB, Case, assert_same, hot
+from tests.worker.test_sampling_kernels import VOCAB, Case, assert_same, hot, told_apart
 
 ON_CPU = Case.on_cpu
 RUNS = [ON_CPU, Case.fused]
@@ -57,7 +57,7 @@ def chosen(case: Case, sampled: Sampled) -> dict[int, int]:
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_nothing_else_is_drawn(run, sampling):
-    case = guided(40, **sampling)
+    case = guided(16, **sampling)
     found = run(case)
     assert found.finite.all()
     for slot, token in chosen(case, found).items():
@@ -69,7 +69,7 @@ def test_nothing_else_is_drawn(run, sampling):
 def test_the_kernels_draw_what_the_cpu_draws(vocab, sampling):
     if vocab < 2600 and "bias_token_ids" in sampling:
         sampling = sampling | {"bias_token_ids": np.array([7, 30, 89])}
-    case = guided(40, vocab, **sampling)
+    case = guided(16, vocab, **sampling)
     expected = case.on_cpu()
     assert_same(case.fused(), expected)
     assert_same(case.fused(padding=9, slice_elements=16 * vocab, chunk_rows=3), expected)
@@ -102,7 +102,8 @@ def test_log_probabilities_are_those_of_the_model(run):
     case, free = guided(24, logprobs=True, top_logprobs=3), guided(24, logprobs=True, top_logprobs=3)
     free.table.masked[:] = False
     found, expected = run(case), ON_CPU(free)
-    assert found.top_token_ids.tolist() == expected.top_token_ids.tolist()
+    apart = told_apart(expected)
+    assert found.top_token_ids[apart].tolist() == expected.top_token_ids[apart].tolist()
     np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=2e-5)
     logprobs = case.logits.float().log_softmax(-1)
     own = [float(logprobs[row, token]) for row, token in enumerate(found.token_ids.tolist())]

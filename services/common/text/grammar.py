@@ -57,7 +57,8 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = ends[0], None
         # Marks such as <tool_call> are special to some tokenizers and text to us.
         marks = {token for token in vocabulary.special_ids if vocabulary.token_bytes[token]}
-        self.special_token_ids = sorted(vocabulary.special_ids - marks)
+        # What ends a sequence is no text here, though it may have some: an answer would end in the middle.
+        self.special_token_ids = sorted((vocabulary.special_ids - marks).union(ends))
         self.tokens = vocabulary.with_specials.token_bytes
 
     def __call__(self, text: bytes) -> list[int]:

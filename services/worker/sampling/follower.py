@@ -14,14 +14,15 @@ class Follower:
     def __init__(self, matcher: "Future[LLMatcher | None]") -> None:
         """``matcher``: behind what was generated before the admission; None = that ended the sequence."""
         self._matcher: Future[LLMatcher | None] | None = matcher  # None = any token may come
+        self._known: LLMatcher | None = None  # the same, once it was there
         self.reason = ""  # why the grammar cannot be followed any more
         self.watched = 0  # how often it is still looked at how long it takes
 
     def matcher(self, until: float | None = None) -> LLMatcher | None:
         """Waits for it, and fails at ``until``, by ``time.monotonic``. None where any token may come: the sequence has
         ended, or failed."""
-        if self._matcher is None:
-            return None
+        if self._known is not None or self._matcher is None:
+            return self._known
         try:
             wait = until is not None and not self._matcher.done()
             matcher = self._matcher.result(max(0.0, until - time.monotonic()) if wait else None)
@@ -31,13 +32,14 @@ class Follower:
             return self.fail("it was not compiled in time; try again")
         if matcher is None:
             self.let_go()
+        self._known = matcher
         return matcher
 
     def let_go(self) -> None:
         """Any token may come from here on."""
         if self._matcher is not None:
             self._matcher.cancel()
-        self._matcher = None
+        self._matcher = self._known = None
 
     def fail(self, reason: str) -> None:
         """The sequence cannot be continued."""
