@@ -1,5 +1,6 @@
 """Which replica gets a prompt: the one that has its prefix in cache, unless it has far more to do than another."""
 
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -39,7 +40,8 @@ class PrefixRouter:
         if len(targets) == 1:
             return targets[0]
         blocks = _block_hashes(prompt_ids, cache_salt)
-        least = min(targets, key=lambda target: target.outstanding_tokens)
+        # Several gateways know little of each other's requests: among equals they must not all begin with the same one.
+        least = min(targets, key=lambda target: (target.outstanding_tokens, random.random()))
         chosen = self._warmest(targets, blocks) or least
         if chosen.outstanding_tokens > 2 * least.outstanding_tokens + SLACK_TOKENS:
             chosen = least

@@ -22,6 +22,11 @@ def test_a_new_prompt_goes_where_the_least_is_to_do():
     assert router.choose([busy, idle], prompt(0)) is idle
 
 
+def test_gateways_that_know_of_no_work_do_not_all_begin_with_the_same_replica():
+    targets = [Target("a"), Target("b"), Target("c")]
+    assert {PrefixRouter().choose(targets, prompt(0)).address for _ in range(200)} == {"a", "b", "c"}
+
+
 def test_a_known_prefix_goes_where_it_is_cached_though_another_has_less_to_do():
     router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
     assert router.choose([first, second], prompt(0)) is first
