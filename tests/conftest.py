@@ -4,10 +4,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.worker.interpreter import DEVICE, triton_ready
 
 __all__ = ["triton_ready"]
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is a process for each core: threads of torch would wait for each other, which they do by computing.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,10 +6,12 @@ tensors on ``DEVICE``, and imports the kernels within its tests, so that it can 
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,10 +56,44 @@ def interpreter_ready(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+    quicken(monkeypatch, interpreter)
     # numpy warns of what is no accident in a kernel: infinities, numbers that are none, integers that wrap.
     with patched_once(monkeypatch, interpreter), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
+
+
+def quicken(monkeypatch, interpreter) -> None:
+    """Leave out what the interpreter does in every operation for nothing: it computes whether an integer overflows, of
+    which it tells nobody (``debug`` is off), and works out again what follows from a type or a shape."""
+    core, options = interpreter.tl.core, interpreter.interpreter_builder.options
+    assert not options.debug
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
+    np_type = functools.cache(interpreter._get_np_dtype)
+    make_block, make_tensor, blocks, shapes = core.block_type.__init__, core.tensor.__init__, {}, {}
+
+    def np_type_of(dtype):
+        return np.dtype(np.uint64) if dtype.scalar.is_ptr() else np_type(dtype.scalar)
+
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    def tensor(self, handle, type):
+        key = type.shape if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", np_type_of)
+    monkeypatch.setattr(core.block_type, "__init__", block_type)
+    monkeypatch.setattr(core.tensor, "__init__", tensor)
 
 
 @contextlib.contextmanager

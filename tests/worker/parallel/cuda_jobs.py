@@ -57,9 +57,10 @@ def make_model(ranks: Ranks) -> DecoderModel:
 
 
 def run_as_rank(
-    ranks: Ranks, port: int, plans: Sequence[Plan], graphs: int, ahead: int, fewest_sharded: int
+    ranks: Ranks, port: int, plans: Sequence[Plan], graphs: int, ahead: int, fewest_sharded: int, times: int = 1
 ) -> list[StepOutput]:
-    """A job: the outputs of ``plans``, with ``ahead`` of them in flight, and graphs of up to ``graphs`` rows."""
+    """A job: the outputs of ``plans``, with ``ahead`` of them in flight, and graphs of up to ``graphs`` rows; those of
+    the last of so many ``times``, since nothing may be left of what ran before a reset."""
     with pytest.MonkeyPatch.context() as patch, interpreter_ready(patch):
         do_without_streams(patch)
         from services.worker.attention import triton_spans
@@ -93,7 +94,7 @@ def run_as_rank(
             if graphs:
                 runner.capture(graphs)
             outputs = []
-            for _ in range(2):  # nothing is left of what ran before a reset
+            for _ in range(times):
                 runner.reset()
                 outputs, running = [], []
                 for plan in plans:

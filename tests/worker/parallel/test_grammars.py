@@ -105,8 +105,10 @@ def history() -> list:
 
 @needs_triton
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here")
-@pytest.mark.parametrize(("tp_size", "pp_size", "graphs", "ahead"), [(2, 1, 8, 3), (1, 2, 0, 2), (2, 2, 8, 3)])
-def test_ranks_of_the_gpus_runner_follow_them(tp_size, pp_size, graphs, ahead, pool):
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "graphs", "ahead", "times"), [(2, 1, 8, 3, 2), (1, 2, 0, 2, 2), (2, 2, 8, 3, 1)]
+)
+def test_ranks_of_the_gpus_runner_follow_them(tp_size, pp_size, graphs, ahead, times, pool):
     plans = history()
-    everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, graphs, ahead, 9)
+    everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, graphs, ahead, 9, times)
     same(plain_outputs(plans), everyone[(pp_size - 1) * tp_size])
