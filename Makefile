@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test lint demo bench test-compose protos descriptors clean
+.PHONY: setup serve test lint demo bench chaos soak test-compose locks audit protos descriptors clean
 
 setup: $(VENV)/.installed
 
@@ -29,9 +29,32 @@ demo: setup
 bench: setup
 	$(BIN)/python -m bench.serve_cpu $(ARGS)
 
+# make chaos seconds=600 streams=200: what is given on make's command line goes to the program.
+FLAGS = $(filter-out ARGS=% PYTHON=% VENV=% BIN=%,$(MAKEOVERRIDES)) $(ARGS)
+chaos: setup
+	$(BIN)/python -m bench.chaos $(FLAGS)
+
+soak: setup
+	$(BIN)/python -m bench.soak $(FLAGS)
+
 # Needs a Docker engine with Compose v2 on this host (DOCKER_HOST names it).
 test-compose: setup
 	$(BIN)/python -m pytest tests/e2e/test_compose.py -m compose --timeout 1800 $(ARGS)
+
+# What the images install, and whether something is known against it. Their tools are nobody's dependencies.
+TOOLS := $(VENV)/tools
+$(TOOLS)/.installed: | setup
+	$(BIN)/python -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1
+	touch $@
+
+# After a change of the dependencies in pyproject.toml, and to take newer versions.
+locks: $(TOOLS)/.installed
+	$(BIN)/python docker/lock.py $(TOOLS)/bin/uv
+
+audit: $(TOOLS)/.installed
+	$(BIN)/python -m pip check
+	$(BIN)/python docker/audit.py $(TOOLS)/bin/pip-audit $(ARGS)
 
 protos: setup
 	$(BIN)/python protos/generate.py

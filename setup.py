@@ -13,7 +13,10 @@ ROOT = Path(__file__).parent
 SERVICES = ("gateway", "scheduler", "worker")
 TEXT_ONLY = ("gateway", "scheduler")  # they need the built-in model's tokenizer, not its weights
 COMMANDS = {
-    "gateway": ["toka-gateway = services.gateway.__main__:main"],
+    "gateway": [
+        "toka-gateway = services.gateway.__main__:main",
+        "toka-key = services.gateway.access.new_key:main",
+    ],
     "scheduler": [
         "toka-scheduler = services.scheduler.__main__:main",
         "toka-replay = services.scheduler.record.replay:main",

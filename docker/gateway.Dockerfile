@@ -1,22 +1,26 @@
 # The gateway: FastAPI and the tokenizer; no torch.
-ARG PYTHON_IMAGE=python:3.11-slim
+ARG PYTHON_IMAGE=python:3.11.15-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
+COPY docker/locks/build.txt ./
+RUN pip install --no-cache-dir --no-deps --require-hashes --requirement build.txt
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY protos protos
 COPY services/common services/common
 COPY services/gateway services/gateway
-RUN TOKA_SERVICE=gateway pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN TOKA_SERVICE=gateway pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --system --create-home --uid 10001 toka
+RUN --mount=type=bind,source=docker/locks,target=/locks \
+    pip install --no-cache-dir --no-deps --require-hashes --requirement /locks/gateway.txt
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(ls /wheels/*.whl)[gateway,postgres]"
+    pip install --no-cache-dir --no-deps --no-index /wheels/*.whl && pip check
 # Compose mounts a volume here, which begins with this owner and mode.
 RUN install -d -o toka -m 700 /store
 USER toka
-ENV TOKA_HOST=0.0.0.0 PYTHONUNBUFFERED=1
+ENV TOKA_HOST=0.0.0.0 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1
 EXPOSE 10210
 HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:10210/ready', timeout=3)"]

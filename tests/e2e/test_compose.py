@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,21 @@ def compose(*arguments: str) -> str:
     return outcome.stdout
 
 
+def build_arguments() -> list[str]:
+    """torch as this host has it, since the build for CUDA takes gigabytes; on an engine that cannot fetch the pinned
+    Python, another of its series that is there."""
+    dockerfile = (ROOT / "docker" / "gateway.Dockerfile").read_text()
+    pinned = re.search(r"(?m)^ARG PYTHON_IMAGE=(\S+)$", dockerfile)[1]
+    at_hand = re.sub(r"(:\d+\.\d+)\.\d+(-slim).*", r"\1\2", pinned)
+    python = at_hand if has_image(at_hand) and not has_image(pinned) else pinned
+    torch = re.search(r'"(torch==[^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    return ["--build-arg", f"PYTHON_IMAGE={python}", "--build-arg", f"TORCH={torch}"]
+
+
+def has_image(name: str) -> bool:
+    return subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode == 0
+
+
 def inspect(service: str) -> dict:
     container = compose("ps", "--all", "--quiet", service).strip()
     output = subprocess.run(["docker", "inspect", container], capture_output=True, text=True, check=True).stdout
@@ -39,7 +55,7 @@ def ask(timeout_s: float = 60.0) -> str:
 @pytest.fixture(scope="module")
 def deployment():
     try:
-        compose("build")
+        compose("build", *build_arguments())
         compose("up", "--detach", "--wait", "--wait-timeout", "300")
         yield
     except BaseException:
@@ -73,6 +89,37 @@ def test_a_container_is_healthy_and_not_root(deployment, service):
     assert state["Config"]["User"] == "toka"
     assert compose("exec", "-T", service, "id", "-u").strip() != "0"
     assert state["State"]["Health"]["Status"] == "healthy"
+
+
+# What it did with each place: a line for those that it could write to.
+WRITES = """
+import pathlib, sysconfig
+image = "/", pathlib.Path.home(), sysconfig.get_path("purelib")
+for place in *image, "/models", "/tmp", "/cache", "/recordings", "/store":
+    try:
+        (pathlib.Path(place) / "written").write_text("")
+        print(place)
+    except OSError:
+        pass
+"""
+KERNEL = "import re; print(*re.findall(r'(?:NoNewPrivs|Cap...):\\s*(\\w+)', open('/proc/self/status').read()))"
+
+
+@pytest.mark.parametrize(
+    ("service", "volume"), [("gateway", "/store"), ("scheduler", "/recordings"), ("worker", "/cache")]
+)
+def test_a_container_writes_to_memory_and_to_its_volume_only(deployment, service, volume):
+    assert compose("exec", "-T", service, "python", "-c", WRITES).split() == ["/tmp", volume]
+    as_root = ["exec", "-T", "--user", "root", service, "python", "-c", WRITES]
+    assert set(compose(*as_root).split()) <= {"/tmp", volume}  # root is held by the same file system
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES))
+def test_a_process_has_no_privileges_and_cannot_gain_any(deployment, service):
+    *capabilities, no_new_privileges = compose("exec", "-T", service, "python", "-c", KERNEL).split()
+    assert len(capabilities) == 5
+    assert {int(each, 16) for each in capabilities} == {0}
+    assert no_new_privileges == "1"
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
