@@ -24,6 +24,7 @@ from pydantic import Field
 from bench.server import free_port, report
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Int
+from services.common.process import Stop
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.workers.codec import encode_plan
 from services.scheduler.workers.link import WorkerLink
@@ -96,6 +97,9 @@ class StepLoop:
 
     def worker_lost(self, stream: WorkerStream, reason: str) -> None:
         print(f"worker lost: {reason}", file=sys.stderr)
+
+    def worker_missing(self, reason: str) -> None:
+        print(f"no worker: {reason}", file=sys.stderr)
 
     def _run(self) -> None:
         while True:
@@ -170,7 +174,7 @@ async def _serve(config: BenchConfig) -> None:
     from services.worker.boot import Booted
     from services.worker.server import serve
 
-    stop = asyncio.Event()
+    stop = Stop()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: (_tell_threads(), stop.set()))
     runner = Idle(config.rows, config.step_us / 1e6, config.host_us / 1e6)
     await serve(WorkerConfig(worker_listen=config.listen), stop, load=lambda: Booted(runner, "idle", "none", "none"))

@@ -6,19 +6,55 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.addresses import is_public
 from services.common.flags import Bool, Config, FlagError, Float, Int, Ints, Strings, load, misspelt
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 PRIORITY_CLASSES = ("high", "normal", "low")
 
 
-class ServiceConfig(Config):
+class GrpcConfig(Config):
+    """Certificates of gRPC links. A server with a certificate speaks TLS, and with authorities wants its clients' ones
+    (mTLS). A client with authorities speaks TLS, and with a certificate shows it. Unix sockets have neither."""
+
+    grpc_cert: str | None = Field(
+        None, min_length=1, description="PEM file: the certificate of gRPC links, its chain behind it"
+    )
+    grpc_key: str | None = Field(None, min_length=1, description="PEM file: its private key")
+    grpc_ca: str | None = Field(
+        None, min_length=1, description="PEM file: authorities that the other side's certificate must come from"
+    )
+    grpc_server_name: str | None = Field(
+        None, min_length=1, description="name in the certificates of servers that are reached by another one"
+    )
+
+    @model_validator(mode="after")
+    def _certificates_are_whole(self) -> "GrpcConfig":
+        for name, needed in (("grpc_cert", "grpc_key"), ("grpc_key", "grpc_cert"), ("grpc_server_name", "grpc_ca")):
+            if (value := getattr(self, name)) is not None and getattr(self, needed) is None:
+                raise ValueError(f"flag {name}={value}: has no effect without {needed}=; leave it out, or set both")
+        return self
+
+    @property
+    def has_mutual_tls(self) -> bool:
+        """Its servers know who their clients are."""
+        return self.grpc_cert is not None and self.grpc_ca is not None
+
+
+class ServiceConfig(GrpcConfig):
     """What every program takes."""
 
     model: str = Field("builtin", description="Hugging Face directory or hub id; 'builtin' = the model in this package")
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
     served_model_name: str | None = Field(None, description="model id in the API; default: the model's directory name")
     log_level: LogLevel = "INFO"
+    step_deadline: Float = Field(
+        30.0, ge=1, le=1e6, description="seconds without progress, while work waits, after which a process is hung"
+    )
+    drain_seconds: Float = Field(
+        30.0, ge=0, le=1e6, description="SIGTERM lets running requests go on for so long at most; 0 = not at all"
+    )
+    watchdog: Bool = Field(True, description="a hung process is killed, to be started again; F: for debuggers")
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -30,6 +66,9 @@ class WorkerConfig(ServiceConfig):
     """One worker: one device, its share of the weights, and the paged KV cache."""
 
     worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
+    insecure_worker: Bool = Field(
+        False, description="other hosts may reach the worker without mTLS: a private network guards it"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     load_format: Literal["safetensors", "dummy"] = Field(
@@ -132,13 +171,50 @@ class WorkerConfig(ServiceConfig):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _authorities_are_of_use(self) -> "WorkerConfig":
+        if self.grpc_ca is not None and self.grpc_cert is None:
+            raise ValueError(
+                f"flag grpc_ca={self.grpc_ca}: has no effect without grpc_cert= and grpc_key=; leave it out, or set all"
+                " three"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_for_everybody(self) -> "WorkerConfig":
+        if is_public(self.worker_listen) and not self.has_mutual_tls and not self.insecure_worker:
+            raise ValueError(
+                f"flag worker_listen={self.worker_listen}: whoever reaches a worker may read and change everybody's"
+                " requests; set grpc_cert=, grpc_key= and grpc_ca= (mTLS), listen on a loopback address or a unix"
+                " socket, or, if a private network guards it, set insecure_worker=T"
+            )
+        return self
+
     @property
     def page_count(self) -> int | None:
         """Whole pages in the KV cache; None = as many as fit."""
         return None if self.kv_cache_num_tokens == "auto" else self.kv_cache_num_tokens // self.page_size
 
 
-class SchedulerConfig(ServiceConfig):
+class KeysConfig(ServiceConfig):
+    """Of what serves the public: who may ask."""
+
+    api_keys_file: str | None = Field(
+        None, min_length=1, description="TOML with a hash of each API key, see toka-key; default: anybody may ask"
+    )
+    isolate_keys: Bool = Field(False, description="an API key shares cached prefixes with itself only")
+    grpc_token_file: str | None = Field(
+        None, min_length=1, description="file with one secret, by which schedulers know their gateways"
+    )
+
+    @model_validator(mode="after")
+    def _nothing_to_isolate_without_keys(self) -> "KeysConfig":
+        if self.isolate_keys and self.api_keys_file is None:
+            raise ValueError("flag isolate_keys=T: has no effect without api_keys_file; leave it out, or set both")
+        return self
+
+
+class SchedulerConfig(KeysConfig):
     """One scheduler: one replica's queue, pages and plans."""
 
     scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
@@ -207,7 +283,7 @@ class SchedulerConfig(ServiceConfig):
         return self
 
 
-class GatewayConfig(ServiceConfig):
+class GatewayConfig(KeysConfig):
     """One gateway: HTTP in, sessions to every scheduler out."""
 
     host: str = "127.0.0.1"
@@ -215,11 +291,35 @@ class GatewayConfig(ServiceConfig):
     scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
+    max_prompt_tokens: Int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
+    max_output_tokens: Int | None = Field(
+        None, ge=1, description="largest max_tokens, and its default in a chat; default: what the context holds"
+    )
+    max_connections: Int = Field(65_536, ge=1, description="open HTTP connections of a gateway; beyond it: 503")
+    max_header_bytes: Int = Field(64 * 1024, ge=1024, description="largest head of an HTTP request; beyond it: 431")
+    slow_request_seconds: Float = Field(
+        30.0, gt=0, le=3600, description="a request's head comes within so long, and 16 KiB of its body each time"
+    )
+    slow_client_seconds: Float = Field(
+        60.0, gt=0, le=3600, description="a client that takes nothing of its answer for so long is cut off"
+    )
+    keep_alive_seconds: Float = Field(
+        120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
+    )
+    http_cert: str | None = Field(None, min_length=1, description="PEM with the certificates of HTTPS")
+    http_key: str | None = Field(None, min_length=1, description="PEM with their key")
+    admin_host: str = Field("127.0.0.1", min_length=1, description="where admin_port listens")
+    admin_port: Int = Field(
+        0, ge=0, le=65535, description="/metrics and the replicas' state are served here, and not on port=; 0: there"
+    )
     store_dir: str = Field(
         "~/.local/share/tokasaurus", min_length=1, description="files, batches, responses: a directory, or fsspec's URL"
     )
     store_url: str | None = Field(
         None, description="SQLAlchemy URL of their database; default: SQLite in store_dir; none: nothing is stored"
+    )
+    failover_seconds: Float = Field(
+        120.0, ge=0, le=86400, description="a request that lost its scheduler waits so long for another; 0 = it ends"
     )
     batch_concurrency: Int = Field(512, ge=1, le=65536, description="lines of batches that one gateway runs at once")
     tool_call_parser: Literal["auto", "llama3", "hermes", "none"] = Field(
@@ -228,6 +328,32 @@ class GatewayConfig(ServiceConfig):
     reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
         "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
     )
+
+    @model_validator(mode="after")
+    def _schedulers_are_verified(self) -> "GatewayConfig":
+        if self.grpc_cert is not None and self.grpc_ca is None:
+            raise ValueError(
+                f"flag grpc_cert={self.grpc_cert}: a gateway shows it to schedulers that it can verify; set grpc_ca=,"
+                " too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _certificates_come_with_their_key(self) -> "GatewayConfig":
+        for name, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ValueError(f"flag {name}={getattr(self, name)}: has no effect without {other}; set both")
+        return self
+
+    @model_validator(mode="after")
+    def _admin_port_is_its_own(self) -> "GatewayConfig":
+        if self.admin_port and self.admin_port == self.port:
+            raise ValueError(f"flag admin_port={self.admin_port}: port has it already; choose another, or leave it out")
+        if not self.admin_port and self.admin_host != GatewayConfig.model_fields["admin_host"].default:
+            raise ValueError(
+                f"flag admin_host={self.admin_host}: has no effect without admin_port; leave it out, or set both"
+            )
+        return self
 
 
 class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
@@ -260,6 +386,13 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
         return self
 
     @model_validator(mode="after")
+    def _not_for_everybody(self) -> "DeploymentConfig":
+        """In the place of a worker's own: these listen on unix sockets."""
+        if self.insecure_worker:
+            raise ValueError("flag insecure_worker=T: the workers of toka listen on unix sockets; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _children_are_not_placed_by_hand(self) -> "DeploymentConfig":
         addresses = ("worker_listen", "worker_addresses", "scheduler_listen", "scheduler_addresses")
         for name in (*addresses, "master_addr", "master_port", "dp_rank", "tp_rank", "pp_rank"):
@@ -281,7 +414,7 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
 
     @model_validator(mode="after")
     def _nothing_for_gateways_that_are_not_there(self) -> "DeploymentConfig":
-        for name in GatewayConfig.model_fields.keys() - ServiceConfig.model_fields.keys():
+        for name in GatewayConfig.model_fields.keys() - SchedulerConfig.model_fields.keys():
             value = getattr(self, name)
             if not self.gateways and value != GatewayConfig.model_fields[name].default:
                 raise ValueError(f"flag {name}={value}: has no effect with gateways=0; leave one of them out")

@@ -4,7 +4,10 @@
 
     TokaError
     ├── InvalidRequest          the caller can mend it: names the field and the fix   INVALID_ARGUMENT     400
-    │   └── PayloadTooLarge                                                           INVALID_ARGUMENT     413
+    │   ├── PayloadTooLarge                                                           INVALID_ARGUMENT     413
+    │   └── ReusedIdempotencyKey                                                      INVALID_ARGUMENT     422
+    ├── Unauthenticated         no key, or a wrong one                                UNAUTHENTICATED      401
+    ├── PermissionDenied        the key does not reach so far                         PERMISSION_DENIED    403
     ├── NotFound                no such model, request, ...                           NOT_FOUND            404
     ├── AlreadyExists           the name or handle is in use                          ALREADY_EXISTS       409
     ├── FailedPrecondition      right call, wrong state                               FAILED_PRECONDITION  409
@@ -46,6 +49,24 @@ class PayloadTooLarge(InvalidRequest):
     """The request is larger than the service reads."""
 
     reason = "PAYLOAD_TOO_LARGE"
+
+
+class ReusedIdempotencyKey(InvalidRequest):
+    """The key stands for another request."""
+
+    reason = "IDEMPOTENCY_KEY_REUSED"
+
+
+class Unauthenticated(TokaError):
+    """The caller did not show who it is: no credential, or one that is not known."""
+
+    reason = "INVALID_API_KEY"
+
+
+class PermissionDenied(TokaError):
+    """The caller is known and may not do this."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(TokaError):
@@ -96,3 +117,8 @@ class Internal(TokaError):
     """A defect of ours. The message is safe to show."""
 
     reason = "INTERNAL"
+
+    @classmethod
+    def logged(cls) -> "Internal":
+        """In place of an exception whose text is not for clients."""
+        return cls("internal error; the server's log has the details")

@@ -19,8 +19,11 @@ BACKLOG = 65_535  # connections in a queue; the kernel makes it net.core.somaxco
 _VARIABLE = "TOKA_HANDOVER"
 
 
-def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
-    """``count`` TCP sockets that listen on one port (0: any that is free). Raises ``Unavailable``."""
+def listen(
+    host: str, port: int, count: int = 1, *, joins: bool = False, flags: tuple[str, str] = ("host", "port")
+) -> list[socket.socket]:
+    """``count`` TCP sockets that listen on one port (0: any that is free), or one that ``joins`` those of this user's
+    other processes there. ``flags``: where they come from. Raises ``Unavailable``."""
     listeners: list[socket.socket] = []
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -28,13 +31,14 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
             with _bound(family, address, shared=False) as alone:  # nobody else may share the port
                 address = alone.getsockname()
         for _ in range(count):
-            listeners.append(_bound(family, address, shared=count > 1))
+            listeners.append(_bound(family, address, shared=joins or count > 1))
             listeners[-1].listen(BACKLOG)
     except (OSError, OverflowError) as error:
         for listener in listeners:
             listener.close()
         raise Unavailable(
-            f"cannot listen on {host}:{port} ({error}): stop what runs there, or choose another with host= or port="
+            f"cannot listen on {host}:{port} ({error}): stop what runs there, or choose another with"
+            f" {flags[0]}= or {flags[1]}="
         ) from error
     return listeners
 

@@ -16,13 +16,15 @@ import structlog
 
 from services.common.config import ServiceConfig, from_command_line
 from services.common.errors import TokaError
+from services.common.init import stand_in_front
 from services.common.log import configure
 
 PARENT_PID = "TOKA_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _COLLECT_AFTER = 100_000
 _COLLECT_OLDER_AFTER = (20, 20)  # times that younger ones were looked at
-_own_process = False  # a service's, begun by run_service
+_AT_ONCE_S = 2.0  # to end in good order after the second signal
+_own_name = ""  # of the service whose process this is, begun by run_service
 
 log = structlog.get_logger(__name__)
 
@@ -30,14 +32,37 @@ K = TypeVar("K", bound=ServiceConfig)
 R = TypeVar("R")
 
 
-def run_service(name: str, kind: type[K], serve: Callable[[K, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+class Stop(asyncio.Event):
+    """Set when the process shall end, in good order and after what runs. ``at_once``: it shall not wait for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = asyncio.Event()
+
+    async def within(self, drain_s: float, done: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Wait for ``done()``, for ``drain_s`` seconds at most and while it need not be at once: whether it came.
+        Raises what it raises."""
+        waits = asyncio.create_task(done()), asyncio.create_task(self.at_once.wait())
+        try:
+            ended, _ = await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if waits[0] in ended:
+            waits[0].result()
+        return waits[0] in ended
+
+
+def run_service(name: str, kind: type[K], serve: Callable[[K, Stop], Coroutine[Any, Any, None]]) -> None:
     """The ``main()`` of a service: read flags, set up logs, run ``serve(config, stop)`` until it returns.
 
-    ``stop`` is set at the first SIGTERM or SIGINT; ``serve`` then ends in good order. Exit status: 0 after a signal or
-    a normal return, 2 for a wrong flag, the error's own with the reason in the log for anything else.
+    ``stop`` is set at the first SIGTERM or SIGINT; ``serve`` then ends in good order. At the second it is to end at
+    once, and has two seconds; so it is at the first when who started it has died. Exit status: 0 after a signal or a
+    normal return, 2 for a wrong flag, the error's own with the reason in the log for anything else.
     """
-    global _own_process
-    _own_process = True
+    global _own_name
+    stand_in_front()
+    _own_name = name
     config = from_command_line(kind)
     configure(name, config.log_level)
     die_with_parent()
@@ -48,11 +73,19 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, asyncio.Event], Co
         sys.exit(error.exit_status)
 
 
-async def _until_signalled(config: K, serve: Callable[[K, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    stop = asyncio.Event()
+async def _until_signalled(config: K, serve: Callable[[K, Stop], Coroutine[Any, Any, None]]) -> None:
+    stop = Stop()
     loop = asyncio.get_running_loop()
+
+    def signalled(number: int) -> None:
+        if stop.is_set() or _is_orphan():
+            if not stop.at_once.is_set():
+                loop.call_later(_AT_ONCE_S, os._exit, 128 + number)
+            stop.at_once.set()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled, number)
     await serve(config, stop)
 
 
@@ -84,6 +117,11 @@ async def unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | None
         done.cancel()
 
 
+def own_name() -> str:
+    """Of the service whose process this is; empty in others, such as tests, which have more to do."""
+    return _own_name
+
+
 def collect_seldom(after: int = _COLLECT_AFTER) -> None:
     """To be called once a service is ready. Nearly all memory is freed by reference counts; looking for cycles among
     what thousands of requests hold takes a gateway a third of its time, and holds up a worker's steps. ``after``:
@@ -91,7 +129,7 @@ def collect_seldom(after: int = _COLLECT_AFTER) -> None:
 
     Only in a process that ``run_service`` began: others, such as tests, have objects of their own.
     """
-    if not _own_process:
+    if not _own_name:
         return
     gc.collect()
     gc.freeze()  # what is loaded stays
@@ -111,5 +149,10 @@ def die_with_parent() -> None:
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before we asked
+    if _is_orphan():  # it died before we asked
         sys.exit(1)
+
+
+def _is_orphan() -> bool:
+    """Who set ``TOKA_PARENT_PID`` has died."""
+    return os.getppid() != int(os.environ.get(PARENT_PID, os.getppid()))

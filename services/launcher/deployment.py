@@ -11,6 +11,7 @@ from services.common.config import DeploymentConfig, GatewayConfig, SchedulerCon
 from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
 from services.common.handover import Handover
+from services.common.rpc.channel import PLAIN, Dialer
 
 Role = Literal["gateway", "scheduler", "worker"]
 
@@ -26,6 +27,7 @@ class ChildSpec:
     environment: dict[str, str] = field(default_factory=dict)
     handover: Handover | None = None  # a gateway's
     unit: str = ""  # children of the same one cannot go on without each other; "" = it is alone
+    dialer: Dialer = PLAIN  # by which its gRPC is reached
 
     @property
     def module(self) -> str:
@@ -35,16 +37,17 @@ class ChildSpec:
 def plan_children(config: DeploymentConfig, runtime_dir: Path, gpus: Sequence[str] = ()) -> list[ChildSpec]:
     """The workers, schedulers and gateways of ``config``. Workers listen on unix sockets in ``runtime_dir``, gateways
     on sockets that they are given at their start. ``gpus``: see ``choose_gpus``."""
-    workers, schedulers = [], []
+    workers, schedulers, dialer = [], [], Dialer.of(config)
     for replica in range(config.dp_size):
         ranks = _plan_workers(config, replica, runtime_dir, gpus)
         workers += ranks
         address = f"127.0.0.1:{config.grpc_port + replica}"
         sockets = tuple(rank.address for rank in ranks)
         flags = _flags(SchedulerConfig, config, {"scheduler_listen": address, "worker_addresses": sockets})
-        schedulers.append(ChildSpec(f"scheduler-{replica}", "scheduler", address, flags))
+        schedulers.append(ChildSpec(f"scheduler-{replica}", "scheduler", address, flags, dialer=dialer))
     flags = _flags(GatewayConfig, config, {"scheduler_addresses": tuple(child.address for child in schedulers)})
-    url = f"http://{_reachable(config.host)}:{config.port}"
+    scheme = "http" if config.http_cert is None else "https"
+    url = f"{scheme}://{_reachable(config.host)}:{config.port}"
     handovers = [Handover(str(runtime_dir), index, config.gateways) for index in range(config.gateways)]
     gateways = [ChildSpec(handover.name, "gateway", url, flags, handover=handover) for handover in handovers]
     return [*workers, *schedulers, *gateways]

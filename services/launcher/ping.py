@@ -1,5 +1,6 @@
 """``toka-ping prompt='...'``: one request to a running server, its answer on stdout."""
 
+import ssl
 import sys
 
 import httpx
@@ -21,6 +22,9 @@ class PingConfig(Config):
     n: Int = Field(1, ge=1, description="samples")
     chat: Bool = Field(False, description="send the prompt as a chat message")
     timeout_s: Float = Field(300.0, gt=0)
+    api_key: str | None = Field(None, min_length=1, description="better in the environment, as TOKA_API_KEY")
+    https: Bool = False
+    ca: str | None = Field(None, min_length=1, description="PEM of who signed the server's certificate, with https=T")
 
 
 def main() -> None:
@@ -37,8 +41,12 @@ def main() -> None:
 def ping(config: PingConfig) -> list[str]:
     """The text of each sample. Raises ``httpx.HTTPError``."""
     host = f"[{config.host}]" if ":" in config.host else config.host
-    base_url = f"http://{host}:{config.port}/v1"
-    with httpx.Client(base_url=base_url, timeout=config.timeout_s, trust_env=False) as client:
+    base_url = f"{'https' if config.https else 'http'}://{host}:{config.port}/v1"
+    headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
+    verify = ssl.create_default_context(cafile=config.ca)
+    with httpx.Client(
+        base_url=base_url, timeout=config.timeout_s, headers=headers, verify=verify, trust_env=False
+    ) as client:
         served = client.get("/models").raise_for_status().json()["data"]
         # A server that has no model yet says itself what it waits for.
         model = config.model or (served[0]["id"] if served else None)

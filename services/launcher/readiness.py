@@ -7,7 +7,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.channel import PLAIN, Dialer
 from services.launcher.deployment import ChildSpec
 
 _RETRY_S = 0.1
@@ -21,12 +21,12 @@ async def wait_until_ready(spec: ChildSpec) -> None:
     if spec.handover is not None:
         await _http_ready(spec.handover.own_socket)
     else:
-        await grpc_ready(spec.address)
+        await grpc_ready(spec.address, spec.dialer)
 
 
-async def grpc_ready(address: str) -> None:
+async def grpc_ready(address: str, dialer: Dialer = PLAIN) -> None:
     """Return once the server at ``address`` is SERVING."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with dialer.open_aio(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)

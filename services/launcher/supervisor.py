@@ -1,8 +1,9 @@
 """Keeps the children of one deployment running, and leaves nothing behind.
 
 Children that cannot go on without each other, such as the workers of a replica, are a unit; any other is a unit of its
-own. When one that has served dies, its unit is started again, with a growing delay. A child that dies before it ever
-served, or a unit that fails too often, ends the deployment with the reason.
+own. When one dies, its unit is started again. What is hopeless ends the deployment with the reason: a child that dies
+before it ever served, and a unit that dies again and again when it has hardly served, with growing delays between. A
+unit that serves for a while may die as often as it likes.
 """
 
 import asyncio
@@ -19,19 +20,20 @@ from dataclasses import dataclass, replace
 import structlog
 
 from services.common.errors import PEER_LOST_STATUS, Unavailable
-from services.common.process import PARENT_PID
+from services.common.process import PARENT_PID, Stop
 from services.launcher.deployment import ChildSpec, child_environment
 from services.launcher.readiness import wait_until_ready
 
 log = structlog.get_logger(__name__)
 
-RESTARTS_ALLOWED = 5
-RESTART_WINDOW_S = 60.0
-STOP_GRACE_S = 10.0
+RESTARTS_ALLOWED = 5  # in a row, of a unit that had not
+SETTLED_S = 10.0  # served for so long
+LAST_WORDS_S = 3.0  # for children to end by themselves behind the drain
+STOP_GRACE_S = 10.0  # to end at once
 PEER_GRACE_S = 5.0  # for those whose peer has died to notice
 _ERROR_LINES = 8
 _LONGEST_LINE = 1024 * 1024
-_LAST_WORDS_S = 1.0  # to read what a dead child wrote last
+_READ_S = 1.0  # to read what a dead child wrote last
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Death:
     at: float  # time.monotonic()
     name: str
     status: int  # of its exit; -N = signal N
-    served: bool
+    served_s: float | None  # None: it was not ready yet
     last_lines: tuple[str, ...]  # of its stderr
 
     @property
@@ -49,6 +51,11 @@ class Death:
         if self.status < 0:
             return f"{self.name} was ended by {signal.Signals(-self.status).name}"
         return f"{self.name} ended with exit status {self.status}"
+
+    @property
+    def on_request(self) -> bool:
+        """Somebody sent it SIGTERM, as a rolling restart does."""
+        return self.status == 0 and self.served_s is not None
 
     @property
     def tail(self) -> str:
@@ -64,6 +71,7 @@ class Child:
         self._listener = listener
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
+        self._ready_at = 0.0
         self._forwarding: asyncio.Task | None = None
         self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
 
@@ -78,18 +86,22 @@ class Child:
             await self._end_group()
         finally:
             readiness.cancel()
-        served, _ = self.ready.is_set(), self.ready.clear()
-        return Death(at, self.spec.name, status, served, tuple(self._last_lines))
+        served_s = at - self._ready_at if self.ready.is_set() else None
+        self.ready.clear()
+        return Death(at, self.spec.name, status, served_s, tuple(self._last_lines))
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Ask the process to end; make it end after ``grace_s`` seconds. Idempotent."""
-        process = self.process
+    async def stop(self, stop: Stop | None = None, drain_s: float = 0.0) -> None:
+        """Ask the process to end, after what it has to do; after ``drain_s`` seconds to end at once; then make it end,
+        which is also what comes next when ``stop`` shall be at once. Idempotent."""
+        process, stop = self.process, stop or Stop()
         if process is None or process.returncode is not None:
             return
-        process.terminate()
-        try:
-            await asyncio.wait_for(asyncio.shield(process.wait()), grace_s)
-        except TimeoutError:
+        for patience_s in (drain_s + LAST_WORDS_S, STOP_GRACE_S):
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            if await stop.within(patience_s, process.wait) or stop.at_once.is_set():
+                break
+        else:
             log.warning("child did not end in time and is killed", child=self.spec.name)
         await self._end_group()
 
@@ -98,7 +110,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
-        await asyncio.wait({self._forwarding}, timeout=_LAST_WORDS_S)
+        await asyncio.wait({self._forwarding}, timeout=_READ_S)
         self._forwarding.cancel()
 
     async def _start(self) -> None:
@@ -125,6 +137,7 @@ class Child:
 
     async def _note_ready(self) -> None:
         await wait_until_ready(self.spec)
+        self._ready_at = time.monotonic()
         self.ready.set()
 
     async def _forward_errors(self, stderr: asyncio.StreamReader) -> None:
@@ -141,24 +154,34 @@ class Unit:
     def __init__(self, children: list[Child], peer_grace_s: float = PEER_GRACE_S) -> None:
         self._children = children
         self._peer_grace_s = peer_grace_s
-        self._failures: deque[float] = deque()
+        self._served = False
+        self._hasty = 0  # deaths in a row of what had hardly served
 
     async def run(self) -> None:
         """Start the processes, again and again. Raises ``Unavailable`` when there is no point any more."""
         while True:
             cause = await self._live()
-            if not cause.served:
-                raise Unavailable(f"{cause.reason} before it was ready{cause.tail}")
-            self._failures.append(time.monotonic())
-            while self._failures[0] < time.monotonic() - RESTART_WINDOW_S:
-                self._failures.popleft()
-            if len(self._failures) > RESTARTS_ALLOWED:
-                raise Unavailable(
-                    f"{cause.reason}, more than {RESTARTS_ALLOWED} times in {RESTART_WINDOW_S:.0f} s{cause.tail}"
-                )
+            self._judge(cause)
             peers = [child.spec.name for child in self._children if child.spec.name != cause.name]
-            log.error("child died and is started again", child=cause.name, reason=cause.reason, peers=peers)
-            await asyncio.sleep(0.1 * 2 ** (len(self._failures) - 1))
+            if cause.on_request:
+                log.info("child was stopped and is started again", child=cause.name, peers=peers)
+            else:
+                log.error("child died and is started again", child=cause.name, reason=cause.reason, peers=peers)
+                await asyncio.sleep(0.1 * 2**self._hasty)
+
+    def _judge(self, cause: Death) -> None:
+        """Raises ``Unavailable`` if the next life would be no better."""
+        self._served |= cause.served_s is not None
+        if not self._served:
+            raise Unavailable(f"{cause.reason} before it was ready{cause.tail}")
+        if cause.on_request:
+            return
+        self._hasty = 0 if cause.served_s is not None and cause.served_s >= SETTLED_S else self._hasty + 1
+        if self._hasty > RESTARTS_ALLOWED:
+            raise Unavailable(
+                f"{cause.reason}, more than {RESTARTS_ALLOWED} times in a row before it had served for {SETTLED_S:.0f}"
+                f" s{cause.tail}"
+            )
 
     async def _live(self) -> Death:
         """Until all have died; returns the death that was the others', too."""
@@ -178,12 +201,17 @@ class Unit:
 
 
 async def supervise(
-    specs: list[ChildSpec], listeners: list[socket.socket], stop: asyncio.Event, on_ready: Callable[[], None]
+    specs: list[ChildSpec],
+    listeners: list[socket.socket],
+    stop: Stop,
+    on_ready: Callable[[], None],
+    drain_s: float = 0.0,
 ) -> None:
     """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve. Each gateway gets one of
     ``listeners``, which are closed before the gateways are ended: whoever connects from then on shall hear of it.
 
-    Raises ``Unavailable`` with the reason when a child cannot be kept running. Ends gateways first and workers last.
+    Raises ``Unavailable`` with the reason when a child cannot be kept running. Ends gateways first and workers last;
+    what they have to do may go on for ``drain_s`` seconds in all.
     """
     waiting = iter(listeners)
     children = [Child(spec, next(waiting) if spec.handover is not None else None) for spec in specs]
@@ -203,8 +231,10 @@ async def supervise(
         await asyncio.gather(*runs, announce, stopped, return_exceptions=True)
         for listener in listeners:
             listener.close()
+        drained_at = time.monotonic() + drain_s
         for role in reversed(dict.fromkeys(spec.role for spec in specs)):
-            await asyncio.gather(*(child.stop() for child in children if child.spec.role == role))
+            left_s = max(0.0, drained_at - time.monotonic())
+            await asyncio.gather(*(child.stop(stop, left_s) for child in children if child.spec.role == role))
 
 
 def _together(children: list[Child]) -> list[list[Child]]:

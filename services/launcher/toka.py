@@ -1,6 +1,5 @@
 """``toka key=value ...``: a whole deployment on one host, as supervised child processes."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -12,7 +11,8 @@ from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.handover import listen
 from services.common.model_files import read_card
-from services.common.process import run_service, unless_stopped
+from services.common.process import Stop, run_service, unless_stopped
+from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.supervisor import supervise
 
@@ -23,7 +23,7 @@ def main() -> None:
     run_service("toka", DeploymentConfig, serve)
 
 
-async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
+async def serve(config: DeploymentConfig, stop: Stop) -> None:
     """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
     if config.record_plans is not None:
         _check_may_write(config.record_plans)
@@ -39,14 +39,17 @@ async def serve(config: DeploymentConfig, stop: asyncio.Event) -> None:
             opened.enter_context(listener)
         runtime_dir = opened.enter_context(tempfile.TemporaryDirectory(prefix="toka-"))
         config = _with_free_ports(config, listeners[0].getsockname()[1] if listeners else config.port)
+        config = _with_token(config, Path(runtime_dir))
         for replica in range(config.dp_size):
             _check_port_is_free(config.grpc_port + replica)
         children = plan_children(config, Path(runtime_dir), gpus)
         schedulers = [child.address for child in children if child.role == "scheduler"]
         banner = (
-            _banner(card.name, children[-1].address, schedulers) if listeners else _short_banner(card.name, schedulers)
+            _banner(card.name, children[-1].address, schedulers, keys=config.api_keys_file is not None)
+            if listeners
+            else _short_banner(card.name, schedulers)
         )
-        await supervise(children, listeners, stop, on_ready=lambda: print(banner, flush=True))
+        await supervise(children, listeners, stop, lambda: print(banner, flush=True), config.drain_seconds)
 
 
 def _check_may_write(record_plans: str) -> None:
@@ -78,6 +81,14 @@ def _with_free_ports(config: DeploymentConfig, port: int) -> DeploymentConfig:
     return config.model_copy(update=ports)
 
 
+def _with_token(config: DeploymentConfig, runtime_dir: Path) -> DeploymentConfig:
+    """Where schedulers want API keys they know the gateways by a secret that nobody else can read."""
+    if config.api_keys_file is None or config.grpc_token_file is not None:
+        return config
+    make_token_file(path := runtime_dir / "grpc-token")
+    return config.model_copy(update={"grpc_token_file": str(path)})
+
+
 def _free_ports(count: int, preferred: int) -> int:
     """The first of ``count`` consecutive ports that are free now: ``preferred`` if they are, unless it is 0."""
     while True:
@@ -101,7 +112,7 @@ def _check_port_is_free(port: int) -> None:
         ) from error
 
 
-def _banner(model: str, url: str, schedulers: list[str]) -> str:
+def _banner(model: str, url: str, schedulers: list[str], *, keys: bool) -> str:
     body = json.dumps(
         {
             "model": model,
@@ -115,9 +126,10 @@ def _banner(model: str, url: str, schedulers: list[str]) -> str:
             "temperature": 0,
         }
     )
+    shown = ' -H "Authorization: Bearer $KEY"' if keys else ""
     return (
         f"\nTokasaurus serves {model} on {url}/v1 (direct gRPC: {', '.join(schedulers)}). Try:\n\n"
-        f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"  curl -s {url}/v1/chat/completions{shown} -H 'Content-Type: application/json' -d '{body}'\n\n"
         "Ctrl-C stops it."
     )
 

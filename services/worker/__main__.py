@@ -1,10 +1,10 @@
 """``toka-worker flag=value ...``"""
 
-import asyncio
 import os
 
 from services.common.config import WorkerConfig
-from services.common.process import run_service
+from services.common.process import Stop, run_service
+from services.common.pulse import Pulse
 from services.worker.caches import keep_compiled_code_in
 
 
@@ -21,12 +21,13 @@ def main() -> None:
     run_service("worker", WorkerConfig, _serve)
 
 
-async def _serve(config: WorkerConfig, stop: asyncio.Event) -> None:
-    if _compiles(config):
-        keep_compiled_code_in(config.compile_cache_dir)
-    from services.worker.server import serve  # loads torch, and compilers behind it
+async def _serve(config: WorkerConfig, stop: Stop) -> None:
+    async with Pulse(config, "compute thread") as pulse:
+        if _compiles(config):
+            keep_compiled_code_in(config.compile_cache_dir)
+        from services.worker.server import serve  # loads torch, and compilers behind it
 
-    await serve(config, stop)
+        await serve(config, stop, on_serving=pulse.serving)
 
 
 def _compiles(config: WorkerConfig) -> bool:

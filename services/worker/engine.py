@@ -49,6 +49,7 @@ class Engine:
         self._runner: Runner | None = None  # of the compute thread
         self._group: RankGroup | None = None  # there are other ranks
         self._busy_since: dict[str, float] = {}  # by thread, while it is at work
+        self._seen: dict[str, float] = {}  # that, as ``progresses`` saw it last
         # What is owed to clients, in order, and waits for the device.
         self._owed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None  # what the answering thread ended with
@@ -103,6 +104,11 @@ class Engine:
         """For how many seconds the piece of work at hand has been running; 0 when idle."""
         since = list(self._busy_since.copy().values())
         return time.monotonic() - min(since) if since else 0.0
+
+    def progresses(self) -> bool:
+        """Whether no thread is still at the piece of work that it was at when this was asked last. For one asker."""
+        before, self._seen = self._seen, self._busy_since.copy()
+        return not any(before.get(thread) == since for thread, since in self._seen.items())
 
     def _serve(self) -> None:
         try:

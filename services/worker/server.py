@@ -12,8 +12,9 @@ import structlog
 
 from services.common.config import WorkerConfig
 from services.common.errors import Internal
-from services.common.process import collect_seldom
+from services.common.process import Stop, collect_seldom
 from services.common.rpc.blocking import BlockingRpcServer
+from services.common.rpc.certificates import Certificates
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot import Booted, boot
 from services.worker.compilation import kernel_compilations, recompilations
@@ -24,8 +25,6 @@ from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 SERVICE = "tokasaurus.worker.v1.WorkerService"
 CONTRACT_VERSION = "1.5"
 MAX_PLANS_IN_FLIGHT = 16
-# A step takes milliseconds to a few seconds; one that takes so long is stuck, and health must say so.
-STUCK_AFTER_S = 120.0
 STOP_GRACE_S = 5.0
 
 log = structlog.get_logger(__name__)
@@ -33,15 +32,18 @@ log = structlog.get_logger(__name__)
 
 async def serve(
     config: WorkerConfig,
-    stop: asyncio.Event,
+    stop: Stop,
     *,
     listening: asyncio.Future | None = None,
     load: Callable[[], Booted] | None = None,
+    on_serving: Callable[[Callable[[], bool]], None] = lambda progresses: None,
 ) -> None:
     """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
-    ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for."""
+    ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for. ``on_serving`` is called
+    when that is done, with what tells whether there was progress since it was asked last."""
     engine = Engine(load or (lambda: boot(config, engine.end)))
-    servicer, server = WorkerServicer(engine), BlockingRpcServer(SERVICE)
+    servicer = WorkerServicer(engine)
+    server = BlockingRpcServer(SERVICE, certificates=Certificates.of(config))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc_server)
     address = server.start(config.worker_listen)
     log.info("listening", address=address)
@@ -55,7 +57,8 @@ async def serve(
             return
         servicer.info = describe(await booted, config)
         collect_seldom()
-        watch = asyncio.create_task(_watch(engine, server))
+        on_serving(engine.progresses)
+        watch = asyncio.create_task(_watch(engine, server, config.step_deadline))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)
         if watch.done():
             watch.result()
@@ -63,6 +66,10 @@ async def serve(
         if ended.done() and not stop.is_set():
             await ended
             raise Internal("the compute thread has ended")
+        server.set_ready(False)
+        # Ranks that do not stop at the same plan could not go on together: those end as they are.
+        if not ended.done() and booted.result().group is None:
+            await stop.within(config.drain_seconds, lambda: asyncio.to_thread(servicer.drain, config.drain_seconds))
     except ParallelError as error:
         servicer.fail(error)
         raise
@@ -119,12 +126,12 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
     )
 
 
-async def _watch(engine: Engine, server: BlockingRpcServer, interval_s: float = 1.0) -> None:
+async def _watch(engine: Engine, server: BlockingRpcServer, step_deadline_s: float, interval_s: float = 1.0) -> None:
     """Health follows the compute thread: SERVING while its work gets done. Compilations after the start are told."""
     ready, compiled = None, 0
     with contextlib.suppress(asyncio.CancelledError):
         while True:
-            working = engine.busy_s() < STUCK_AFTER_S
+            working = engine.busy_s() < step_deadline_s
             if working is not ready:
                 ready = working
                 server.set_ready(ready)

@@ -249,3 +249,59 @@ def test_the_flags_of_the_original_are_all_known():
 def test_usage_shows_every_flag():
     text = usage(DeploymentConfig)
     assert all(f"{name}=" in text for name in DeploymentConfig.model_fields)
+
+
+ALL_THREE = ["grpc_cert=c", "grpc_key=k", "grpc_ca=a"]
+
+
+@pytest.mark.parametrize("kind", [GatewayConfig, SchedulerConfig, WorkerConfig, DeploymentConfig])
+def test_half_a_certificate_is_refused(kind):
+    for flags, sentence in (
+        (["grpc_cert=c"], "flag grpc_cert=c: has no effect without grpc_key=; leave it out, or set both"),
+        (["grpc_key=k", "grpc_ca=a"], "flag grpc_key=k: has no effect without grpc_cert="),
+        (["grpc_server_name=s"], "flag grpc_server_name=s: has no effect without grpc_ca="),
+    ):
+        with pytest.raises(FlagError, match=sentence):
+            load(kind, flags, {})
+    assert load(kind, ALL_THREE, {}).has_mutual_tls
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "sentence"),
+    [
+        (GatewayConfig, ALL_THREE[:2], "flag grpc_cert=c: a gateway shows it to schedulers that it can verify"),
+        (DeploymentConfig, ALL_THREE[:2], "set grpc_ca=, too"),
+        (SchedulerConfig, ALL_THREE[:2], ""),
+        (WorkerConfig, ALL_THREE[:2], ""),
+        (GatewayConfig, ALL_THREE[2:], ""),
+        (SchedulerConfig, ALL_THREE[2:], ""),
+        (WorkerConfig, ALL_THREE[2:], "flag grpc_ca=a: has no effect without grpc_cert= and grpc_key="),
+        (DeploymentConfig, ALL_THREE[2:], "flag grpc_ca=a: has no effect without grpc_cert= and grpc_key="),
+    ],
+)
+def test_a_certificate_or_authorities_alone_do_where_they_are_of_use(kind, flags, sentence):
+    if not sentence:
+        load(kind, flags, {})
+        return
+    with pytest.raises(FlagError, match=sentence):
+        load(kind, flags, {})
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "worker:1", ":1", "unix-abstract:worker"])
+def test_a_worker_does_not_listen_for_everybody(address):
+    listen = f"worker_listen={address}"
+    for flags in ([], ALL_THREE[:2]):
+        with pytest.raises(FlagError, match=r"set grpc_cert=, grpc_key= and grpc_ca= \(mTLS\).* set insecure_worker=T"):
+            load(WorkerConfig, [listen, *flags], {})
+    load(WorkerConfig, [listen, *ALL_THREE], {})
+    load(WorkerConfig, [listen, "insecure_worker=T"], {})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/run/worker.sock"])
+def test_a_worker_listens_for_this_host_without_certificates(address):
+    load(WorkerConfig, [f"worker_listen={address}"], {})
+
+
+def test_the_workers_of_toka_need_no_permission():
+    with pytest.raises(FlagError, match="flag insecure_worker=T: the workers of toka listen on unix sockets"):
+        load(DeploymentConfig, ["insecure_worker=T"], {})

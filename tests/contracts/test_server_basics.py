@@ -15,7 +15,7 @@ from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.probe import probe
 from services.common.rpc.server import RpcServer
 from services.common.rpc.status import from_rpc_error, from_status, to_status
-from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc, session_pb2
 
 SERVICE = "tokasaurus.scheduler.v1.SchedulerService"
 
@@ -32,6 +32,10 @@ class Servicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         yield observe_pb2.WatchPlansResponse(step=1)
         raise self.error
 
+    async def Session(self, requests, context):
+        async for request in requests:
+            yield session_pb2.SessionResponse(heartbeat=request.heartbeat)
+
 
 class BlockingServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """The same for a server with threads."""
@@ -44,6 +48,10 @@ class BlockingServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def WatchPlans(self, request, context):
         yield observe_pb2.WatchPlansResponse(step=1)
         raise self.error
+
+    def Session(self, requests, context):
+        for request in requests:
+            yield session_pb2.SessionResponse(heartbeat=request.heartbeat)
 
 
 async def done(found):
@@ -115,6 +123,24 @@ async def test_a_defect_does_not_leak_its_text(serving):
         await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetLoad(observe_pb2.GetLoadRequest())
     assert caught.value.code() == grpc.StatusCode.INTERNAL
     assert "secret" not in caught.value.details()
+
+
+@pytest.mark.parametrize("method", ["GetLoad", "WatchPlans", "Session"])
+async def test_bytes_that_are_no_message_are_the_clients_fault(serving, method):
+    _, _, channel = serving
+    path, data = f"/{SERVICE}/{method}", b"\x0a\xff\xff"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        match method:
+            case "GetLoad":
+                await channel.unary_unary(path)(data)
+            case "WatchPlans":
+                await channel.unary_stream(path)(data).read()
+            case "Session":
+                call = channel.stream_stream(path)(iter([session_pb2.SessionRequest().SerializeToString(), data]))
+                assert await call.read() is not grpc.aio.EOF
+                await call.read()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be read" in caught.value.details()
 
 
 @pytest.mark.parametrize("kind", [RpcServer, BlockingRpcServer])

@@ -1,11 +1,13 @@
 """docker-compose.yml hands every flag on: one that it left out would be ignored in silence."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from services.common.config import Config, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.config import Config, GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from services.launcher.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -32,6 +34,34 @@ def test_a_service_has_a_place_of_its_own_to_write_to(name: str, volume: str):
     assert volume in COMPOSE["volumes"]
     before_user, _, _ = (ROOT / service["build"]["dockerfile"]).read_text().partition("USER toka")
     assert f"install -d -o toka -m 700 /{volume}" in before_user  # a new volume takes owner and mode from the image
+
+
+def test_there_is_time_to_drain():
+    period = COMPOSE["x-service"]["stop_grace_period"]
+    seconds = int(re.fullmatch(r"\$\{STOP_GRACE_PERIOD:-(\d+)s\}", period)[1])
+    assert seconds >= ServiceConfig().drain_seconds + STOP_GRACE_S
+
+
+@pytest.mark.parametrize("name", ["gateway", "scheduler", "worker"])
+def test_a_container_can_write_nowhere_else_and_gain_nothing(name: str):
+    service = COMPOSE["services"][name]
+    assert (service["read_only"], service["tmpfs"], service["cap_drop"]) == (True, ["/tmp"], ["ALL"])
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    [writable] = [mount for mount in service["volumes"] if not mount.endswith(":ro")]
+    assert writable.partition(":")[0] in COMPOSE["volumes"]
+
+
+def test_certificates_and_keys_can_be_read_and_not_written():
+    for service in COMPOSE["services"].values():
+        assert "${TOKA_SECRETS_DIR:-./docker/secrets}:/secrets:ro" in service["volumes"]
+    assert (ROOT / "docker" / "secrets" / "README").exists()
+
+
+def test_only_a_worker_whose_port_nobody_else_reaches_has_no_certificate():
+    worker = COMPOSE["services"]["worker"]
+    assert worker["environment"]["TOKA_INSECURE_WORKER"] == "${TOKA_INSECURE_WORKER:-T}"
+    assert "ports" not in worker
+    assert "network_mode" not in worker
 
 
 def test_compiled_code_is_kept_in_the_volume():

@@ -1,4 +1,3 @@
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -6,6 +5,7 @@ import pytest
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, load
+from services.common.process import Stop
 from services.launcher import toka
 from services.launcher.deployment import child_environment, choose_gpus, plan_children
 
@@ -136,13 +136,32 @@ async def test_too_few_gpus_are_refused_before_anything_is_loaded(device, visibl
     monkeypatch.setattr(toka, "read_card", None)
     config = load(DeploymentConfig, ["dp_size=2", "pp_size=2", f"device={device}"], {})
     with pytest.raises(InvalidRequest, match=f"dp_size=2 tp_size=1 pp_size=2: 4 workers need a GPU each, and {seen}"):
-        await toka.serve(config, asyncio.Event())
+        await toka.serve(config, Stop())
 
 
 def test_a_gateway_on_all_interfaces_is_asked_on_loopback():
     assert children_of("host=0.0.0.0", "port=8000")[-1].address == "http://127.0.0.1:8000"
     assert children_of("host=::", "port=8000")[-1].address == "http://[::1]:8000"
     assert children_of("host=fe80::2", "port=8000")[-1].address == "http://[fe80::2]:8000"
+
+
+def test_a_gateway_with_a_certificate_is_asked_by_https():
+    assert children_of("http_cert=a.pem", "http_key=a.key")[-1].address == "https://127.0.0.1:10210"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["http_cert=a.pem"], "http_cert=a.pem: has no effect without http_key"),
+        (["http_key=a.key"], "http_key=a.key: has no effect without http_cert"),
+        (["isolate_keys=T"], "isolate_keys=T: has no effect without api_keys_file"),
+        (["admin_host=::"], "admin_host=::: has no effect without admin_port"),
+        (["admin_port=10210"], "admin_port=10210: port has it already"),
+    ],
+)
+def test_flags_of_access_that_mean_nothing_are_refused(flags, problem):
+    with pytest.raises(FlagError, match=problem):
+        children_of(*flags)
 
 
 @pytest.mark.parametrize("place", ["/proc/recordings", "/dev/null", "/proc"])
@@ -152,12 +171,12 @@ async def test_a_place_that_cannot_be_recorded_to_is_refused_before_anything_is_
 
     monkeypatch.setattr(toka, "read_card", read_card)
     with pytest.raises(InvalidRequest, match=rf"flag record_plans={place}: no directory .*\(.+\); name another"):
-        await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), asyncio.Event())
+        await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), Stop())
 
 
 async def test_the_directory_for_recordings_is_made_and_left_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(toka, "read_card", lambda *arguments, **options: None)
-    stop, place = asyncio.Event(), tmp_path / "new" / "recordings"
+    stop, place = Stop(), tmp_path / "new" / "recordings"
     stop.set()
     await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), stop)
     assert list(place.iterdir()) == []

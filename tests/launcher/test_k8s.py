@@ -10,6 +10,7 @@ import yaml
 
 from services.common.config import Config, GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.flags import ENV_PREFIX, load
+from services.launcher.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 KUSTOMIZATION = yaml.safe_load((ROOT / "docker" / "k8s" / "kustomization.yaml").read_text())
@@ -123,6 +124,21 @@ def test_everybody_listens_where_the_others_and_the_probes_ask():
     assert named("Service")["spec"]["selector"].items() <= TEMPLATES["gateway"]["metadata"]["labels"].items()
 
 
+def test_only_ranks_and_gateways_reach_a_replica():
+    """Which is why its workers may listen without certificates."""
+    policy = named("NetworkPolicy")["spec"]
+    labels = {pod: template["metadata"]["labels"] for pod, template in TEMPLATES.items()}
+    guarded = policy["podSelector"]["matchLabels"]
+    assert guarded.items() <= labels["leader"].items() & labels["worker"].items()
+    among_ranks, from_gateways = policy["ingress"]
+    assert among_ranks == {"from": [{"podSelector": {"matchLabels": guarded}}]}
+    assert from_gateways == {
+        "from": [{"podSelector": {"matchLabels": labels["gateway"]}}],
+        "ports": [{"port": LISTENING["scheduler"][2]}],
+    }
+    assert all(rank.insecure_worker for rank in workers(0))
+
+
 def test_every_flag_is_one():
     for _, container in CONTAINERS:
         given = {entry["name"] for entry in container["env"] if entry["name"].startswith(ENV_PREFIX)}
@@ -138,13 +154,30 @@ def test_a_rank_has_one_gpu_and_nobody_is_root():
     for _, container in CONTAINERS:
         limits = container["resources"].get("limits", {})
         assert limits.get("nvidia.com/gpu") == (1 if container["name"] == "worker" else None)
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}
         assert (
             "useradd --system --create-home --uid 10001 toka"
             in (ROOT / "docker" / f"{container['name']}.Dockerfile").read_text()
         )
     for template in TEMPLATES.values():
-        assert template["spec"]["securityContext"]["runAsUser"] == 10001
+        pod = template["spec"]["securityContext"]
+        assert (pod["runAsUser"], pod["runAsNonRoot"], pod["seccompProfile"]) == (
+            10001,
+            True,
+            {"type": "RuntimeDefault"},
+        )
+
+
+def test_there_is_time_to_drain():
+    for pod, container in CONTAINERS:
+        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
+        drain_s = int(hook[1]) + config(pod, container["name"]).drain_seconds
+        assert TEMPLATES[pod]["spec"]["terminationGracePeriodSeconds"] >= drain_s + STOP_GRACE_S
 
 
 def test_what_is_mounted_is_there():

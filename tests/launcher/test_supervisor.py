@@ -1,6 +1,7 @@
 """Children are watched, not what they started; ranks live and die together; and nothing of them stays behind."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 
 import psutil
@@ -8,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.errors import Unavailable
+from services.common.process import Stop
 from services.launcher import supervisor
 from services.launcher.deployment import ChildSpec
 from services.launcher.supervisor import Child, Unit
@@ -98,7 +100,7 @@ async def test_ranks_are_started_again_together_and_counted_once(rank: Callable[
     [told] = [line for line in logs if line["log_level"] == "error"]
     assert (told["reason"], told["peers"]) == ("rank-1 was ended by SIGKILL", ["rank-0", "rank-2"])
     ranks[2].process.kill()
-    with pytest.raises(Unavailable, match="rank-2 was ended by SIGKILL, more than 1 times in 60 s"):
+    with pytest.raises(Unavailable, match="rank-2 was ended by SIGKILL, more than 1 times in a row before it had"):
         await asyncio.wait_for(run, 30)
 
 
@@ -116,3 +118,39 @@ async def test_a_rank_that_does_not_notice_the_end_of_its_peers_is_ended(rank: C
     await eventually_async(lambda: not any(child.ready.is_set() for child in ranks))
     assert before.isdisjoint(await all_ready(ranks))
     await ended(run)
+
+
+async def test_what_serves_for_a_while_may_die_as_often_as_it_likes(rank: Callable[..., Child], monkeypatch):
+    monkeypatch.setattr(supervisor, "RESTARTS_ALLOWED", 1)
+    monkeypatch.setattr(supervisor, "SETTLED_S", 0.0)
+    ranks = [rank(), rank(), rank()]
+    run = asyncio.create_task(Unit(ranks).run())
+    for _ in range(3):
+        before = await all_ready(ranks)
+        ranks[1].process.kill()
+        await eventually_async(lambda: not any(child.ready.is_set() for child in ranks))
+        assert before.isdisjoint(await all_ready(ranks))
+    await ended(run)
+
+
+async def test_who_has_served_may_die_once_before_it_is_ready_again(rank: Callable[..., Child]):
+    ranks = [rank(), rank(), rank()]
+    run = asyncio.create_task(Unit(ranks).run())
+    first = await all_ready(ranks)
+    ranks[1].process.kill()
+    await eventually_async(lambda: ranks[1].process.pid not in first)
+    second = ranks[1].process.pid
+    ranks[1].process.kill()
+    await eventually_async(lambda: ranks[1].process.pid not in {*first, second})
+    await all_ready(ranks)
+    await ended(run)
+
+
+async def test_a_child_that_does_not_end_is_killed_at_once_when_it_has_to_be(child):
+    run, stop = asyncio.create_task(Unit([child]).run()), Stop()
+    await started(child)
+    child.process.send_signal(signal.SIGSTOP)  # it will not hear
+    await ended(run)
+    stop.at_once.set()
+    await asyncio.wait_for(child.stop(stop, drain_s=1e6), 30)
+    assert child.process.returncode == -signal.SIGKILL

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from services.common.config import WorkerConfig
+from services.common.process import Stop
 from services.worker.boot import boot
 from services.worker.runner.runner import StepRunner
 from services.worker.server import serve
@@ -78,7 +79,7 @@ async def worker(checkpoint, tmp_path):
     running = []
 
     async def start(**flags) -> str:
-        stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+        stop, listening = Stop(), asyncio.get_running_loop().create_future()
         settings = {"kv_cache_num_tokens": 16 * 256, "max_seqs_per_forward": 8, "max_tokens_per_forward": 64}
         settings |= {"model": str(checkpoint()), "worker_listen": f"unix:{tmp_path}/worker{len(running)}"}
         task = asyncio.create_task(serve(WorkerConfig(**settings | flags), stop, listening=listening))

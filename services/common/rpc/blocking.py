@@ -8,9 +8,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.common.errors import Unavailable
+from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from services.common.rpc.interceptor import guarded_handler, status_of
+from services.common.rpc.port import bind
 
 # Calls at once, watchers of health among them. One more is refused: without a thread it would hang.
 _MOST_CALLS = 64
@@ -22,7 +23,14 @@ class BlockingRpcServer:
     Health starts as NOT_SERVING, as in ``RpcServer``.
     """
 
-    def __init__(self, service_name: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        service_name: str,
+        *,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._certificates = certificates
         self._server = grpc.server(
             ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="rpc"),
             interceptors=[_ErrorInterceptor()],
@@ -47,12 +55,9 @@ class BlockingRpcServer:
         Raises ``Unavailable`` when the address cannot be bound.
         """
         self.set_ready(False)
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {address}: {error}; choose a free address") from error
+        real = bind(self._server, address, self._certificates)
         self._server.start()
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return real
 
     def set_ready(self, ready: bool) -> None:
         """Flip what grpc.health.v1 answers."""

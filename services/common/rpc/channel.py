@@ -1,10 +1,21 @@
-"""Channel and server options shared by every process, each with the failure it prevents."""
+"""Channels of every process: their options, each with the failure it prevents, and how they are opened."""
+
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from services.common.config import GrpcConfig
+from services.common.rpc.certificates import Certificates
+from services.common.rpc.token import TokenFile
 
 MIB = 1024 * 1024
 
 # Between our own services; public servers pass their own receive limit.
 MAX_MESSAGE_BYTES = 64 * MIB
 MAX_PUBLIC_MESSAGE_BYTES = 16 * MIB
+
+HANDSHAKE_TIMEOUT_MS = 10_000
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -34,7 +45,51 @@ def server_options(max_receive_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        # Who connects and says nothing holds a connection for two minutes by default.
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # A burst of thousands of new streams is refused as bare CANCELLED by default.
         ("grpc.server.max_pending_requests", 65_536),
         ("grpc.server.max_pending_requests_hard_limit", 131_072),
     ]
+
+
+@dataclass(frozen=True)
+class Dialer:
+    """How a process reaches servers of ours and what it shows them. Any thread may use it. Certificates and token are
+    those of the moment, so a channel is opened for each try to connect."""
+
+    certificates: Certificates | None = None
+    server_name: str | None = None
+    token: TokenFile | None = None
+
+    @classmethod
+    def of(cls, config: GrpcConfig, token_file: str | None = None) -> "Dialer":
+        """Raises ``InvalidRequest`` for files that cannot be used."""
+        return cls(Certificates.of(config), config.grpc_server_name, TokenFile.of(token_file))
+
+    def open(self, address: str) -> grpc.Channel:
+        """A channel of the blocking API to ``address``, which the caller closes."""
+        if not self._speaks_tls(address):
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, self.certificates.of_client(), options=self._options)
+
+    def open_aio(self, address: str) -> grpc.aio.Channel:
+        """As ``open``, on an event loop."""
+        if not self._speaks_tls(address):
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, self.certificates.of_client(), options=self._options)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call says about its caller."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token.current()}"),)
+
+    def _speaks_tls(self, address: str) -> bool:
+        return self.certificates is not None and self.certificates.verifies and not address.startswith("unix:")
+
+    @property
+    def _options(self) -> list[tuple[str, int | str]]:
+        named = [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+        return [*CHANNEL_OPTIONS, *named]
+
+
+PLAIN = Dialer()  # neither certificates nor token

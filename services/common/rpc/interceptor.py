@@ -6,10 +6,11 @@ without its text, which may hold a user's data.
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from services.common import errors
@@ -41,12 +42,34 @@ def guarded_handler(
     is called with behavior and ``method``."""
     if handler is None:
         return None
-    if handler.response_streaming:
-        behavior = stream(handler.unary_stream or handler.stream_stream, method)
-    else:
-        behavior = unary(handler.unary_unary or handler.stream_unary, method)
+    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    guard = stream if handler.response_streaming else unary
     make = _HANDLERS[handler.request_streaming, handler.response_streaming]
-    return make(behavior, handler.request_deserializer, handler.response_serializer)
+    return make(guard(_reading(handler, behavior), method), None, handler.response_serializer)
+
+
+def _reading(handler: grpc.RpcMethodHandler, behavior: Callable) -> Callable:
+    """``behavior`` for requests that are still bytes. gRPC itself would answer UNKNOWN where they are no message."""
+    if handler.request_deserializer is None:
+        return behavior
+
+    def read(data: bytes) -> Message:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            raise errors.InvalidRequest(f"a message that cannot be read: {error}") from None
+
+    async def read_all(requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async for data in requests:
+            yield read(data)
+
+    @functools.wraps(behavior)
+    def reading(request, context):
+        if not handler.request_streaming:
+            return behavior(read(request), context)
+        return behavior(read_all(request) if hasattr(request, "__aiter__") else map(read, request), context)
+
+    return reading
 
 
 def _guard_unary(behavior, method: str):
@@ -88,5 +111,5 @@ def status_of(error: Exception, method: str) -> grpc.Status:
     """What a client is told of ``error``, which ended a call of ``method``."""
     if not isinstance(error, errors.TokaError):
         log.error("rpc failed", method=method, exc_info=error)
-        error = errors.Internal("internal error; the server's log has the details")
+        error = errors.Internal.logged()
     return rpc_status.to_status(to_status(error))

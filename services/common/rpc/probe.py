@@ -1,16 +1,24 @@
-"""``python -m services.common.rpc.probe ADDRESS``: exit status 0 when the server there is SERVING. For containers."""
+"""``python -m services.common.rpc.probe ADDRESS``: exit status 0 when the server there is SERVING. For containers:
+certificates are those that the environment names.
+"""
 
+import os
 import sys
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.config import GrpcConfig
+from services.common.errors import TokaError
+from services.common.flags import FlagError, load
+from services.common.rpc.channel import PLAIN, Dialer
+
 TIMEOUT_S = 3.0
 
 
-def probe(address: str) -> str:
+def probe(address: str, dialer: Dialer = PLAIN) -> str:
     """The overall health of the server at ``address``, as grpc.health.v1 names it, or why there is no answer."""
-    with grpc.insecure_channel(address) as channel:
+    with dialer.open(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
@@ -19,6 +27,9 @@ def probe(address: str) -> str:
 
 
 if __name__ == "__main__":
-    state = probe(sys.argv[1])
+    try:
+        state = probe(sys.argv[1], Dialer.of(load(GrpcConfig, [], os.environ)))
+    except (FlagError, TokaError) as error:
+        state = str(error)
     print(state)
     sys.exit(state != "SERVING")

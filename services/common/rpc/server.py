@@ -1,12 +1,15 @@
 """A gRPC server as every service runs it: options, error mapping, health, reflection, and a clean end."""
 
+from collections.abc import Sequence
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.common.errors import Unavailable
+from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from services.common.rpc.interceptor import ErrorInterceptor
+from services.common.rpc.port import bind
 
 
 class RpcServer:
@@ -16,8 +19,19 @@ class RpcServer:
     ``set_ready(True)``: readiness is what the owner's work loop says, not that the port answers.
     """
 
-    def __init__(self, service_name: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(max_receive_bytes))
+    def __init__(
+        self,
+        service_name: str,
+        *,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        certificates: Certificates | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """``interceptors`` may raise what servicers may."""
+        self._certificates = certificates
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors], options=server_options(max_receive_bytes)
+        )
         self._names = ("", service_name)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -35,12 +49,9 @@ class RpcServer:
         Raises ``Unavailable`` when the address cannot be bound.
         """
         await self.set_ready(False)
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {address}: {error}; choose a free address") from error
+        real = bind(self._server, address, self._certificates)
         await self._server.start()
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return real
 
     async def set_ready(self, ready: bool) -> None:
         """Flip what grpc.health.v1 answers."""

@@ -12,6 +12,8 @@ DOMAIN = "tokasaurus"
 # The first match counts: subclasses before their bases.
 _CODES: tuple[tuple[type[errors.TokaError], int], ...] = (
     (errors.InvalidRequest, code_pb2.INVALID_ARGUMENT),
+    (errors.Unauthenticated, code_pb2.UNAUTHENTICATED),
+    (errors.PermissionDenied, code_pb2.PERMISSION_DENIED),
     (errors.NotFound, code_pb2.NOT_FOUND),
     (errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
     (errors.FailedPrecondition, code_pb2.FAILED_PRECONDITION),
@@ -51,6 +53,10 @@ def from_status(status: status_pb2.Status) -> errors.TokaError:
         case code_pb2.INVALID_ARGUMENT | code_pb2.OUT_OF_RANGE:
             kind = errors.PayloadTooLarge if reason == errors.PayloadTooLarge.reason else errors.InvalidRequest
             return kind(message, field=field, reason=reason)
+        case code_pb2.UNAUTHENTICATED:
+            return errors.Unauthenticated(message, reason=reason)
+        case code_pb2.PERMISSION_DENIED:
+            return errors.PermissionDenied(message, reason=reason)
         case code_pb2.NOT_FOUND:
             return errors.NotFound(message, field=field, reason=reason)
         case code_pb2.ALREADY_EXISTS:

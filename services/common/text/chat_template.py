@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jinja2
 import jinja2.ext
 import jinja2.meta
-import jinja2.sandbox
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json
+from services.common.text.template_bounds import BoundedEnvironment, bounded
 
 # Stands behind the words that an answer is to continue, and says where in the rendered text they end.
 _HERE = "<<the answer goes on here>> "
@@ -20,17 +20,18 @@ _OWN_NAMES = {"messages", "add_generation_prompt"}
 # A template that meets what it did not expect: the words of an answer, or a variable of another type.
 _REFUSALS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    MemoryError,
 )  # fmt: skip
 
 
 class ChatTemplate:
-    """One compiled template. Templates come from model directories, so they run sandboxed.
+    """One compiled template. Templates come from model directories, so they run sandboxed, and in bounded time.
 
     ``variables`` are the names it reads beside the messages: ``tools``, ``enable_thinking`` and so on.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
         )
         environment.filters["tojson"] = _to_json
@@ -62,7 +63,7 @@ class ChatTemplate:
             messages = [*messages[:-1], last | {"content": last["content"] + _HERE}]
         known = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._special_tokens}
         try:
-            text = self._template.render(dict(variables or {}) | known)
+            text = bounded(self._template.generate(dict(variables or {}) | known))
         except _REFUSALS as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise InvalidRequest(message, field="messages") from error

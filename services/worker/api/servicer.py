@@ -22,6 +22,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._engine = engine
         self._lock = threading.Lock()  # of what follows, and of every stream's ``closed``
         self._current: Stream | None = None
+        self._draining = False
+        self._closed = threading.Condition(self._lock)  # told when no stream is open
 
     def GetWorkerInfo(self, request, context) -> worker_pb2.GetWorkerInfoResponse:
         return worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
@@ -53,7 +55,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._current is not None:
                 self._current.end(error)
 
+    def drain(self, patience_s: float) -> None:
+        """Take no more streams and plans; returns when the plans of the open one are answered and it has ended well, or
+        after ``patience_s`` seconds."""
+        with self._lock:
+            self._draining = True
+            if self._current is not None:
+                self._engine.finish(self._current)
+            self._closed.wait_for(lambda: self._current is None, patience_s)
+
     def _ready_info(self) -> worker_pb2.WorkerInfo:
+        if self._draining:
+            raise Unavailable("the worker is going away", reason="DRAINING")
         if self.info is None:
             raise Unavailable("the model is still loading")
         return self.info
@@ -111,6 +124,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             gone = self._current is stream
             if gone:
                 self._current = None
+                self._closed.notify_all()
         stream.finish()  # nobody waits any more
         if gone:
             log.info("scheduler gone", scheduler=stream.scheduler_id)

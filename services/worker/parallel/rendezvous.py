@@ -1,7 +1,6 @@
 """Where a replica's workers meet, and whether they were started alike."""
 
 import contextlib
-import ipaddress
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from services.common.addresses import is_loopback
 from services.common.errors import InvalidRequest
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.ranks import Ranks
@@ -27,7 +27,7 @@ def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], 
     is not, and ``ParallelError`` for workers that do not come within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    if _is_loopback(address):
+    if is_loopback(address):
         _stay_on_loopback()
     try:
         store = _keep(address, port, timeout_s) if ranks.index == 0 else _join(ranks, address, port, deadline)
@@ -50,7 +50,7 @@ def _keep(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((socket.gethostbyname(address) if _is_loopback(address) else "", port))
+        listening.bind((socket.gethostbyname(address) if is_loopback(address) else "", port))
         listening.listen()
     except OSError as error:
         listening.close()
@@ -135,11 +135,3 @@ def _stay_on_loopback() -> None:
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False

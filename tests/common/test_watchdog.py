@@ -1,0 +1,157 @@
+"""Who hangs is killed with a reason, and nobody else is."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from services.common import watchdog
+from services.common.watchdog import ENDING, PROGRESS, SERVING, STUCK, watch
+from tests.gateway.deployment import eventually
+
+BEATING = [sys.executable, "-m", "tests.common.beating", "step_deadline=1"]
+PATIENCE_S = 60
+
+
+@contextlib.contextmanager
+def beating(*flags: str) -> Iterator[subprocess.Popen]:
+    """The service, from when it serves on."""
+    with subprocess.Popen([*BEATING, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while process.stdout.readline() != "serving\n":
+                assert process.poll() is None, process.stderr.read()
+            yield process
+        finally:
+            process.kill()
+
+
+def beats(process: subprocess.Popen, count: int) -> None:
+    """Wait for so many. There are eight in a ``step_deadline``."""
+    for _ in range(count):
+        assert process.stdout.readline() == "beat\n"
+
+
+def reason(process: subprocess.Popen) -> str:
+    """Why it was killed."""
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == -signal.SIGKILL, errors
+    line = json.loads(errors.splitlines()[-1])
+    assert (line["event"], line["service"], line["level"]) == ("hung, and killed by its watchdog", "beating", "error")
+    assert line["pid"] == process.pid
+    return line["reason"]
+
+
+def watchdogs(process: subprocess.Popen) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has died
+            if watchdog.__file__ in child.cmdline():
+                found.append(child)
+    return found
+
+
+def test_a_process_that_is_stopped_is_killed():
+    with beating() as process:
+        beats(process, 1)
+        process.send_signal(signal.SIGSTOP)
+        assert reason(process).startswith("no sign of life for 1.")
+
+
+def test_a_process_whose_event_loop_is_blocked_is_killed():
+    with beating("manner=blocked") as process:
+        assert reason(process).endswith("it is stopped, or its work is blocked")
+
+
+def test_a_process_that_has_work_and_makes_no_progress_is_killed():
+    with beating("manner=stuck") as process:
+        assert reason(process).startswith("its work made no progress for 1.")
+
+
+@pytest.mark.parametrize("manner", ["calm", "slow"])
+def test_a_process_that_gets_on_lives_and_its_watchdog_ends_with_it(manner):
+    with beating(f"manner={manner}") as process:
+        [own] = watchdogs(process)
+        beats(process, 20)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert "watchdog" not in errors
+    eventually(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_debugger_may_turn_it_off():
+    with beating("manner=stuck", "watchdog=F") as process:
+        assert watchdogs(process) == []
+
+
+def test_a_watchdog_that_dies_is_replaced():
+    with beating() as process:
+        [first] = watchdogs(process)
+        first.kill()
+        eventually(lambda: any(other.pid != first.pid for other in watchdogs(process)))
+        beats(process, 12)
+        process.send_signal(signal.SIGSTOP)
+        assert "no sign of life" in reason(process)
+
+
+def test_who_was_stopped_together_with_its_watchdog_does_not_hang():
+    """As a machine that sleeps, or a container that is paused."""
+    with beating() as process:
+        [own] = watchdogs(process)
+        own.suspend()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)  # twice as long as it may be silent
+        own.resume()
+        process.send_signal(signal.SIGCONT)
+        beats(process, 20)
+
+
+@pytest.fixture
+def watched():
+    """``watch`` in a thread, over a pipe: (write, result)."""
+    reading, writing = os.pipe()
+    outcome: list[str] = []
+
+    def begin(*limits: float) -> tuple[Callable[[bytes], int], Callable[[], str]]:
+        thread = threading.Thread(target=lambda: outcome.append(watch(reading, limits, "loop", 0.02)), daemon=True)
+        thread.start()
+
+        def result() -> str:
+            thread.join(PATIENCE_S)
+            return outcome[0]
+
+        return lambda signs: os.write(writing, signs), result
+
+    yield begin
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("phase", "limits"), [(b"", (0.2, 900, 900)), (SERVING, (900, 0.2, 900)), (SERVING + ENDING, (900, 900, 0.2))]
+)
+def test_each_phase_has_a_limit_of_its_own(watched, phase, limits):
+    say, result = watched(*limits)
+    say(PROGRESS + phase)
+    assert result().startswith("no sign of life for 0.2")
+
+
+def test_signs_of_life_are_no_progress(watched):
+    say, result = watched(0.5, 900, 900)
+    said = threading.Event()
+
+    def keep_saying() -> None:
+        while not said.wait(0.02):
+            say(STUCK)
+
+    threading.Thread(target=keep_saying, daemon=True).start()
+    assert result().startswith("its loop made no progress for 0.5")
+    said.set()
