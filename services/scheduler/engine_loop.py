@@ -10,14 +10,16 @@ import structlog
 
 from services.common.errors import TokaError
 from services.scheduler.core.load import Load
-from services.scheduler.core.plan import Plan
+from services.scheduler.core.plan import Plan, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.inbox import Call, Inbox
 from services.scheduler.news import HeartbeatAnswer, News, PlanNews, Rejected
 from services.scheduler.pace import Pace
+from services.scheduler.readiness import Readiness
 from services.scheduler.reception import take_in
 from services.scheduler.record.recorder import Recorder
+from services.scheduler.silence import Silence
 from services.scheduler.stats import Stats
 from services.scheduler.workers.codec import decode_shape, encode_plan
 from services.scheduler.workers.stream import Answer, WorkerStream
@@ -25,7 +27,6 @@ from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
-_SILENCE_S = 120.0  # a worker that owes an answer for so long does not answer
 # Samples taken in between two looks at whether a plan can go out, when the worker waits for one and when it does not.
 # One takes about 10 us.
 _MOST_TAKEN_IN, _MOST_TAKEN_IN_AT_LEISURE = 64, 512
@@ -45,9 +46,11 @@ class EngineLoop:
         deliver: Callable[[News], None],
         failed: Callable[[BaseException], None],
         *,
+        step_deadline_s: float = 30.0,
         stats_report_seconds: float = 0.0,
         recorder: Recorder | None = None,
     ) -> None:
+        """``step_deadline_s``: a worker that owes an answer for so long is given up."""
         self._core = core
         self._max_context_tokens = max_context_tokens
         self._deliver = deliver
@@ -57,7 +60,8 @@ class EngineLoop:
         self._stream: WorkerStream | None = None
         self._news: News = []
         self._stopping = False
-        self._last_answer = time.monotonic()
+        self._readiness = Readiness()
+        self._silence = Silence(step_deadline_s)
         self._rests_until = 0.0  # requests gather until then
         self._stats = Stats(stats_report_seconds, time.monotonic())
         self._pace = Pace()
@@ -122,6 +126,13 @@ class EngineLoop:
     def worker_lost(self, stream: WorkerStream, reason: str) -> None:
         self.post(lambda: self._detach(stream, reason))
 
+    def worker_missing(self, reason: str) -> None:
+        self.post(lambda: self._readiness.miss(reason))
+
+    def drain(self) -> None:
+        """From here on new requests are refused with ``DRAINING``; those that are there go on."""
+        self.post(self._readiness.drain)
+
     def shape_of(self, info: worker_pb2.WorkerInfo) -> WorkerShape:
         return decode_shape(info, self._max_context_tokens)
 
@@ -177,7 +188,7 @@ class EngineLoop:
         if (deadline_ms := self._core.next_deadline_ms()) is not None:
             due.append(deadline_ms / 1000 - time.time())
         if self._stream is not None and self._core.plans_in_flight:
-            due.append(self._last_answer + _SILENCE_S - time.monotonic())
+            due.append(self._silence.until_look())
         if (telling := self._stats.due(busy=self._busy())) is not None:
             due.append(telling - time.monotonic())
         return min(max(0.0, min(due)), 3600.0) if due else None
@@ -205,13 +216,16 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.plan(message, plan.admitted_ids, plan.released_ids)
         if self._core.plans_in_flight == 1:
-            self._last_answer = time.monotonic()
+            self._silence.begin(time.monotonic())
         if self.watchers:
-            state = self._core.state
-            news = PlanNews(plan, len(state.waiting), state.pool.in_use, self._core.plans_in_flight)
-            self._news.append((None, news))
+            self._news.append((None, PlanNews.of(plan, self._core)))
 
     def _hand_over(self) -> None:
+        for request_id, error in self._core.take_failures():
+            if isinstance(error, TokaError):
+                log.error("a request is ended", request_id=request_id, reason=error.message)
+            else:
+                log.error("a request failed", request_id=request_id, exc_info=error)
         self._news.extend(self._core.take_output())
         if self._news:
             self._deliver(self._news)
@@ -222,10 +236,10 @@ class EngineLoop:
             return
         if self._recorder is not None:
             self._recorder.result(answer.message)
-        self._last_answer = time.monotonic()
+        self._silence.begin(time.monotonic())
         try:
             self._core.take(answer.result, time.monotonic_ns())
-        except ValueError as error:  # it does not do what the contract says: a fresh start is all that helps
+        except WrongAnswer as error:  # it does not do what the contract says: a fresh start is all that helps
             log.error("the worker answered wrongly", reason=str(error))
             self._abandon(stream, str(error))
             return
@@ -244,7 +258,7 @@ class EngineLoop:
         core.attach(self.shape_of(stream.info))
         self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
-        self._last_answer = time.monotonic()
+        self._readiness.connect()
         if self._recorder is not None:
             self._recorder.connected(stream.info, stream.plans_in_flight)
 
@@ -252,11 +266,12 @@ class EngineLoop:
         if stream is not self._stream:
             return
         self._stream = None
+        self._readiness.lose(reason)
         self._core.detach()
         if self._recorder is not None:
             self._recorder.disconnected(reason)
         self._core.state.counters.worker_restarts += 1
-        log.warning("worker lost", reason=reason, waiting=len(self._core.state.waiting))
+        log.warning("worker lost", reason=reason, waiting=len(self._core.state.waiting), suspects=self._core.suspects)
 
     def _abandon(self, stream: WorkerStream, reason: str) -> None:
         """End a connection that is of no use; the link begins a new one, to this worker or to its successor."""
@@ -264,12 +279,13 @@ class EngineLoop:
         self._detach(stream, reason)
 
     def _abandon_silent_worker(self) -> None:
-        stream, silent_s = self._stream, time.monotonic() - self._last_answer
-        if stream is not None and self._core.plans_in_flight and silent_s >= _SILENCE_S:
-            self._abandon(stream, f"no answer for {silent_s:.0f} s")
+        stream = self._stream
+        if stream is not None and (step := self._core.oldest_step) is not None and self._silence.look(time.monotonic()):
+            for_s = f"{self._silence.seconds:.0f} s"
+            self._abandon(stream, f"worker {stream.silent()} has not answered plan {step} for {for_s}")
 
     def _submit(self, request: Request) -> None:
-        self._news.append((request.sink, take_in(self._core, request)))
+        self._news.append((request.sink, take_in(self._core, request, draining=self._readiness.draining)))
 
     def _reject(self, sink: int, handle: int, error: TokaError) -> None:
         self._core.state.counters.requests_rejected += 1
@@ -278,13 +294,21 @@ class EngineLoop:
     # -- what others may know
 
     @property
+    def not_ready_reason(self) -> str:
+        """Empty when it serves. On the loop's thread, as what follows."""
+        return self._readiness.not_ready_reason
+
+    @property
     def ready(self) -> bool:
-        """The worker is there; one that does not answer is given up."""
+        return not self.not_ready_reason
+
+    @property
+    def connected(self) -> bool:
+        """A worker is there; one that does not answer is given up."""
         return self._stream is not None
 
     def load(self) -> Load:
-        """On the loop's thread."""
-        return self._core.load(ready=self.ready)
+        return self._core.load(not_ready_reason=self.not_ready_reason)
 
     def _busy(self) -> bool:
         return bool(self._core.state.attached and (self._core.state.slots.running or self._core.state.waiting))

@@ -6,6 +6,7 @@ from typing import Any
 from services.common.errors import TokaError
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class PlanNews:
     waiting_sequences: int
     in_use_pages: int
     plans_in_flight: int
+
+    @classmethod
+    def of(cls, plan: Plan, core: Scheduler) -> "PlanNews":
+        return cls(plan, len(core.state.waiting), core.state.pool.in_use, core.plans_in_flight)
 
 
 # (sink, news): a Delta or one of the above; sink None = for everybody who wants that kind.

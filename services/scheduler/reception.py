@@ -14,9 +14,11 @@ _logger = logging.getLogger(__name__)
 log = structlog.get_logger(__name__)
 
 
-def take_in(core: Scheduler, request: Request) -> Accepted | Rejected:
+def take_in(core: Scheduler, request: Request, *, draining: bool = False) -> Accepted | Rejected:
     """Queue ``request``, if the core takes it. On the step loop's thread."""
     try:
+        if draining:
+            raise Unavailable("this scheduler is going away and takes nothing new; try another", reason="DRAINING")
         if not core.state.attached:
             raise Unavailable("the worker is not there yet; try again")
         core.submit(request, time.monotonic_ns())
@@ -24,7 +26,7 @@ def take_in(core: Scheduler, request: Request) -> Accepted | Rejected:
         return Rejected(request.handle, error)
     except Exception as error:  # one request's trouble is not the others'
         log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
-        return Rejected(request.handle, Internal("internal error; the server's log has the details"))
+        return Rejected(request.handle, Internal.logged())
     if _logger.isEnabledFor(logging.DEBUG):  # to ask first is much quicker
         log.debug(
             "request accepted",

@@ -3,16 +3,20 @@
 import asyncio
 import sys
 import uuid
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
 from services.common.model_files import read_card
-from services.common.process import collect_seldom
-from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
+from services.common.process import Stop, collect_seldom
+from services.common.pulse import Pulse
+from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES, Dialer
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
+from services.scheduler.api.access import Access, exposure
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.servicer import SchedulerServicer
@@ -31,8 +35,9 @@ from tokasaurus.worker.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 SERVICE = "tokasaurus.scheduler.v1.SchedulerService"
-_PULSE_S = 1.0  # between two looks at whether the step loop turns
-_PULSE_TIMEOUT_S = 10.0  # a loop that does not answer for so long is stuck
+_PULSE_S = 1.0  # between two looks at whether the step loop turns, at most
+_PULSE_TIMEOUT_S = 10.0  # a loop that does not answer for so long is stuck, if not sooner
+_IDLE_LOOK_S = 0.05  # between two looks at whether the last request has ended
 # The step loop's thread must not wait for the event loop's long Python runs: 5 ms, the default, is a third of a step.
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -60,6 +65,7 @@ class SchedulerServer:
         self._config = config
         self.scheduler_id = uuid.uuid4().hex
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turned = True  # the step loop, since ``progresses`` was asked last
         self.address = ""
 
     async def start(self) -> str:
@@ -82,9 +88,11 @@ class SchedulerServer:
             lambda error: loop.call_soon_threadsafe(
                 self._fail, Internal(f"the step loop failed: {type(error).__name__}: {error}")
             ),
+            step_deadline_s=config.step_deadline,
             stats_report_seconds=config.stats_report_seconds,
             recorder=self._recorder,
         )
+        dialer = Dialer.of(config)
         self._link = WorkerLink(
             config.worker_addresses,
             self.scheduler_id,
@@ -92,10 +100,17 @@ class SchedulerServer:
             self.engine,
             self._check_worker,
             lambda reason: loop.call_soon_threadsafe(self._fail, FailedPrecondition(reason)),
+            dialer,
         )
-        self._rpc = RpcServer(SERVICE, max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES)
+        access = Access.of(config)
+        self._rpc = RpcServer(
+            SERVICE,
+            max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES,
+            certificates=dialer.certificates,
+            interceptors=[access],
+        )
         self._prover = Prover(config.tokenizer or str(card.directory), card.eos_token_ids)
-        servicer = SchedulerServicer(self._hub, self.model, self._prover, self.scheduler_id)
+        servicer = SchedulerServicer(self._hub, self.model, self._prover, self.scheduler_id, access)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
         self.address = await self._rpc.start(config.scheduler_listen)
         self.engine.start()
@@ -104,16 +119,30 @@ class SchedulerServer:
         collect_seldom()
         workers = ",".join(config.worker_addresses)
         log.info("scheduler listening", address=self.address, model=card.name, workers=workers)
+        if reason := exposure(config):
+            log.warning("exposed", reason=reason)
         return self.address
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Until ``stop`` is set. Raises ``Internal`` when the step loop failed, ``FailedPrecondition`` when the first
         worker is one that can never be used."""
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopping, self._failure), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if self._failure.done():
-            self._failure.result()
+        await self._unless_failed(stop.wait())
+
+    async def drain(self, stop: Stop) -> None:
+        """Take nothing new, and let requests go on until the last one ends, the time is over, the worker has gone or it
+        has to be at once; then send their clients elsewhere. Raises as ``wait``."""
+        await self._rpc.set_ready(False)
+        self.engine.drain()
+        log.info("draining", seconds=self._config.drain_seconds)
+        await stop.within(self._config.drain_seconds, lambda: self._unless_failed(self._idle()))
+        if unfinished := await self._hub.ask(lambda core: len(core.state.requests)):
+            log.warning("requests are handed over", requests=unfinished)
+        self._hub.end(Unavailable("the scheduler is going away; send what is left to another", reason="DRAINING"))
+
+    def progresses(self) -> bool:
+        """Whether the step loop has turned since this was asked last."""
+        turned, self._turned = self._turned, False
+        return turned
 
     async def stop(self) -> None:
         """Refuse new calls, cut the running ones, let the worker go."""
@@ -154,35 +183,57 @@ class SchedulerServer:
             )
         self.model.set_shape(self.engine.shape_of(info))
 
+    async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
+        """Until ``waiting`` is over. Raises what failed meanwhile."""
+        waited = asyncio.create_task(waiting)
+        await asyncio.wait((waited, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        waited.cancel()
+        if self._failure.done():
+            self._failure.result()
+
+    async def _idle(self) -> None:
+        """Until there is no request any more, or no worker."""
+        while True:
+            goes_on = await self._hub.ask(lambda core: self.engine.connected and bool(core.state.requests))
+            if not (goes_on or self.engine.backlog):
+                return
+            await asyncio.sleep(_IDLE_LOOK_S)
+
     def _fail(self, error: TokaError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 
     async def _watch_pulse(self) -> None:
         """Health is what the step loop says, and what its silence says."""
-        ready = False
+        ready, pause = False, min(_PULSE_S, self._config.step_deadline / 8)
         while not self._failure.done():
             now = await self._pulse_of_loop()
             if now != ready:
                 ready = now
                 await self._rpc.set_ready(ready)
                 log.info("ready" if ready else "not ready")
-            await asyncio.sleep(_PULSE_S if ready else _PULSE_S / 10)
+            await asyncio.sleep(pause if ready else pause / 10)
         await self._rpc.set_ready(False)
 
     async def _pulse_of_loop(self) -> bool:
+        timeout_s = min(_PULSE_TIMEOUT_S, self._config.step_deadline)
         try:
-            return await asyncio.wait_for(self._hub.ask(lambda core: self.engine.ready), _PULSE_TIMEOUT_S)
+            ready = await asyncio.wait_for(self._hub.ask(lambda core: self.engine.ready), timeout_s)
         except (TimeoutError, Unavailable):
             return False
+        self._turned = True
+        return ready
 
 
-async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
-    """Run one scheduler until ``stop``."""
+async def serve(config: SchedulerConfig, stop: Stop) -> None:
+    """Run one scheduler until ``stop``, and what it has to do until then."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    server = SchedulerServer(config)
-    await server.start()
-    try:
-        await server.wait(stop)
-    finally:
-        await server.stop()
+    async with Pulse(config, "step loop") as pulse:
+        server = SchedulerServer(config)
+        await server.start()
+        pulse.serving(server.progresses)
+        try:
+            await server.wait(stop)
+            await server.drain(stop)
+        finally:
+            await server.stop()

@@ -3,13 +3,15 @@
 In a test: ``worker = FakeWorker(FakeShape(...)); address = await worker.start("127.0.0.1:0")``. As a process:
 ``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50`` (fields of ``FakeShape``, and ``reply_ids=5,6,7``
 to answer every prompt with these tokens, ``parrot_ids=2,4,3`` to answer with what the user said (the tokens of
-``parrot_script``), and ``step_ms=20`` for the time of a step).
+``parrot_script``), ``step_ms=20`` for the time of a step, and ``poison=9`` to exit when this token appears).
 """
 
 import asyncio
+import os
 import signal
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import grpc
@@ -52,6 +54,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.answered = 0
         self.most_unanswered = 0  # plans, of any stream
         self.fail_tokens: dict[int, str] = {}  # a prompt that begins with this token: its slot fails
+        self.poison: int | None = None  # when this token appears, in a prompt or an answer, `end_of` is what happens
+        self.end_of: Callable[[], None] = self.crash
+        self.deaths = 0
         self.incarnation_id = uuid.uuid4().hex
         self._open = asyncio.Event()  # answers go out while it is set
         self._open.set()
@@ -196,12 +201,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.step_s:
             await asyncio.sleep(self.step_s)
         result = self.model.apply(plan)
+        if self.poison is not None and self._is_poisoned(plan, result):
+            self.deaths += 1
+            self.end_of()
+            await _first(asyncio.Event().wait(), end)
         if not self.shape.reports:
             result = plan_pb2.StepResult(step=result.step)
         result.queued_plans = plans.qsize()
         self.answered += 1
         plans.unanswered -= 1
         return result
+
+    def _is_poisoned(self, plan: plan_pb2.StepPlan, result: plan_pb2.StepResult) -> bool:
+        return self.poison in result.token_ids or any(self.poison in each.token_ids for each in plan.admissions)
 
 
 class FakeReplica:
@@ -240,10 +252,12 @@ async def _serve(arguments: list[str]) -> None:
     script = reply_script([int(token) for token in reply.split(",")]) if reply else None
     if parrot := values.get("parrot_ids"):
         script = parrot_script(*map(int, parrot.split(",")), shape.eos_token_id)
-    unknown = set(values) - known - {"listen", "reply_ids", "parrot_ids", "step_ms"}
-    if unknown:
-        raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, listen, reply_ids, parrot_ids, step_ms")
+    own = ("listen", "reply_ids", "parrot_ids", "step_ms", "poison")
+    if unknown := set(values) - known - set(own):
+        raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, {', '.join(own)}")
     worker = FakeWorker(shape, script, float(values.get("step_ms", 0)) / 1000)
+    if "poison" in values:
+        worker.poison, worker.end_of = int(values["poison"]), lambda: os._exit(1)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -19,7 +20,7 @@ PROMPT = [40 + index % 500 for index in range(43)]
 class Service:
     """All servers, a channel and a stub. ``worker`` is the rank that reports."""
 
-    def __init__(self, workers: list[FakeWorker], server: SchedulerServer, channel: grpc.aio.Channel) -> None:
+    def __init__(self, workers: Sequence[FakeWorker], server: SchedulerServer, channel: grpc.aio.Channel) -> None:
         self.workers = workers
         self.worker = next((worker for worker in workers if worker.shape.reports), None)
         self.server = server
@@ -166,19 +167,30 @@ async def start(
 ):
     """All servers, ready. At the end: no contract broken, nothing left behind."""
     workers = replica.workers if replica else [worker or FakeWorker(shape)]
-    addresses = tuple([await each.start() for each in workers])
-    server = SchedulerServer(SchedulerConfig(worker_addresses=addresses, scheduler_listen="127.0.0.1:0", **flags))
+    addresses = [await each.start() for each in workers]
+    try:
+        async with with_scheduler(addresses, workers, **flags) as service:
+            yield service
+            assert [each.violations for each in workers] == [[]] * len(workers)
+    finally:
+        for each in workers:
+            await each.stop()
+
+
+@asynccontextmanager
+async def with_scheduler(addresses: Sequence[str], workers: Sequence[FakeWorker] = (), **flags):
+    """A scheduler, ready, of workers that run already. At the end: nothing left behind."""
+    server = SchedulerServer(
+        SchedulerConfig(worker_addresses=tuple(addresses), scheduler_listen="127.0.0.1:0", **flags)
+    )
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         service = Service(workers, server, channel)
         await service.until_health(True)
         try:
             yield service
-            assert [each.violations for each in workers] == [[]] * len(workers)
             await nothing_left(service)
         finally:
             await server.stop()
-            for each in workers:
-                await each.stop()
 
 
 async def nothing_left(service: Service) -> None:

@@ -190,6 +190,38 @@ def test_requests_are_taken_in_while_there_is_no_worker_and_refused(bench):
     assert bench.loop.backlog == 0
 
 
+def test_every_answer_and_the_first_plan_in_flight_begin_the_silence_anew(bench, monkeypatch):
+    begun, send = [], bench.worker.send
+    monkeypatch.setattr(bench.loop._silence, "begin", begun.append)
+    monkeypatch.setattr(bench.worker, "send", lambda plan: (send(plan), bench.worker.answer()))
+    bench.loop.worker_connected(bench.worker)
+    bench.submit(0, max_tokens=30)
+    bench.run_until(lambda: bench.finished())
+    plans = len(bench.worker.accepted_before)
+    assert plans >= 30
+    assert plans <= len(begun) <= 2 * plans
+
+
+def test_a_loop_that_drains_takes_nothing_new_and_goes_on_with_what_it_has(bench):
+    bench.loop.worker_connected(bench.worker)
+    bench.submit(0, max_tokens=3)
+    bench.loop.heartbeat(SINK, 1)
+    drained = []
+
+    def after_the_first() -> bool:
+        if bench.told(HeartbeatAnswer) and not drained:
+            drained.append(True)
+            bench.loop.drain()
+            bench.submit(1)
+        return bool(bench.told(Rejected))
+
+    bench.run_until(after_the_first)
+    (refused,) = bench.told(Rejected)
+    assert (refused.handle, refused.error.reason) == (1, "DRAINING")
+    assert bench.loop.not_ready_reason == "draining"
+    assert [accepted.request.handle for accepted in bench.told(Accepted)] == [0]
+
+
 class TestInbox:
     def test_a_request_ends_the_wait_where_it_may(self):
         inbox, calls = Inbox(), []

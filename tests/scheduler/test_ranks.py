@@ -161,11 +161,10 @@ async def test_the_loss_of_one_rank_ends_all_streams_and_what_ran_goes_on_when_a
         assert len(set(there.stream_ids)) == 2
 
 
-async def test_a_rank_that_hangs_is_given_up_with_the_others(monkeypatch):
-    monkeypatch.setattr("services.scheduler.engine_loop._SILENCE_S", 0.3)
+async def test_a_rank_that_hangs_is_given_up_with_the_others():
     replica = FakeReplica(tp_size=2)
     hanging, other = replica.workers[1], replica.workers[0]
-    async with start(replica=replica) as service, session(service) as client:
+    async with start(replica=replica, step_deadline=1) as service, session(service) as client:
         hanging.hold()
         await client.submit(0, **request(1, most=5))
         await hanging.received(1)
@@ -290,6 +289,9 @@ class Events:
 
     def worker_lost(self, stream, reason) -> None:
         self._say("lost", reason)
+
+    def worker_missing(self, reason) -> None:
+        self._say("missing", reason)
 
 
 class LateWorker(FakeWorker):

@@ -182,6 +182,24 @@ async def test_a_reader_that_never_reads_is_given_up(service, monkeypatch):
         assert await client.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_requests_of_a_client_that_falls_silent_end(service, monkeypatch):
+    monkeypatch.setattr("services.scheduler.api.session._SILENCE_S", 1)
+    service.worker.hold()
+    async with session(service) as never_beats, session(service) as client:
+        await never_beats.submit(0, **request())
+        await never_beats.decided(0)
+        await client.submit(0, **request(n=5))
+        await client.send(heartbeat=session_pb2.Heartbeat(nonce=1))
+        await client.decided(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="has not been heard of"):
+            await client.until(lambda message: False)
+        assert await client.call.code() == grpc.StatusCode.UNAVAILABLE
+        load = await service.load()
+        assert (load.running_sequences + load.waiting_sequences, load.counters.sequences_cancelled) == (1, 5)
+        service.worker.release()
+        await never_beats.finished(0)
+
+
 async def test_a_mailbox_that_overflowed_says_so():
     told = []
     mailbox = Mailbox(lambda: told.append(True), most_bytes=100)

@@ -75,10 +75,11 @@ WRONG = [
     ({"resume": g.Resume(generated_tokens=2), "n": 2}, "n", "one sample"),
     ({"resume": g.Resume(generated_tokens=1), "text": "hello"}, "resume", "token ids"),
     (
-        {"resume": g.Resume(generated_tokens=2), "stopping": g.Stopping(max_tokens=2)},
+        {"resume": g.Resume(generated_tokens=3), "stopping": g.Stopping(max_tokens=2)},
         "resume.generated_tokens",
-        "complete",
+        "ended before",
     ),
+    ({"resume": g.Resume(sample_index=2**32 - 1), "n": 2}, "resume.sample_index", "32 bits"),
 ]
 
 

@@ -73,6 +73,7 @@ async def test_without_a_worker_there_is_no_service_yet():
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         load = (await service.stub.GetLoad(observe_pb2.GetLoadRequest())).load
         assert not load.ready
+        assert load.not_ready_reason.startswith("its worker does not answer yet")
     await server.stop()
 
 
@@ -169,9 +170,8 @@ async def test_one_bad_sequence_does_not_hurt_the_others():
             assert client.samples[1].tokens == continuation(service.worker.shape, PROMPT, 8, seed=5)
 
 
-async def test_a_worker_that_hangs_is_given_up_and_its_requests_go_on(monkeypatch):
-    monkeypatch.setattr("services.scheduler.engine_loop._SILENCE_S", 0.3)
-    async with start() as service:
+async def test_a_worker_that_hangs_is_given_up_and_its_requests_go_on():
+    async with start(step_deadline=1) as service:
         worker = service.worker
         async with session(service) as client:
             worker.hold()

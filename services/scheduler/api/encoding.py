@@ -3,8 +3,8 @@
 import dataclasses
 
 import numpy as np
-from google.rpc import code_pb2, status_pb2
 
+from services.common.errors import Internal
 from services.common.packed import fill
 from services.common.rpc.status import to_status
 from services.scheduler.api.mailbox import MergedDelta
@@ -55,6 +55,22 @@ def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
     return message
 
 
+def encode_what_can_be(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dict[int, Exception]]:
+    """``delta`` without the handles that ``encode_outputs`` fails for, and why it does. If such a one has finished, it
+    has finished with an error."""
+    message, failures = session_pb2.StepOutputs(step=delta.step), {}
+    finished = {finish.handle for finish in delta.finished}
+    for handle in dict.fromkeys([*delta.handles.tolist(), *(handle for handle, _ in delta.scored), *finished]):
+        try:
+            message.MergeFrom(encode_outputs(delta.of(handle)))
+        except Exception as error:
+            failures[handle] = error
+            if handle in finished:
+                end = generate_pb2.Finish(reason=int(FinishReason.ERROR), error=to_status(Internal.logged()))
+                message.finished.add(handle=handle).finish.CopyFrom(end)
+    return message, failures
+
+
 def encode_scored(message: generate_pb2.PromptLogprobs, scored: Scored) -> None:
     count = len(scored.logprobs)
     message.start = scored.start
@@ -82,8 +98,8 @@ def encode_finish(finish: Finish) -> generate_pb2.Finish:
         message.stop_token_id = finish.stop_token_id
     elif finish.stop_string is not None:
         message.stop_string.index, message.stop_string.trailing_bytes = finish.stop_string
-    if finish.reason is FinishReason.ERROR:
-        message.error.CopyFrom(status_pb2.Status(code=code_pb2.INTERNAL, message=finish.error))
+    if finish.error is not None:
+        message.error.CopyFrom(to_status(finish.error))
     return message
 
 

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 
 import grpc
 import numpy as np
+import structlog
 
+from services.common.errors import Internal
 from services.common.packed import fill
 from services.common.text.detokenizer import Detokenizer
 from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored
@@ -15,13 +17,16 @@ from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.proofs import prove_in_time
+from services.scheduler.api.resume import ending_of
 from services.scheduler.api.validation import read_request
-from services.scheduler.core.output import ragged_rows
+from services.scheduler.core.output import Delta, ragged_rows
 from services.scheduler.core.request import Finish
 from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2
+
+log = structlog.get_logger(__name__)
 
 
 class Generation:
@@ -54,6 +59,7 @@ class Generation:
         if request.sampling.grammar:
             await prove_in_time(self._prover, request, name_of(message.sampling.grammar))
         self._wants_logprobs = request.sampling.logprobs
+        finish = ending_of(request, model)
         wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)
         if wants_text:
             self._include_stop = message.output.include_stop
@@ -63,7 +69,14 @@ class Generation:
                 vocabulary = vocabulary.with_specials
             self._texts = {index: Detokenizer(vocabulary, message.stopping.strings) for index in range(request.n)}
             if request.resumed_tokens:  # sent before, but what was held back then may be sent now
-                self._texts[0].push(tokens[request.prompt_tokens :].tolist())
+                said = tokens[request.prompt_tokens :].tolist()
+                at_stop_token = finish is not None and finish.stop_token_id is not None
+                for token in said[:-1] if at_stop_token and not self._include_stop else said:  # as they came
+                    self._texts[0].push([token])
+        if finish is not None:
+            yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
+            yield generate_pb2.GenerateResponse(outputs=self._outputs(MergedDelta([Delta(0, finished=[finish])])))
+            return
         request.sink, mailbox = self._hub.open(session=False)
         try:
             self._hub.engine.submit(request)
@@ -77,9 +90,16 @@ class Generation:
                         yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
                     case MergedDelta():
                         unfinished -= len(item.finished)
-                        yield generate_pb2.GenerateResponse(outputs=self._outputs(item))
+                        yield self._response(item, request.request_id)
         finally:
             self._hub.close(request.sink)
+
+    def _response(self, delta: MergedDelta, request_id: str) -> generate_pb2.GenerateResponse:
+        try:
+            return generate_pb2.GenerateResponse(outputs=self._outputs(delta))
+        except Exception as error:
+            log.error("news of a request could not be written", request_id=request_id, exc_info=error)
+            raise Internal.logged() from error
 
     def _outputs(self, delta: MergedDelta) -> generate_pb2.SampleOutputs:
         finished = {finish.handle: finish for finish in delta.finished}
@@ -116,7 +136,7 @@ class Generation:
         index, trailing = finish.stop_string or (0, 0)
         if trailing and self._include_stop:
             trailing -= len(self._stops[index])
-        return text.push(tokens) + text.finish(trailing)
+        return (text.push(tokens) if tokens else "") + text.finish(trailing)
 
 
 def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slice) -> None:

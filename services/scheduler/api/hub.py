@@ -3,10 +3,15 @@
 import asyncio
 from itertools import count
 
+import structlog
+
+from services.common.errors import Internal, TokaError
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.load import Load
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.news import News, PlanNews
+
+log = structlog.get_logger(__name__)
 
 _WATCHED_PLANS = 256  # a watcher that is further behind misses plans
 
@@ -43,6 +48,11 @@ class Hub:
         self._sessions.discard(sink)
         self.engine.ask(lambda core: core.close_sink(sink))
 
+    def end(self, error: TokaError) -> None:
+        """Every stream ends with ``error``, behind what there is for it."""
+        for mailbox in self._mailboxes.values():
+            mailbox.close(error)
+
     def watch(self) -> "asyncio.Queue[PlanNews]":
         queue: asyncio.Queue[PlanNews] = asyncio.Queue(_WATCHED_PLANS)
         self._watchers.add(queue)
@@ -60,8 +70,12 @@ class Hub:
     def _dispatch(self, news: News) -> None:
         for sink, item in news:
             if sink is not None:
-                if (mailbox := self._mailboxes.get(sink)) is not None:
-                    mailbox.put(item)
+                try:
+                    if (mailbox := self._mailboxes.get(sink)) is not None:
+                        mailbox.put(item)
+                except Exception as error:  # a stream that was not told everything must end; others are told theirs
+                    log.error("news could not be handed on", sink=sink, exc_info=error)
+                    self._mailboxes[sink].close(Internal.logged())
             elif isinstance(item, Load):
                 for session in self._sessions:
                     self._mailboxes[session].put_load(item)

@@ -3,11 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
 
-from services.common.errors import Overloaded
+from services.common.errors import Overloaded, TokaError
 from services.scheduler.core.load import Load
 from services.scheduler.core.output import Delta, ragged_rows
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
@@ -47,6 +48,23 @@ class MergedDelta:
             self.top_token_ids = np.concatenate([delta.top_token_ids for delta in deltas])[at]
             self.top_logprobs = np.concatenate([delta.top_logprobs for delta in deltas])[at]
 
+    def of(self, handle: int) -> "MergedDelta":
+        """What is in it for one handle."""
+        part, mine = copy(self), self.handles == handle
+        rows = np.flatnonzero(mine if self.counts is None else np.repeat(mine, self.counts))
+        part.handles, part.tokens = self.handles[mine], self.tokens[rows]
+        if self.counts is not None:
+            part.counts = self.counts[mine]
+        if len(self.logprobs):
+            part.logprobs = self.logprobs[rows]
+        if len(self.top_counts):
+            at = ragged_rows(self.top_counts, rows)
+            part.top_counts = self.top_counts[rows]
+            part.top_token_ids, part.top_logprobs = self.top_token_ids[at], self.top_logprobs[at]
+        part.finished = [finish for finish in self.finished if finish.handle == handle]
+        part.scored = [scored for scored in self.scored if scored[0] == handle]
+        return part
+
 
 class Mailbox:
     """Filled by ``put``, emptied by one reader; both on the asyncio loop.
@@ -63,6 +81,7 @@ class Mailbox:
         self._news = asyncio.Event()
         self._overflowed = False
         self._closed = False
+        self._error: TokaError | None = None
 
     def put(self, item: Any) -> None:
         """A ``Delta`` or anything else; order is kept."""
@@ -80,9 +99,9 @@ class Mailbox:
         self._load = load
         self._news.set()
 
-    def close(self) -> None:
-        """Nothing more will come: ``get`` returns None once all is fetched."""
-        self._closed = True
+    def close(self, error: TokaError | None = None) -> None:
+        """Nothing more will come: once all is fetched, ``get`` returns None, or raises ``error``."""
+        self._closed, self._error = True, self._error or error
         self._news.set()
 
     async def get(self) -> Any:
@@ -101,6 +120,8 @@ class Mailbox:
                 load, self._load = self._load, None
                 return load
             if self._closed:
+                if self._error is not None:
+                    raise self._error
                 return None
             self._news.clear()
             await self._news.wait()

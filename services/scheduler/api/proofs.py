@@ -80,8 +80,8 @@ class Proofs:
         except TokaError as refused:
             error = refused
         except Exception as broken:  # one request's trouble is not the session's
-            log.error("a grammar could not be checked", handle=request.handle, exc_info=broken)
-            error = Internal("internal error; the server's log has the details")
+            log.error("a grammar could not be checked", request_id=request.request_id, exc_info=broken)
+            error = Internal.logged()
         for handle in range(request.handle, request.handle + request.n):
             self._waiting.pop(handle, None)
         cancels = self._cancels.pop(request.handle, set())

@@ -5,6 +5,7 @@ import time
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.packed import read_fixed32
+from services.scheduler.api.access import Access
 from services.scheduler.api.encoding import encode_curve, encode_load, encode_plan_news
 from services.scheduler.api.generate import Generation
 from services.scheduler.api.hub import Hub
@@ -12,8 +13,9 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens, encode_chat, read_prompt
 from services.scheduler.api.session import Session
 from services.scheduler.api.validation import read_request
+from services.scheduler.core.intake import resolve_limit
 from services.scheduler.core.outlook import Outlook, look_ahead
-from services.scheduler.core.scheduler import Scheduler, resolve_limit
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
@@ -24,19 +26,24 @@ _LONGEST_HORIZON = 65536
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Owned by the asyncio loop."""
 
-    def __init__(self, hub: Hub, model: ServedModel, prover: Prover, scheduler_id: str) -> None:
+    def __init__(
+        self, hub: Hub, model: ServedModel, prover: Prover, scheduler_id: str, access: Access | None = None
+    ) -> None:
         self._hub = hub
         self._model = model
         self._prover = prover
         self._scheduler_id = scheduler_id
+        self._access = access or Access()
 
     async def Generate(self, request, context):
-        stream = Generation(self._hub, self._model, self._prover).run(request, context)
-        try:
-            async for response in stream:
-                yield response
-        finally:
-            await stream.aclose()
+        key = self._access.sign(request, context.invocation_metadata())
+        with self._access.running(key):
+            stream = Generation(self._hub, self._model, self._prover).run(request, context)
+            try:
+                async for response in stream:
+                    yield response
+            finally:
+                await stream.aclose()
 
     async def Session(self, request_iterator, context):
         stream = Session(self._hub, self._model, self._prover, self._scheduler_id).run(request_iterator)
@@ -64,6 +71,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case "request_id":
                 outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id))
             case "request":
+                self._access.sign(request.request, context.invocation_metadata())
                 tokens = await asyncio.to_thread(read_prompt, request.request, self._model)
                 await keep_long_text(request.request.sampling)
                 subject = read_request(request.request, tokens, self._model, sink=0, handle=0)

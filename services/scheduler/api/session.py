@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import structlog
 
-from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
-from services.scheduler.api.encoding import encode_news
+from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
+from services.scheduler.api.encoding import encode_news, encode_what_can_be
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.proofs import Proofs
+from services.scheduler.api.resume import ending_of
 from services.scheduler.api.validation import read_request
+from services.scheduler.core.output import Delta
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from services.scheduler.news import Accepted, Rejected
@@ -23,6 +27,9 @@ log = structlog.get_logger(__name__)
 # With so many requests before it, the step loop needs the interpreter more than the readers do: they pause.
 _MOST_BACKLOG = 256
 _PAUSE_S = 0.002
+# A client that has sent heartbeats and sends nothing for so long is gone, or cut off: its requests end, since it sends
+# them elsewhere. Gateways send one a second.
+_SILENCE_S = 15
 
 
 class Session:
@@ -37,6 +44,8 @@ class Session:
         self._undecided = 0  # submitted, neither accepted nor rejected
         self._live = 0  # accepted samples without a Finish
         self._half_closed = False
+        self._heard = False  # from the client, since the last look
+        self._beats = False  # it sends heartbeats
         self._error: Exception | None = None
 
     async def run(self, requests: AsyncIterator) -> AsyncIterator[session_pb2.SessionResponse]:
@@ -48,19 +57,33 @@ class Session:
         self._sink, self._mailbox = self._hub.open(session=True)
         self._proofs = Proofs(self._hub.engine, self._prover, self._sink)
         log.info("session opened", client_id=first.open.client_id, sink=self._sink)
-        reader = asyncio.create_task(self._read(requests))
+        tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._notice_silence())]
         try:
             yield session_pb2.SessionResponse(opened=opened)
             while (item := await self._mailbox.get()) is not None:
                 self._note(item)
-                yield encode_news(item)
+                yield self._encode(item)
             if self._error is not None:
                 raise self._error
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             self._proofs.close()
             self._hub.close(self._sink)
             log.info("session closed", client_id=first.open.client_id, sink=self._sink)
+
+    def _encode(self, item: object) -> session_pb2.SessionResponse:
+        """What cannot be written of one request is its own end, not the session's."""
+        try:
+            return encode_news(item)
+        except Exception:
+            if not isinstance(item, MergedDelta):
+                raise
+        outputs, failures = encode_what_can_be(item)
+        for handle, error in failures.items():
+            log.error("news of a request could not be written", sink=self._sink, handle=handle, exc_info=error)
+            self._hub.engine.ask(partial(Scheduler.fail, sink=self._sink, handle=handle, error=error))
+        return session_pb2.SessionResponse(outputs=outputs)
 
     def _note(self, item: object) -> None:
         """Keep count, so that a session whose client sends no more ends behind its last Finish."""
@@ -78,14 +101,31 @@ class Session:
         if self._half_closed and not self._undecided and not self._live:
             self._mailbox.close()
 
+    async def _notice_silence(self) -> None:
+        """Counts seconds of this loop, not wall time: a scheduler that was itself stopped does not blame the client."""
+        silent = 0
+        while silent < _SILENCE_S:
+            await asyncio.sleep(1.0)
+            silent = 0 if self._heard or not self._beats or self._half_closed else silent + 1
+            self._heard = False
+        self._hub.engine.ask(lambda core: core.close_sink(self._sink))  # now: a write to the client may be stuck
+        silence = Unavailable(f"the client has not been heard of for {silent} s", reason="CLIENT_SILENT")
+        self._mailbox.close(silence)
+
     async def _read(self, requests: AsyncIterator) -> None:
         try:
             async for message in requests:
+                self._heard = True
                 await self._take(message)
                 if self._hub.engine.backlog > _MOST_BACKLOG:
                     await asyncio.sleep(_PAUSE_S)
         except TokaError as error:  # the stream itself is wrong
             self._error = error
+            self._mailbox.close()
+            return
+        except Exception as error:
+            log.error("a session could not be read", sink=self._sink, exc_info=error)
+            self._error = Internal.logged()
             self._mailbox.close()
             return
         self._half_closed = True
@@ -98,6 +138,7 @@ class Session:
             case "cancel":
                 self._hub.engine.cancel(self._sink, self._proofs.keep_cancels(message.cancel.handles))
             case "heartbeat":
+                self._beats = True
                 self._hub.engine.heartbeat(self._sink, message.heartbeat.nonce)
             case "open":
                 raise FailedPrecondition("the session is open already: `open` is its first message only")
@@ -120,6 +161,10 @@ class Session:
             await keep_long_text(message.sampling)
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
             self._proofs.check_handles(request)
+            if (finish := ending_of(request, model)) is not None:
+                self._mailbox.put(Accepted(request))
+                self._mailbox.put(Delta(0, finished=[finish]))
+                return
             if grammar := request.sampling.grammar:
                 name = name_of(message.sampling.grammar)
                 if not self._prover.knows(grammar):
@@ -130,8 +175,7 @@ class Session:
             self._hub.engine.reject(self._sink, submit.handle, error)
             return
         except Exception as error:  # one request's trouble is not the session's
-            log.error("a request could not be read", handle=submit.handle, exc_info=error)
-            internal = Internal("internal error; the server's log has the details")
-            self._hub.engine.reject(self._sink, submit.handle, internal)
+            log.error("a request could not be read", request_id=message.request_id, exc_info=error)
+            self._hub.engine.reject(self._sink, submit.handle, Internal.logged())
             return
         self._hub.engine.submit(request)

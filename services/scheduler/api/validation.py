@@ -1,6 +1,7 @@
 """A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 
@@ -8,9 +9,11 @@ from services.common.errors import InvalidRequest
 from services.common.packed import read_fixed32, read_float
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
+from services.scheduler.api.resume import read_resume
 from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
 from services.scheduler.core.request import AdmissionMode, Priority, Request, SamplingSettings
 from services.scheduler.grammar.message import FIELD, grammar_text
+from services.scheduler.workers.codec import encode_sampling
 from tokasaurus.scheduler.v1 import generate_pb2
 
 _MOST_STOP_STRINGS = 16
@@ -78,7 +81,7 @@ def read_request(
         handle=handle,
     )
     if message.HasField("resume"):
-        _resume(request, message, model)
+        read_resume(request, message, model)
     return request
 
 
@@ -111,7 +114,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         )
     if scored is not None and scored > most:
         raise InvalidRequest(f"prompt_logprobs is {scored}: expected 0 to {most}", field="output.prompt_logprobs")
-    return SamplingSettings(
+    settings = SamplingSettings(
         temperature=temperature,
         top_p=top_p,
         top_k=_number(sampling, "top_k", card.default_top_k),
@@ -127,6 +130,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         prompt_logprobs=scored,
         grammar=_grammar(message, model) if sampling.HasField("grammar") else "",
     )
+    return replace(settings, wire=encode_sampling(settings))
 
 
 def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
@@ -223,30 +227,6 @@ def _stop_tokens(stopping: generate_pb2.Stopping, model: ServedModel) -> frozens
     tokens = read_fixed32(stopping.token_ids)
     check_tokens(tokens, model.card.vocab_size, "stopping.token_ids")
     return own | frozenset(tokens.tolist())
-
-
-def _resume(request: Request, message: generate_pb2.GenerateRequest, model: ServedModel) -> None:
-    generated = message.resume.generated_tokens
-    if message.WhichOneof("prompt") != "tokens":
-        raise InvalidRequest("resume needs a prompt of token ids: set tokens", field="resume")
-    if request.n != 1:
-        raise InvalidRequest(f"resume continues one sample and n is {request.n}: expected 1", field="n")
-    if generated >= len(request.tokens):
-        raise InvalidRequest(
-            f"generated_tokens is {generated} and the prompt has {len(request.tokens)} tokens: at least one must have"
-            " been there before",
-            field="resume.generated_tokens",
-        )
-    if request.max_tokens is not None and generated >= request.max_tokens:
-        raise InvalidRequest(
-            f"generated_tokens is {generated} and max_tokens {request.max_tokens}: the sample is complete",
-            field="resume.generated_tokens",
-        )
-    request.resumed_tokens = generated
-    request.first_sample_index = message.resume.sample_index
-    if request.automaton is not None and generated:
-        tail = request.tokens[len(request.tokens) - generated :].tolist()
-        request.stop_state = request.automaton.run(0, model.tokenizer.vocabulary.text_bytes(tail))
 
 
 def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -> None:

@@ -1,48 +1,16 @@
 """A sample enters a slot, leaves it, or is interrupted: the Python that runs once for each sequence."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from services.common.errors import Internal
+from services.scheduler.core.ending import Ending, finish_of
+from services.scheduler.core.entering import Entry, Lengths, Settings
 from services.scheduler.core.preemption import may_yield
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.state import State
-
-
-class Entry(NamedTuple):
-    """Samples that enter slots together: the siblings of one request, or one sample."""
-
-    samples: list[Sample]
-    tokens: np.ndarray  # uint32, all that are known
-    cached: int  # so many of them are computed
-    node: int  # of the prefix tree: where their page tables begin
-    copied_page: int = -1  # holds the rest of the cached tokens; -1 = none
-    leads: bool = False  # its siblings wait for what it computes
-    shared: bool = False  # siblings: what is left to compute is their last token
-
-    def lent_pages(self, page_size: int) -> int:
-        """Leading pages that siblings will need: those of all tokens but the last."""
-        return -(-(len(self.tokens) - 1) // page_size) if self.leads else 0
-
-
-class Lengths(NamedTuple):
-    """How long sequences are taken to run; arrays ``[sequences]``."""
-
-    total: np.ndarray  # int64, tokens when it ends
-    quantile: np.ndarray  # float64, as in `Slots`
-    end_step: np.ndarray  # int64, absolute
-
-
-class Ending(NamedTuple):
-    """Why a sample ends."""
-
-    sample: Sample
-    reason: FinishReason
-    stop_token_id: int | None = None
-    stop_string: tuple[int, int] | None = None
-    error: str = ""
 
 
 class Lifecycle:
@@ -54,11 +22,21 @@ class Lifecycle:
 
     # -- in
 
-    def enter(self, entries: list[Entry], lengths: Lengths, step: int, now_ns: int):
+    def prepare(self, entry: Entry) -> Settings:
+        """For ``enter``, which must follow. When it raises, nothing has happened."""
+        state, request = self._state, entry.samples[0].request
+        stop_states = [self._stop_state(sample) for sample in entry.samples]
+        shared = (len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, int(request.priority),
+                  entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
+                  entry.lent_pages(state.shape.page_size))  # fmt: skip
+        stop_set = state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples))
+        return Settings((*shared, stop_set), stop_states)
+
+    def enter(self, entries: list[Entry], settings: list[Settings], lengths: Lengths, step: int, now_ns: int):
         """Put waiting samples into free slots, with pages for all tokens they know.
 
-        ``lengths``: beside the samples of all entries. Returns for each entry its slots, int64 ``[samples]``, and their
-        page tables, int32 ``[samples, pages]``.
+        ``settings``: beside ``entries``; ``lengths``: beside the samples of all entries. Returns for each entry its
+        slots, int64 ``[samples]``, and their page tables, int32 ``[samples, pages]``.
         """
         state, slots, tree = self._state, self._state.slots, self._state.tree
         counts = np.array([len(entry.samples) for entry in entries])
@@ -69,7 +47,7 @@ class Lifecycle:
             tree.attach(entry.node, len(entry.samples))
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
-        self._fill_slots(entries, counts, samples, taken, step)
+        self._fill_slots(settings, counts, samples, taken, step)
         slots.yields[taken] = may_yield(state, samples, now_ns)
         slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
@@ -111,21 +89,15 @@ class Lifecycle:
         return placed
 
     def _fill_slots(
-        self, entries: list[Entry], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
+        self, settings: list[Settings], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
     ) -> None:
-        state, slots = self._state, self._state.slots
+        slots = self._state.slots
         slots.samples[taken] = samples
         slots.activate(taken)
         slots.admitted_step[taken], slots.delay[taken] = step, 0
-        rows = []
-        for entry in entries:
-            request = entry.samples[0].request
-            rows.append((len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, request.priority,
-                         entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
-                         state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
-                         entry.lent_pages(state.shape.page_size)))  # fmt: skip
-        given, prompt, limit, least, priority, cached, classes, node, sink, last, stop_set, lent = np.repeat(
-            np.array(rows, np.int64), counts, axis=0
+        rows = np.array([each.shared for each in settings], np.int64).reshape(len(settings), -1)
+        given, prompt, limit, least, priority, cached, classes, node, sink, last, lent, stop_set = np.repeat(
+            rows, counts, axis=0
         ).T
         slots.given[taken] = slots.known[taken] = given
         slots.looked_at[taken] = given - prompt
@@ -137,7 +109,7 @@ class Lifecycle:
         slots.handle[taken] = [sample.handle for sample in samples]
         slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
         slots.last_token_ns[taken] = [sample.last_token_ns for sample in samples]
-        slots.stop_state[taken] = [self._stop_state(sample) for sample in samples]
+        slots.stop_state[taken] = [stop_state for each in settings for stop_state in each.stop_states]
 
     def _stop_state(self, sample: Sample) -> int:
         automaton = sample.request.automaton
@@ -184,29 +156,19 @@ class Lifecycle:
         request, reason = sample.request, ending.reason
         sample.finished = True
         request.unfinished -= 1
-        share = request.share
-        if share is not None and not request.waiting:
-            self.shares.end(request)
-        if not request.unfinished:
-            state.requests.pop(request.request_id, None)
-            if request.automaton is not None:
-                state.matcher.release(request.automaton)
         state.counters.sequences_finished += 1
         state.counters.sequences_cancelled += reason is FinishReason.CANCELLED
-        started, first, last = sample.first_plan_ns, sample.first_token_ns, sample.last_token_ns
-        finish = Finish(
-            handle=sample.handle,
-            reason=reason,
-            prompt_tokens=request.prompt_tokens,
-            completion_tokens=sample.known - request.prompt_tokens,
-            cached_prompt_tokens=max(0, sample.cached_tokens),
-            queued_ns=max(0, started - sample.accepted_ns),
-            prefill_ns=max(0, first - started) if first else 0,
-            decode_ns=last - first,
-            stop_token_id=ending.stop_token_id,
-            stop_string=ending.stop_string,
-            error=ending.error,
-        )
+        if not request.unfinished:
+            state.requests.pop(request.request_id, None)
+        try:
+            if request.share is not None and not request.waiting:
+                self.shares.end(request)
+            if not request.unfinished and request.automaton is not None:
+                state.matcher.release(request.automaton)
+            finish = finish_of(ending)
+        except Exception as error:
+            state.broken.setdefault(request, error)
+            finish = Finish(sample.handle, FinishReason.ERROR, request.prompt_tokens, error=Internal.logged())
         state.outbox.finish(request.sink, finish)
 
     def preempt(self, victims: np.ndarray) -> None:
@@ -225,6 +187,10 @@ class Lifecycle:
             sample.yields += 1
         state.counters.yields += len(yielding)
         self._interrupt(yielding)
+
+    def set_aside(self) -> None:
+        """All running samples wait: others are to run without them."""
+        self._interrupt(self._state.slots.running_slots())
 
     def _interrupt(self, slots: np.ndarray) -> None:
         """Those in ``slots`` wait again, first of their kind, their tokens kept."""
@@ -245,7 +211,6 @@ class Lifecycle:
         samples = state.slots.running_samples()
         for sample in samples:
             slot = sample.slot
-            sample.setbacks = 0 if state.slots.known[slot] > state.slots.given[slot] else sample.setbacks + 1
             self._keep_tokens(sample)
             self._note_times(sample, slot)
             state.stop_tokens.release(sample.request.stop_token_ids)
@@ -259,6 +224,13 @@ class Lifecycle:
             self._state.waiting.push_front(sample)
 
     def _keep_tokens(self, sample: Sample) -> None:
+        """Of a sample that leaves its slot to come back."""
+        try:
+            self._copy_tokens(sample)
+        except Exception as error:  # it does not come back: without them it would say them again
+            self._state.broken.setdefault(sample.request, error)
+
+    def _copy_tokens(self, sample: Sample) -> None:
         state, slots, slot = self._state, self._state.slots, sample.slot
         sample.generated = self._generated(slot, len(sample.request.tokens))
         sample.known = int(slots.known[slot])
@@ -316,5 +288,8 @@ class Lifecycle:
         for slot, node, start, end in zip(*(column.tolist() for column in columns), strict=True):
             pages = slots.table[slot, start:end].copy()
             tokens = state.pool.tokens[pages[0]]
-            salt = slots.samples[slot].request.salt
-            slots.node[slot] = tree.extend(node, tokens, salt, pages, ready_step)
+            request = slots.samples[slot].request
+            try:
+                slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
+            except Exception as error:  # they stay its own
+                state.broken.setdefault(request, error)

@@ -20,15 +20,23 @@ class Load:
     page_size: int = 0
     outstanding_tokens: int = 0
     ready: bool = False
+    not_ready_reason: str = ""
     plans_in_flight: int = 0
     counters: Counters = field(default_factory=Counters)
 
 
-def read_load(state: State, *, ready: bool, plans_in_flight: int) -> Load:
-    """The present load."""
+def read_load(state: State, *, not_ready_reason: str, plans_in_flight: int) -> Load:
+    """The present load. ``not_ready_reason``: empty when it is ready."""
+    ready = not not_ready_reason
     waiting, counters = len(state.waiting), dataclasses.replace(state.counters)
     if not state.attached:
-        return Load(waiting_sequences=waiting, outstanding_tokens=state.waiting.tokens, ready=ready, counters=counters)
+        return Load(
+            waiting_sequences=waiting,
+            outstanding_tokens=state.waiting.tokens,
+            ready=ready,
+            not_ready_reason=not_ready_reason,
+            counters=counters,
+        )
     pool = state.pool
     return Load(
         running_sequences=state.slots.running,
@@ -40,6 +48,7 @@ def read_load(state: State, *, ready: bool, plans_in_flight: int) -> Load:
         page_size=pool.page_size,
         outstanding_tokens=state.slots.outstanding_tokens() + state.waiting.tokens,
         ready=ready,
+        not_ready_reason=not_ready_reason,
         plans_in_flight=plans_in_flight,
         counters=counters,
     )

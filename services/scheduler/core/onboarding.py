@@ -1,13 +1,17 @@
 """Lets waiting samples in, and computes their prompts in chunks."""
 
 from collections.abc import Iterable
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
+from services.common.errors import Internal
 from services.scheduler.core.admission import Admission
+from services.scheduler.core.ending import Ending
+from services.scheduler.core.entering import Entry, Lengths, Settings
 from services.scheduler.core.forecast import Sequences
-from services.scheduler.core.lifecycle import Ending, Entry, Lengths, Lifecycle
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.plan import Plan, SlotAdmissions
 from services.scheduler.core.prediction import Prediction
 from services.scheduler.core.request import FinishReason, Request, Sample
@@ -90,7 +94,11 @@ class Onboarding:
                 budget, room = budget - 1, room - 1
                 continue
             looked_up += sample.given
-            entry = self._entry(plan, sample, claimed)
+            try:
+                entry = self._entry(plan, sample, claimed)
+            except Exception as error:
+                self._state.broken.setdefault(request, error)
+                entry = None
             if entry is None:
                 later.add(request)
                 continue
@@ -147,7 +155,10 @@ class Onboarding:
     def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
         budget = state.shape.max_tokens_per_step - plan.tokens
-        placed = self._lifecycle.enter(entries, lengths, plan.step, now_ns)
+        entries, lengths, settings = self._prepare(entries, lengths)
+        if not entries:
+            return []
+        placed = self._lifecycle.enter(entries, settings, lengths, plan.step, now_ns)
         for entry, (slots, tables) in zip(entries, placed, strict=True):
             request = entry.samples[0].request
             if entry.copied_page >= 0:
@@ -168,6 +179,21 @@ class Onboarding:
                 budget -= rows[-1][1]
         self._compute(plan, rows)
         return rows
+
+    def _prepare(self, entries: list[Entry], lengths: Lengths) -> tuple[list[Entry], Lengths, list[Settings]]:
+        """Those that can enter, and what goes into their slots."""
+        settings: list[Settings | None] = []
+        for entry in entries:
+            try:
+                settings.append(self._lifecycle.prepare(entry))
+            except Exception as error:
+                self._state.broken.setdefault(entry.samples[0].request, error)
+                settings.append(None)
+        if None in settings:
+            sound = [each is not None for each in settings]
+            rows = np.repeat(sound, [len(entry.samples) for entry in entries])
+            entries, lengths = list(compress(entries, sound)), Lengths(*(values[rows] for values in lengths))
+        return entries, lengths, [each for each in settings if each is not None]
 
     def _compute(self, plan: Plan, rows: Rows) -> None:
         """Schedule so many more of each slot's known tokens."""
@@ -216,7 +242,7 @@ class Onboarding:
         if not idle:
             return []
         if not let_go:
-            error = "the sequence does not fit the KV cache by itself"
+            error = Internal("the sequence does not fit the KV cache by itself")
             self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
         return self.admit(plan, budget, now_ns)
 

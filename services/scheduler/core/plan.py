@@ -7,6 +7,11 @@ import numpy as np
 
 from services.scheduler.core.request import SamplingSettings
 
+
+class WrongAnswer(Exception):
+    """A worker's answer is not one to what it was asked."""
+
+
 NO_SLOTS = np.zeros(0, np.int64)
 NO_FLOATS = np.zeros(0, np.float32)
 NO_TOKENS = np.zeros(0, np.uint32)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.errors import TokaError
 from services.scheduler.core.stop_automaton import Automaton
 
 _NO_TOKENS = np.zeros(0, np.uint32)
@@ -55,6 +56,7 @@ class SamplingSettings:
     presence_penalty: float = 0.0
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None: none
     grammar: str = ""  # what the answer matches, in one of llguidance's forms; "": anything
+    wire: bytes = b""  # all but the grammar as the worker's contract writes it; empty: not written yet
 
 
 @dataclass(eq=False)
@@ -123,8 +125,8 @@ class Sample:
 
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
-        "generated", "handle", "index", "known", "last_token_ns", "overtaken", "preemptions", "request", "setbacks",
-        "slot", "stop_state", "yields",
+        "generated", "handle", "index", "known", "last_token_ns", "overtaken", "preemptions", "reach", "request",
+        "slot", "stop_state", "strikes", "strikes_alone", "yields",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -139,7 +141,9 @@ class Sample:
         self.stop_state = request.stop_state  # of the automaton, local numbering
         self.computed_before = 0  # tokens that were computed before the interruption
         self.known = len(request.tokens)  # tokens, when it left its slot last
-        self.setbacks = 0  # lost workers since the last token
+        # Of the quarantine: lost workers since it was past `reach`, and how many of them while it ran alone; `reach` is
+        # the length that it would have had, had the worker answered what it held.
+        self.strikes = self.strikes_alone = self.reach = 0
         self.preemptions = 0
         self.yields = 0  # times that it made way for a higher class
         self.overtaken = 0  # samples admitted before it while it was first and did not fit
@@ -178,14 +182,14 @@ class Finish(NamedTuple):
     handle: int
     reason: FinishReason
     prompt_tokens: int
-    completion_tokens: int
-    cached_prompt_tokens: int
-    queued_ns: int
-    prefill_ns: int
-    decode_ns: int
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    queued_ns: int = 0
+    prefill_ns: int = 0
+    decode_ns: int = 0
     stop_token_id: int | None = None
     stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
-    error: str = ""
+    error: TokaError | None = None  # of reason ERROR
 
 
 @dataclass(frozen=True)

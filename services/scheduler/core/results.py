@@ -1,13 +1,17 @@
 """Takes in a worker's answer to one plan."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
-from services.scheduler.core.lifecycle import Ending, Lifecycle
+from services.common.errors import Internal
+from services.scheduler.core.ending import Ending
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.output import ragged_rows
-from services.scheduler.core.plan import Result
-from services.scheduler.core.request import FinishReason
+from services.scheduler.core.plan import Result, Scored
+from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.state import State
 
 
@@ -39,18 +43,20 @@ class Results:
         late_enough = known >= slots.min_known[rows]
         state.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
         for row in (matched & ~late_enough).nonzero()[0].tolist():
-            self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
+            with self._isolated(int(rows[row])):
+                self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
         by_token, by_string = in_set & late_enough, matched & late_enough
         endings = []
         for row in (by_token | by_string | (known >= slots.limit[rows])).nonzero()[0].tolist():
             sample, token = slots.samples[rows[row]], int(tokens[row])
-            if by_token[row]:
-                endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
-            elif by_string[row]:
-                match = state.matcher.first_match(sample.request.automaton, int(before[row]), token)
-                endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
-            else:
-                endings.append(Ending(sample, FinishReason.LENGTH))
+            with self._isolated(int(rows[row])):
+                if by_token[row]:
+                    endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
+                elif by_string[row]:
+                    match = state.matcher.first_match(sample.request.automaton, int(before[row]), token)
+                    endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
+                else:
+                    endings.append(Ending(sample, FinishReason.LENGTH))
         if endings:
             self._lifecycle.finish(endings)
 
@@ -59,11 +65,14 @@ class Results:
         slots = self._state.slots
         for slot, scored in result.scored:
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
-                request = slots.samples[slot].request
-                told = request.scored + 1 - scored.start
-                if 0 <= told < len(scored.logprobs):
-                    request.scored += len(scored.logprobs) - told
-                    self._state.outbox.score(request.sink, request.handle, scored.behind(told))
+                with self._isolated(slot):
+                    self._tell_scores(slots.samples[slot].request, scored)
+
+    def _tell_scores(self, request: Request, scored: Scored) -> None:
+        told = request.scored + 1 - scored.start
+        if 0 <= told < len(scored.logprobs):
+            request.scored += len(scored.logprobs) - told
+            self._state.outbox.score(request.sink, request.handle, scored.behind(told))
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
         state, slots = self._state, self._state.slots
@@ -96,11 +105,19 @@ class Results:
         automaton = self._state.slots.samples[slot].request.automaton
         self._state.slots.stop_state[slot] = self._state.matcher.pass_over(automaton, state_before, token)
 
+    @contextmanager
+    def _isolated(self, slot: int) -> Iterator[None]:
+        """What goes wrong with one sequence is its own."""
+        try:
+            yield
+        except Exception as error:
+            self._state.broken.setdefault(self._state.slots.samples[slot].request, error)
+
     def _fail(self, result: Result) -> None:
         slots = self._state.slots
         for slot, message in result.failures:
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
-                error = f"the worker could not compute this sequence: {message}"
+                error = Internal(f"the worker could not compute this sequence: {message}")
                 self._lifecycle.finish([Ending(slots.samples[slot], FinishReason.ERROR, error=error)])
 
 

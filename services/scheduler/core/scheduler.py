@@ -1,31 +1,30 @@
 """The core as its shell sees it: submit, cancel, plan, take results; attach and detach the worker."""
 
 from collections.abc import Sequence
-from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from services.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
+from services.common.errors import Internal, Unavailable
 from services.scheduler.core.admission import Admission
+from services.scheduler.core.answers import check_answer
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.lifecycle import Ending, Lifecycle
+from services.scheduler.core.ending import Ending
+from services.scheduler.core.intake import Intake
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.load import Load, read_load
 from services.scheduler.core.onboarding import Onboarding
-from services.scheduler.core.outlook import steps_until_released
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import Plan, Result, Scored
+from services.scheduler.core.plan import Plan, Result, WrongAnswer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prediction import Prediction
-from services.scheduler.core.request import AdmissionMode, FinishReason, Request, Sample, WorkerShape
+from services.scheduler.core.quarantine import Quarantine
+from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
 from services.scheduler.core.results import Results
 from services.scheduler.core.state import State
 from services.scheduler.core.yielding import Yielding
-
-_SHORTEST_RETRY_S = 0.1
-_WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
-_MOST_SETBACKS = 5  # lost workers without a token between them: then a sample may be what the worker dies of
 
 
 class _Pending(NamedTuple):
@@ -51,9 +50,10 @@ class Scheduler:
         """``admission``: another rule than the forecast's, to compare with."""
         self.state = State(token_bytes, vocab_size, policy or Policy())
         self._lifecycle = Lifecycle(self.state)
+        self._quarantine = Quarantine(self.state, self._lifecycle)
         self._admission = admission
         self._deadlines = Deadlines()
-        self._arrivals = count()
+        self._intake = Intake(self.state, self._deadlines)
         self._sinks: dict[int, dict[int, Sample]] = {}
         self._pending: dict[int, _Pending] = {}  # by step, plans in flight
         self.step_s = 0.0  # recent time of a step, kept by the shell
@@ -71,7 +71,7 @@ class Scheduler:
         self._results = Results(state, self._lifecycle)
         for sample in list(state.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
-                error = "the worker came back smaller than the one that accepted this request; send it again"
+                error = Internal("the worker came back smaller than the one that accepted this request; send it again")
                 self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
 
     def detach(self) -> None:
@@ -79,15 +79,27 @@ class Scheduler:
         state = self.state
         if not state.attached:
             return
-        running = state.slots.running_samples()
+        computing = self._computing()
         self._lifecycle.lose_worker()
-        for sample in running:
-            if sample.setbacks >= _MOST_SETBACKS:
-                error = f"the worker was lost {sample.setbacks} times in a row while it computed this sequence"
-                self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
+        self._quarantine.note_loss(computing)
+        self._end_broken()
         shape = state.shape
         state.attach(shape)  # an empty pool until the next worker says otherwise
         self._pending.clear()
+
+    @property
+    def suspects(self) -> int:
+        """Sequences that the worker may have died of."""
+        return self._quarantine.suspects
+
+    def _computing(self) -> list[Sample]:
+        """Those in plans that the worker has not answered, in order of arrival."""
+        state, slots = self.state, self.state.slots
+        if not self._pending:
+            return []
+        rows = [each.sampling[slots.admitted_step[each.sampling] <= step] for step, each in self._pending.items()]
+        found = np.unique(np.concatenate((*rows, np.array(state.prefilling, np.int64))))
+        return sorted(slots.samples[found[slots.active[found]]].tolist(), key=attrgetter("arrival"))
 
     # -- requests
 
@@ -104,69 +116,11 @@ class Scheduler:
         return len(self._sinks[sink])
 
     def submit(self, request: Request, now_ns: int) -> None:
-        """Queue a request. After ``InvalidRequest``, ``AlreadyExists`` or ``Overloaded`` nothing happened."""
-        state, handles = self.state, self._sinks.get(request.sink)
+        """Queue a request. When it raises, nothing happened."""
+        handles = self._sinks.get(request.sink)
         if handles is None:
             raise Unavailable("the stream of this request is closed")
-        try:
-            self._check(request, handles)
-            if request.automaton is not None:
-                state.matcher.acquire(request.automaton)
-        except (InvalidRequest, AlreadyExists, Overloaded):
-            state.counters.requests_rejected += 1
-            raise
-        self._resolve(request)
-        request.unfinished = request.n
-        for offset in range(request.n):
-            sample = Sample(request, offset, next(self._arrivals), now_ns)
-            request.samples.append(sample)
-            handles[sample.handle] = sample
-            state.waiting.push(sample)
-        state.requests[request.request_id] = request
-        self._deadlines.add(request)
-        state.counters.requests_accepted += 1
-        state.counters.prompt_tokens += request.prompt_tokens
-
-    def _resolve(self, request: Request) -> None:
-        """What the core wants to know about an accepted request."""
-        state, policy = self.state, self.state.policy
-        default = AdmissionMode.GUARANTEED if request.priority in policy.guaranteed_classes else policy.mode
-        # What is computed of a prompt must be heard of.
-        scored = request.sampling.prompt_logprobs is not None
-        request.guaranteed = scored or (request.mode or default) is AdmissionMode.GUARANTEED
-        request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
-        answer = request.limit - request.prompt_tokens
-        request.length_class_id = state.lengths.class_of(request.length_class, answer)
-        request.cost = -(-request.prompt_tokens // request.n) + state.lengths.expected(request.length_class_id, answer)
-
-    def _check(self, request: Request, handles: dict[int, Sample]) -> None:
-        shape = self.state.shape
-        request.limit = resolve_limit(request, shape)
-        if request.request_id in self.state.requests:
-            raise AlreadyExists(f"request_id {request.request_id!r} names an unfinished request; choose another")
-        wanted = range(request.handle, request.handle + request.n)
-        taken = next((handle for handle in wanted if handle in handles), None)
-        if taken is not None:
-            raise AlreadyExists(f"handle {taken} belongs to an unfinished sample of this session; choose another")
-        if request.n > self.state.policy.max_queued:
-            raise InvalidRequest(
-                f"n is {request.n} and the queue holds {self.state.policy.max_queued} sequences at most: lower n, or"
-                " raise max_queued_sequences of the scheduler",
-                field="n",
-            )
-        excess = len(self.state.waiting) + request.n - self.state.policy.max_queued
-        if excess > 0:
-            raise Overloaded(
-                f"{len(self.state.waiting)} sequences wait and {request.n} more would pass max_queued_sequences="
-                f"{self.state.policy.max_queued}; come back later, or raise it",
-                retry_after_s=self.retry_after_s(excess),
-            )
-
-    def retry_after_s(self, places: int) -> float:
-        """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
-        if not self.state.slots.running:
-            return _WORKER_RETRY_S
-        return max(_SHORTEST_RETRY_S, steps_until_released(self.state, places) * self.step_s)
+        self._intake.queue(request, handles, now_ns, self.step_s)
 
     def cancel(self, sink: int, handles: Sequence[int]) -> None:
         """End samples early; unknown handles finished before and are passed over."""
@@ -181,6 +135,27 @@ class Scheduler:
     def next_deadline_ms(self) -> int | None:
         return self._deadlines.next_ms()
 
+    def fail(self, sink: int, handle: int, error: Exception) -> None:
+        """Something went wrong with what this sample's client is told: its request ends."""
+        if (sample := self._sinks.get(sink, {}).get(handle)) is not None:
+            self.state.broken.setdefault(sample.request, error)
+            self._end_broken()
+
+    def take_failures(self) -> list[tuple[str, Exception]]:
+        """Requests that ended since the last call because something went wrong with them, for the log: (id, what). A
+        ``TokaError`` says it all."""
+        failures, self.state.failures = self.state.failures, []
+        return failures
+
+    def _end_broken(self) -> bool:
+        """End requests that something went wrong with; whether there were any."""
+        broken, self.state.broken = self.state.broken, {}
+        for request, error in broken.items():
+            self.state.failures.append((request.request_id, error))
+            live = [sample for sample in request.samples if not sample.finished]
+            self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=Internal.logged()) for sample in live])
+        return bool(broken)
+
     def _end(self, samples: Sequence[Sample], reason: FinishReason) -> None:
         """End those that have not finished since the last `take_output`; each comes once."""
         self._lifecycle.finish([Ending(sample, reason) for sample in samples if not sample.finished])
@@ -190,6 +165,11 @@ class Scheduler:
     @property
     def plans_in_flight(self) -> int:
         return len(self._pending)
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Of the plans in flight."""
+        return next(iter(self._pending), None)
 
     def look_ahead(self, plans: int) -> None:
         """Let ``plans`` be in flight from now on, if that is safe.
@@ -214,44 +194,30 @@ class Scheduler:
         """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
         if len(self._pending) >= self.state.steps_ahead:
             return None
+        if self.state.apart is not None:  # one plan at a time: a worker that is lost is lost in this one
+            if self._pending:
+                return None
+            self._quarantine.proceed()
         plan = self._planner.build(now_ns, hurry=hurry)
+        while self._end_broken() and plan is None:  # there may be something to do for others
+            plan = self._planner.build(now_ns)
         if plan is not None:
             slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
             self._pending[plan.step] = _Pending(slots, bool(self._pending))
         return plan
 
     def take(self, result: Result, now_ns: int) -> None:
-        """Take in the answer to the oldest plan in flight. ``ValueError`` when it answers something else."""
+        """Take in the answer to the oldest plan in flight. ``WrongAnswer`` when it answers something else."""
         expected, pending = next(iter(self._pending.items()), (None, None))
         if result.step != expected:
-            raise ValueError(f"the worker answered step {result.step}, expected was {expected}")
-        self._check_result(result)
-        if not _answers(result, pending.sampling):
-            raise ValueError(
-                f"step {result.step}: {len(result.slots)} tokens and {len(result.failures)} failures, not for the"
-                f" {len(pending.sampling)} slots that were to sample"
-            )
+            raise WrongAnswer(f"the worker answered step {result.step}, expected was {expected}")
+        check_answer(result, pending.sampling, self.state.shape)
         del self._pending[result.step]
         self.state.counters.device_busy_ns += result.device_ns
         if pending.queued:  # else there was nothing that the device could have done
             self.state.counters.device_idle_ns += result.idle_ns
         self._results.take(result, now_ns)
-
-    def _check_result(self, result: Result) -> None:
-        """Arrays that do not fit each other or the vocabulary would be taken for something else."""
-        rows = len(result.slots)
-        whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows) and len(result.top_counts) in (0, rows)
-        listed = int(result.top_counts.sum()) if len(result.top_counts) else 0
-        whole = whole and len(result.top_token_ids) == listed and len(result.top_logprobs) == listed
-        whole = whole and all(self._is_whole(slot, scored) for slot, scored in result.scored)
-        if not whole or result.tokens.max(initial=0) >= self.state.shape.vocab_size:
-            raise ValueError(f"step {result.step}: tokens that do not exist, or arrays of unequal length")
-
-    def _is_whole(self, slot: int, scored: Scored) -> bool:
-        count, listed = len(scored.logprobs), len(scored.top_token_ids)
-        fits = slot < self.state.shape.max_slots and scored.start > 0 < count == len(scored.ranks)
-        fits = fits and listed % count == 0 and listed == len(scored.top_logprobs)
-        return bool(fits and scored.top_token_ids.max(initial=0) < self.state.shape.vocab_size)
+        self._end_broken()
 
     def take_output(self) -> list[tuple[int, Delta]]:
         """News since the last call, as (sink, delta). A finished sample's handle is free from here on."""
@@ -262,50 +228,6 @@ class Scheduler:
                 live.pop(finish.handle, None)
         return news
 
-    def load(self, *, ready: bool) -> Load:
-        return read_load(self.state, ready=ready, plans_in_flight=self.plans_in_flight)
-
-
-def _answers(result: Result, sampled: np.ndarray) -> bool:
-    """Whether ``result`` has a token or a failure for each of the slots ``sampled``, int64, and nothing else."""
-    if not result.failures and np.array_equal(result.slots, sampled):  # the usual order
-        return True
-    failed = np.array([slot for slot, _ in result.failures], np.int64)
-    return np.array_equal(np.sort(np.concatenate((result.slots, failed))), np.sort(sampled))
-
-
-def resolve_limit(request: Request, shape: WorkerShape) -> int:
-    """The length at which samples of ``request`` end. ``InvalidRequest`` when the worker can never run them."""
-    prompt, context, pool = request.prompt_tokens, shape.max_context_tokens, shape.pool_tokens
-    if len(request.tokens) >= context:
-        raise InvalidRequest(
-            f"the prompt has {len(request.tokens)} tokens and the model's context is {context}: at least one token must"
-            " be left for the answer; shorten the prompt",
-            field="prompt",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
-    if len(request.tokens) > pool:
-        raise InvalidRequest(
-            f"the prompt has {len(request.tokens)} tokens and the KV cache holds {pool}: shorten the prompt, or raise"
-            " kv_cache_num_tokens of the worker",
-            field="prompt",
-            reason="KV_CACHE_TOO_SMALL",
-        )
-    if request.max_tokens is None:
-        return min(context, pool + 1)  # the last token of an answer is sampled, never computed
-    limit = prompt + request.max_tokens
-    if limit > context:
-        raise InvalidRequest(
-            f"prompt and answer would have {limit} tokens ({prompt} in the prompt, max_tokens={request.max_tokens}) and"
-            f" the model's context is {context}; lower max_tokens to {context - prompt} or shorten the prompt",
-            field="stopping.max_tokens",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
-    if limit - 1 > pool:
-        raise InvalidRequest(
-            f"prompt and answer would have {limit} tokens ({prompt} in the prompt, max_tokens={request.max_tokens}) and"
-            f" the KV cache holds {pool}: lower max_tokens, or raise kv_cache_num_tokens of the worker",
-            field="stopping.max_tokens",
-            reason="KV_CACHE_TOO_SMALL",
-        )
-    return limit
+    def load(self, *, not_ready_reason: str) -> Load:
+        """``not_ready_reason``: empty when it is ready."""
+        return read_load(self.state, not_ready_reason=not_ready_reason, plans_in_flight=self.plans_in_flight)

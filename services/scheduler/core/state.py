@@ -31,6 +31,10 @@ class State:
         self.counters = Counters()
         self.matcher = StopMatcher(token_bytes, vocab_size)
         self.stop_tokens = StopTokens(vocab_size)
+        # Requests that something went wrong with, which are ended before anything else happens: what it was.
+        self.broken: dict[Request, Exception] = {}
+        self.failures: list[tuple[str, Exception]] = []  # ids of requests that ended so, for the log
+        self.apart: list[Sample] | None = None  # on trial: nobody else runs now; owned by the quarantine
         self.attached = False
         self.step = 0  # of the last plan built
 
@@ -41,7 +45,9 @@ class State:
 
     def in_order(self, most: int, now_ns: int) -> list[Sample]:
         """The next ``most`` waiting samples in the order of service. Class ``low`` rises with age only while it has
-        less than its share of what runs: who runs does not starve."""
+        less than its share of what runs: who runs does not starve. While some are on trial, only those."""
+        if self.apart is not None:
+            return [sample for sample in self.apart if sample.slot < 0 and not sample.finished][:most]
         running = self.slots.priority[self.slots.running_slots()]
         return self.waiting.candidates(most, now_ns, self.low_share - int(np.count_nonzero(running == Priority.LOW)))
 

@@ -39,6 +39,10 @@ class WaitingQueue:
             for flow in each.flows.values():
                 yield from flow.samples
 
+    def __contains__(self, sample: Sample) -> bool:
+        flow = self._classes[sample.request.priority].flows.get(sample.request.fairness_key)
+        return flow is not None and sample in flow.samples
+
     def push(self, sample: Sample) -> None:
         """As the last of its key in its class."""
         self._classes[sample.request.priority].push(sample)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from services.common.packed import read_fixed32
-from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.record.occupants import Occupants
 from services.scheduler.record.reader import RecordedStep, Recording
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
@@ -38,13 +38,13 @@ class Outcome:
         return not self.different_steps
 
 
-def feed(recording: Recording, address: str) -> Outcome:
+def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
     """Replay the answered plans of ``recording``, with as many on the wire as there were.
 
     The worker at ``address`` is taken over: a scheduler that it serves loses it. Raises ``Unsuitable``,
     ``RecordingError`` and, when the worker refuses or is lost, ``grpc.RpcError``.
     """
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with dialer.open(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         info = stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=30.0).info
         _check_worker(recording, info)

@@ -10,15 +10,17 @@ from pathlib import Path
 import grpc
 from pydantic import Field
 
-from services.common.flags import Config
+from services.common.config import GrpcConfig
+from services.common.errors import InvalidRequest
+from services.common.rpc.channel import Dialer
 from services.scheduler.record.check import Findings, check_file
 from services.scheduler.record.command import fail, read_flags
 from services.scheduler.record.feeding import Outcome, Unsuitable, feed
 from services.scheduler.record.reader import Recording, RecordingError, find_recordings
 
 
-class ReplayConfig(Config):
-    """The flags."""
+class ReplayConfig(GrpcConfig):
+    """The flags, those of the link to the worker among them."""
 
     record: str = Field("", description="a recording (*.tkrec), or a directory of them")
     worker_address: str = Field("", description="feed the plans to this worker; default: check them only")
@@ -30,8 +32,9 @@ def main() -> None:
         fail("give record=FILE_OR_DIR: what the scheduler wrote with record_plans=DIR", status=2)
     try:
         paths = find_recordings(config.record)
-        good = replay(paths, config.worker_address) if config.worker_address else check_all(paths)
-    except RecordingError as error:
+        at, dialer = config.worker_address, Dialer.of(config)
+        good = replay(paths, at, dialer) if at else check_all(paths)
+    except (InvalidRequest, RecordingError) as error:
         fail(str(error))
     sys.exit(0 if good else 1)
 
@@ -58,7 +61,7 @@ def check_all(paths: list[Path]) -> bool:
     return total["plans"] > 0 and all(findings.good for findings in found)
 
 
-def replay(paths: list[Path], worker_address: str) -> bool:
+def replay(paths: list[Path], worker_address: str, dialer: Dialer) -> bool:
     """Print the first differences; True when there are answers to compare and none differs. The last line is one JSON
     object.
     """
@@ -67,7 +70,7 @@ def replay(paths: list[Path], worker_address: str) -> bool:
         raise RecordingError(f"a worker is fed one recording at a time; choose one of\n  {names}")
     recording = Recording(paths[0])
     try:
-        outcome = feed(recording, worker_address)
+        outcome = feed(recording, worker_address, dialer)
     except Unsuitable as error:
         fail(str(error))
     except grpc.RpcError as error:

@@ -4,7 +4,7 @@ import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Plan, Result, Scored, SlotAdmissions
-from services.scheduler.core.request import WorkerShape
+from services.scheduler.core.request import SamplingSettings, WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 
@@ -37,8 +37,22 @@ def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -
     fill(common, "token_ids", admissions.token_ids)
     if admissions.prompt_tokens < len(admissions.token_ids):  # 0 = all
         common.prompt_tokens = admissions.prompt_tokens
-    wanted, sampling = admissions.sampling, common.sampling
-    sampling.SetInParent()
+    wanted = admissions.sampling
+    common.sampling.MergeFromString(wanted.wire or encode_sampling(wanted))
+    common.sampling.grammar = wanted.grammar
+    encoded = common.SerializeToString()
+    rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
+    for slot, pages, sample_index in rows:
+        admission = message.admissions.add()
+        admission.MergeFromString(encoded)
+        admission.slot, admission.sampling.sample_index = slot, sample_index
+        fill(admission, "pages", pages)
+
+
+def encode_sampling(wanted: SamplingSettings) -> bytes:
+    """All but the grammar, of which many requests share one text. Done when a request is read, where what goes wrong is
+    that request's: nothing of it can fail when a plan is encoded."""
+    sampling = plan_pb2.SamplingSettings()
     sampling.temperature, sampling.top_p, sampling.top_k = wanted.temperature, wanted.top_p, wanted.top_k
     sampling.min_p, sampling.seed = wanted.min_p, wanted.seed
     sampling.logprobs, sampling.top_logprobs = wanted.logprobs, wanted.top_logprobs
@@ -48,14 +62,7 @@ def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -
     sampling.presence_penalty = wanted.presence_penalty
     if wanted.prompt_logprobs is not None:
         sampling.prompt_logprobs = wanted.prompt_logprobs
-    sampling.grammar = wanted.grammar
-    encoded = common.SerializeToString()
-    rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
-    for slot, pages, sample_index in rows:
-        admission = message.admissions.add()
-        admission.MergeFromString(encoded)
-        admission.slot, admission.sampling.sample_index = slot, sample_index
-        fill(admission, "pages", pages)
+    return sampling.SerializeToString()
 
 
 def decode_result(message: plan_pb2.StepResult) -> Result:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import grpc
 import structlog
 
-from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.workers.codec import decode_result
 from services.scheduler.workers.replica import Unready, as_one, reports
 from services.scheduler.workers.stream import Answer, RankStream, WorkerEvents, WorkerStream
@@ -40,6 +40,7 @@ class WorkerLink:
         events: WorkerEvents,
         check: Callable[[worker_pb2.WorkerInfo], None],
         useless: Callable[[str], None],
+        dialer: Dialer = PLAIN,
     ) -> None:
         """``plans_in_flight``: the most there will ever be, if the workers take them.
 
@@ -54,6 +55,7 @@ class WorkerLink:
         self._events = events
         self._check = check
         self._useless = useless
+        self._dialer = dialer
         self._served = False  # some workers were connected
         self._stopping = threading.Event()
         self._calls: list[grpc.Future] = []  # what the threads wait for
@@ -96,6 +98,8 @@ class WorkerLink:
                 backoff = _FIRST_BACKOFF_S
             if reason != said and not self._stopping.is_set():
                 log.warning("no worker", reason=reason)
+                if not was_up:
+                    self._events.worker_missing(reason)
             said = "" if was_up else reason
             self._stopping.wait(backoff)
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
@@ -106,7 +110,7 @@ class WorkerLink:
         with ExitStack() as channels:
             stubs = {}
             for address in self._addresses:
-                channel = channels.enter_context(grpc.insecure_channel(address, options=CHANNEL_OPTIONS))
+                channel = channels.enter_context(self._dialer.open(address))
                 stubs[address] = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 infos = self._ask(stubs)

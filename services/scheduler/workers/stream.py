@@ -24,6 +24,9 @@ class WorkerEvents(Protocol):
 
     def worker_lost(self, stream: "WorkerStream", reason: str) -> None: ...
 
+    def worker_missing(self, reason: str) -> None:
+        """There is none, for another reason than the last time that this was said."""
+
 
 class Answer(NamedTuple):
     """The answer to one plan, decoded where it comes in so that the step loop need not."""
@@ -107,6 +110,11 @@ class WorkerStream:
             while self._handed_on < through:
                 self._handed_on += 1
                 self._events.worker_answered(self, self._held.popleft())
+
+    def silent(self) -> str:
+        """Addresses of the ranks that have not answered the oldest plan in flight; from any thread."""
+        with self._lock:
+            return ", ".join(rank.address for rank in self.ranks if rank.answered == self._handed_on)
 
     def finish(self) -> None:
         """Send no more, from any thread. Each rank gets every plan there was, answers it, and ends its stream. Ranks

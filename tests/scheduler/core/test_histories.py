@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.scheduler.core.hydragen import HydragenPolicy
-from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Priority
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 
@@ -106,7 +106,7 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
     driver.run()
     for handle, seen in driver.seen.items():
         tokens, reason = driver.expected(handle)
-        if seen.finish.reason is FinishReason.CANCELLED or "the worker was lost" in seen.finish.error:
+        if seen.finish.reason is FinishReason.CANCELLED or _quarantined(seen.finish):
             assert seen.tokens == tokens[: len(seen.tokens)]
         else:
             assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error
@@ -117,3 +117,8 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
     assert driver.core.state.slots.running == 0
     assert not driver.core.state.requests
     assert driver.core.state.counters.sequences_finished == len(driver.seen)
+
+
+def _quarantined(finish: Finish) -> bool:
+    """As it may be where workers are lost again and again within a few steps."""
+    return finish.error is not None and finish.error.reason == "QUARANTINED"

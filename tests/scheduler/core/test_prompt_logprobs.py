@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.scheduler.core.plan import Result, Scored
+from services.scheduler.core.plan import Result, Scored, WrongAnswer
 from services.scheduler.core.request import AdmissionMode, SamplingSettings
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.scheduler.core.driver import SINK, Driver
@@ -131,6 +131,6 @@ def test_scores_that_do_not_fit_each_other_are_refused():
         Scored(1, one[:0], *[two[:0]] * 3),
     ):
         result = Result(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=((0, scored),))
-        with pytest.raises(ValueError, match="unequal length"):
+        with pytest.raises(WrongAnswer, match="unequal length"):
             driver.core.take(result, driver.tick())
     assert driver.core.live(SINK) == 1

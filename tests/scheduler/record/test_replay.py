@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from services.common.config import SchedulerConfig, WorkerConfig
+from services.common.process import Stop
 from services.scheduler.record import replay
 from services.scheduler.record.feeding import Unsuitable, feed
 from services.scheduler.record.reader import RecordedStep, Recording
@@ -248,7 +249,7 @@ async def test_what_a_scheduler_recorded_with_its_worker_keeps_the_contract(tmp_
 @pytest.fixture
 async def cpu_worker(tmp_path):
     """The address of a real worker with the built-in model."""
-    stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+    stop, listening = Stop(), asyncio.get_running_loop().create_future()
     config = WorkerConfig(
         worker_listen=f"unix:{tmp_path}/worker", kv_cache_num_tokens=16 * 128, max_seqs_per_forward=8,
         max_tokens_per_forward=32, torch_num_threads=1, device="cpu",

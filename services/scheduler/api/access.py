@@ -1,0 +1,154 @@
+"""Who may call what on the public service."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+import grpc.aio
+
+from services.common.addresses import is_public
+from services.common.config import SchedulerConfig
+from services.common.errors import Overloaded, PermissionDenied, TokaError, Unauthenticated
+from services.common.keys import ADMIN, INFERENCE, Key, KeyRing, salted
+from services.common.rpc.token import TokenFile
+from tokasaurus.scheduler.v1 import generate_pb2
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+_SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
+_SESSION = f"{_SERVICE}Session"  # requests for anybody, under any name
+_OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}WatchPlans"})  # the latter tells everybody's request ids
+_OPEN = "/grpc.health.v1.Health/"
+_AUTHORIZATION = "authorization"
+_BUSY_RETRY_S = 1.0
+
+
+class Access(grpc.aio.ServerInterceptor):
+    """Refuses calls before their first message is read. Lives on the asyncio loop.
+
+    API keys open what their scopes say. The token of ``grpc_token_file`` is the gateways' and opens everything; where
+    there is none, a client's certificate, if the port wants one, opens sessions.
+    """
+
+    def __init__(
+        self,
+        ring: KeyRing | None = None,
+        token: TokenFile | None = None,
+        *,
+        certified: bool = False,
+        isolates: bool = False,
+    ) -> None:
+        """Without keys and token anybody may call everything. ``certified``: the port wants certificates."""
+        self._ring = ring
+        self._token = token
+        self._sessions_open = certified and token is None
+        self._isolates = isolates
+        self._running: Counter[str] = Counter()  # calls by key
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> "Access":
+        """Raises ``InvalidRequest`` for wrong files."""
+        return cls(
+            None if config.api_keys_file is None else KeyRing.load(config.api_keys_file),
+            TokenFile.of(config.grpc_token_file),
+            certified=config.has_mutual_tls and not config.scheduler_listen.startswith("unix:"),
+            isolates=config.isolate_keys,
+        )
+
+    async def intercept_service(self, continuation, handler_call_details):
+        try:
+            self.check(handler_call_details.method, handler_call_details.invocation_metadata)
+        except TokaError as error:
+            return _refusing(error)
+        return await continuation(handler_call_details)
+
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Raises ``Unauthenticated`` or ``PermissionDenied``."""
+        if not self._restricted or method.startswith(_OPEN) or (method == _SESSION and self._sessions_open):
+            return
+        presented = _presented(metadata)
+        if self._is_service(presented):
+            return
+        key = self._find(presented)
+        needed = ADMIN if method in _OF_ADMINS else INFERENCE
+        if needed not in key.scopes and method.startswith(_SERVICE):  # reflection is for every key
+            raise PermissionDenied(
+                f"this API key has not the scope {needed!r} that {method} needs; use one that has it",
+                reason="INSUFFICIENT_SCOPE",
+            )
+
+    def sign(self, request: generate_pb2.GenerateRequest, metadata: Metadata) -> Key | None:
+        """Whose ``request`` it is, which is written into it; None: nobody's in particular. Of a call that was let
+        through."""
+        if not self._restricted:
+            return None
+        presented = _presented(metadata)
+        if self._is_service(presented):
+            return None
+        key = self._find(presented)
+        request.fairness_key = key.name
+        if self._isolates:
+            request.cache_salt = salted(key.name, request.cache_salt)
+        return key
+
+    @contextmanager
+    def running(self, key: Key | None) -> Iterator[None]:
+        """Count a call while it runs. Raises ``Overloaded`` when as many run as the key may have."""
+        if key is None:
+            yield
+            return
+        if key.max_concurrent is not None and self._running[key.name] >= key.max_concurrent:
+            raise Overloaded(
+                f"{key.max_concurrent} requests of this API key run already, its limit; try again later",
+                retry_after_s=_BUSY_RETRY_S,
+                reason="RATE_LIMIT_EXCEEDED",
+            )
+        self._running[key.name] += 1
+        try:
+            yield
+        finally:
+            self._running[key.name] -= 1
+
+    @property
+    def _restricted(self) -> bool:
+        return self._ring is not None or self._token is not None
+
+    def _is_service(self, presented: str) -> bool:
+        return self._token is not None and self._token.matches(presented)
+
+    def _find(self, presented: str) -> Key:
+        if self._ring is not None:
+            self._ring.refresh()
+            if (key := self._ring.find(presented)) is not None:
+                return key
+        raise Unauthenticated("this API key is not known here, or has expired")
+
+
+def _presented(metadata: Metadata) -> str:
+    values = [value for name, value in metadata if name == _AUTHORIZATION]
+    scheme, _, secret = values[0].partition(" ") if len(values) == 1 else ("", "", "")
+    if scheme.lower() != "bearer" or not secret.strip():
+        raise Unauthenticated("this server wants an API key: send the metadata 'authorization: Bearer KEY'")
+    return secret.strip()
+
+
+def _refusing(error: TokaError) -> grpc.RpcMethodHandler:
+    """Ends the call with ``error``, whichever kind it is of, without a look at what it sends."""
+
+    async def refuse(requests, context):
+        raise error
+        yield
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def exposure(config: SchedulerConfig) -> str:
+    """What is dangerous about where it listens; empty: nothing."""
+    if not is_public(config.scheduler_listen):
+        return ""
+    if config.api_keys_file is None and config.grpc_token_file is None and not config.has_mutual_tls:
+        return "other hosts may ask without credentials; set api_keys_file=, or grpc_cert=, grpc_key= and grpc_ca="
+    if config.grpc_cert is None:
+        return "keys, prompts and answers cross the network unencrypted; set grpc_cert= and grpc_key="
+    return ""

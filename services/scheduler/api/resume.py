@@ -1,0 +1,69 @@
+"""A sample that another scheduler began: where it stands, or how it ended."""
+
+from services.common.errors import InvalidRequest
+from services.scheduler.api.model import ServedModel
+from services.scheduler.core.request import Finish, FinishReason, Request
+from tokasaurus.scheduler.v1 import generate_pb2
+
+
+def read_resume(request: Request, message: generate_pb2.GenerateRequest, model: ServedModel) -> None:
+    """Sets what ``message.resume`` says. Raises ``InvalidRequest`` naming the field."""
+    generated, first = message.resume.generated_tokens, message.resume.sample_index
+    if message.WhichOneof("prompt") != "tokens":
+        raise InvalidRequest("resume needs a prompt of token ids: set tokens", field="resume")
+    if request.n != 1 and generated:
+        raise InvalidRequest(f"resume continues one sample and n is {request.n}: expected 1", field="n")
+    if first + request.n > 2**32:
+        raise InvalidRequest(f"sample {first} and n={request.n} are beyond 32 bits", field="resume.sample_index")
+    if generated >= len(request.tokens):
+        raise InvalidRequest(
+            f"generated_tokens is {generated} and the prompt has {len(request.tokens)} tokens: at least one must have"
+            " been there before",
+            field="resume.generated_tokens",
+        )
+    if request.max_tokens is not None and generated > request.max_tokens:
+        raise InvalidRequest(
+            f"generated_tokens is {generated} and max_tokens {request.max_tokens}: the sample ended before",
+            field="resume.generated_tokens",
+        )
+    request.resumed_tokens, request.first_sample_index = generated, first
+    if request.automaton is not None and generated:
+        before, last = _last_bytes(request, model)
+        request.stop_state = request.automaton.run(request.automaton.run(0, before), last)
+
+
+def ending_of(request: Request, model: ServedModel) -> Finish | None:
+    """The end of a sample whose last token is its last: whoever has it was told of the token and not of the end. None
+    when there is more to come."""
+    generated, stopping = request.resumed_tokens, {}
+    if not generated:
+        return None
+    if request.max_tokens is not None:
+        limit = request.prompt_tokens + request.max_tokens
+    else:
+        limit = min(model.shape.max_context_tokens, model.shape.pool_tokens + 1)
+    reason = FinishReason.LENGTH if len(request.tokens) >= limit else None
+    if generated >= request.min_tokens:
+        last = int(request.tokens[-1])
+        if last in request.stop_token_ids:
+            reason, stopping = FinishReason.STOP, {"stop_token_id": last}
+        elif (match := _match(request, model)) is not None:
+            reason, stopping = FinishReason.STOP, {"stop_string": match}
+    if reason is None:
+        return None
+    return Finish(request.handle, reason, request.prompt_tokens, generated, 0, 0, 0, 0, **stopping)
+
+
+def _match(request: Request, model: ServedModel) -> tuple[int, int] | None:
+    """The stop string that ends in the last token, and the bytes at the end of the text that are not of the answer."""
+    if request.automaton is None:
+        return None
+    before, last = _last_bytes(request, model)
+    return request.automaton.first_match(request.automaton.run(0, before), last)
+
+
+def _last_bytes(request: Request, model: ServedModel) -> tuple[bytes, bytes]:
+    """Text of the resumed tokens: of all but the last, as much as a stop string can begin in; and of the last."""
+    *before, last = request.tokens[request.prompt_tokens :].tolist()
+    text_bytes = model.tokenizer.vocabulary.text_bytes
+    return text_bytes(before)[-max(map(len, request.automaton.patterns)) :], text_bytes([last])

@@ -1,0 +1,34 @@
+"""Why a sample ends, and what its client is told."""
+
+from typing import NamedTuple
+
+from services.common.errors import TokaError
+from services.scheduler.core.request import Finish, FinishReason, Sample
+
+
+class Ending(NamedTuple):
+    """Why a sample ends."""
+
+    sample: Sample
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop_string: tuple[int, int] | None = None
+    error: TokaError | None = None
+
+
+def finish_of(ending: Ending) -> Finish:
+    sample, request = ending.sample, ending.sample.request
+    started, first, last = sample.first_plan_ns, sample.first_token_ns, sample.last_token_ns
+    return Finish(
+        handle=sample.handle,
+        reason=ending.reason,
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=sample.known - request.prompt_tokens,
+        cached_prompt_tokens=max(0, sample.cached_tokens),
+        queued_ns=max(0, started - sample.accepted_ns),
+        prefill_ns=max(0, first - started) if first else 0,
+        decode_ns=last - first,
+        stop_token_id=ending.stop_token_id,
+        stop_string=ending.stop_string,
+        error=ending.error,
+    )

@@ -1,0 +1,141 @@
+"""A request enters the queue, or is refused and leaves no trace."""
+
+from itertools import count
+
+from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from services.scheduler.core.deadlines import Deadlines
+from services.scheduler.core.outlook import steps_until_released
+from services.scheduler.core.request import AdmissionMode, Request, Sample, WorkerShape
+from services.scheduler.core.state import State
+
+_SHORTEST_RETRY_S = 0.1
+_WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
+
+
+class Intake:
+    """Owned by the core."""
+
+    def __init__(self, state: State, deadlines: Deadlines) -> None:
+        self._state = state
+        self._deadlines = deadlines
+        self._arrivals = count()
+
+    def queue(self, request: Request, handles: dict[int, Sample], now_ns: int, step_s: float) -> None:
+        """``handles``: the unfinished samples of its sink, which gets those of ``request``. ``step_s``: recent time of
+        a step. When it raises, nothing happened."""
+        state = self._state
+        try:
+            self._check(request, handles, step_s)
+            if request.automaton is not None:
+                state.matcher.acquire(request.automaton)
+        except (InvalidRequest, AlreadyExists, Overloaded):
+            state.counters.requests_rejected += 1
+            raise
+        try:
+            self._enter(request, handles, now_ns)
+        except BaseException:
+            self._withdraw(request, handles)
+            raise
+        state.counters.requests_accepted += 1
+        state.counters.prompt_tokens += request.prompt_tokens
+
+    def retry_after_s(self, places: int, step_s: float) -> float:
+        """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
+        if not self._state.slots.running:
+            return _WORKER_RETRY_S
+        return max(_SHORTEST_RETRY_S, steps_until_released(self._state, places) * step_s)
+
+    def _enter(self, request: Request, handles: dict[int, Sample], now_ns: int) -> None:
+        state = self._state
+        self._resolve(request)
+        request.unfinished = request.n
+        for offset in range(request.n):
+            sample = Sample(request, offset, next(self._arrivals), now_ns)
+            request.samples.append(sample)
+            handles[sample.handle] = sample
+            state.waiting.push(sample)
+        state.requests[request.request_id] = request
+        self._deadlines.add(request)
+
+    def _withdraw(self, request: Request, handles: dict[int, Sample]) -> None:
+        """It did not enter to the end."""
+        state, request.unfinished = self._state, 0
+        state.requests.pop(request.request_id, None)
+        for sample in request.samples:
+            handles.pop(sample.handle, None)
+            if sample in state.waiting:
+                state.waiting.remove(sample)
+        if request.automaton is not None:
+            state.matcher.release(request.automaton)
+
+    def _resolve(self, request: Request) -> None:
+        """What the core wants to know about an accepted request."""
+        state, policy = self._state, self._state.policy
+        default = AdmissionMode.GUARANTEED if request.priority in policy.guaranteed_classes else policy.mode
+        # What is computed of a prompt must be heard of.
+        scored = request.sampling.prompt_logprobs is not None
+        request.guaranteed = scored or (request.mode or default) is AdmissionMode.GUARANTEED
+        request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
+        answer = request.limit - request.prompt_tokens
+        request.length_class_id = state.lengths.class_of(request.length_class, answer)
+        request.cost = -(-request.prompt_tokens // request.n) + state.lengths.expected(request.length_class_id, answer)
+
+    def _check(self, request: Request, handles: dict[int, Sample], step_s: float) -> None:
+        waiting, most = len(self._state.waiting), self._state.policy.max_queued
+        request.limit = resolve_limit(request, self._state.shape)
+        if request.request_id in self._state.requests:
+            raise AlreadyExists(f"request_id {request.request_id!r} names an unfinished request; choose another")
+        wanted = range(request.handle, request.handle + request.n)
+        taken = next((handle for handle in wanted if handle in handles), None)
+        if taken is not None:
+            raise AlreadyExists(f"handle {taken} belongs to an unfinished sample of this session; choose another")
+        if request.n > most:
+            raise InvalidRequest(
+                f"n is {request.n} and the queue holds {most} sequences at most: lower n, or raise"
+                " max_queued_sequences of the scheduler",
+                field="n",
+            )
+        excess = waiting + request.n - most
+        if excess > 0:
+            raise Overloaded(
+                f"{waiting} sequences wait and {request.n} more would pass max_queued_sequences={most}; come back"
+                " later, or raise it",
+                retry_after_s=self.retry_after_s(excess, step_s),
+            )
+
+
+def resolve_limit(request: Request, shape: WorkerShape) -> int:
+    """The length at which samples of ``request`` end. ``InvalidRequest`` when the worker can never run them."""
+    prompt, context, pool = request.prompt_tokens, shape.max_context_tokens, shape.pool_tokens
+    if len(request.tokens) >= context:
+        raise InvalidRequest(
+            f"the prompt has {len(request.tokens)} tokens and the model's context is {context}: at least one token must"
+            " be left for the answer; shorten the prompt",
+            field="prompt",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    if len(request.tokens) > pool:
+        raise InvalidRequest(
+            f"the prompt has {len(request.tokens)} tokens and the KV cache holds {pool}: shorten the prompt, or raise"
+            " kv_cache_num_tokens of the worker",
+            field="prompt",
+            reason="KV_CACHE_TOO_SMALL",
+        )
+    if request.max_tokens is None:
+        return min(context, pool + 1)  # the last token of an answer is sampled, never computed
+    limit = prompt + request.max_tokens
+    if limit > context:
+        raise InvalidRequest(
+            f"prompt and answer would have {limit} tokens ({prompt} in the prompt, max_tokens={request.max_tokens}) and"
+            f" the model's context is {context}; lower max_tokens to {context - prompt} or shorten the prompt",
+            field="stopping.max_tokens",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+        )
+    if limit - 1 > pool:
+        raise InvalidRequest(
+            f"prompt and answer would have {limit} tokens ({prompt} in the prompt, max_tokens={request.max_tokens}) and"
+            f" the KV cache holds {pool}: lower max_tokens, or raise kv_cache_num_tokens of the worker",
+            field="stopping.max_tokens",
+            reason="KV_CACHE_TOO_SMALL",
+        )
+    return limit

@@ -1,0 +1,217 @@
+"""Who a worker dies of is found and ended; who only was there when it died loses nothing."""
+
+import random
+
+import pytest
+
+from services.common.errors import Internal
+from services.scheduler.core.request import AdmissionMode, FinishReason
+from tests.fakes.model import FakeShape
+from tests.scheduler.core.driver import Driver, check
+
+SHAPE = FakeShape(
+    vocab_size=62, page_size=4, page_count=4096, max_slots=256, max_tokens_per_step=512, max_context_tokens=256,
+    first_token=2,
+)  # fmt: skip
+
+
+class Mortal(Driver):
+    """Its worker dies of the plan in which a poisoned sample gets its fatal token."""
+
+    def __init__(self, shape: FakeShape = SHAPE, seed: int = 0, **policy) -> None:
+        self.fatal: dict[int, int] = {}  # handle -> which of its tokens
+        self.losses = 0
+        self.random = random.Random(seed)
+        self.most_in_flight_apart = 0
+        self._dies_behind: int | None = None  # answers
+        super().__init__(shape, **policy)
+
+    def collect(self) -> None:
+        """The book-keeping is checked now and then: `test_histories` does it after every move."""
+        for _, delta in self.core.take_output():
+            self._note(delta)
+        if self.random.random() < 0.05:
+            check(self.core)
+
+    def plan(self, *, hurry: bool = False):
+        plan = super().plan(hurry=hurry)
+        if plan is not None and self._dies_behind is None and self._is_fatal(plan):
+            self._dies_behind = len(self.in_flight) - 1
+        if self.core.state.apart is not None:
+            self.most_in_flight_apart = max(self.most_in_flight_apart, len(self.in_flight))
+        return plan
+
+    def _is_fatal(self, plan) -> bool:
+        slots = self.core.state.slots
+        for slot in (slot for rows in plan.sampling for slot in rows.tolist()):
+            fatal = self.fatal.get(slots.samples[slot].handle)
+            if fatal is not None and slots.scheduled[slot] - slots.prompt[slot] + 1 == fatal:
+                return True
+        return False
+
+    def step(self) -> None:
+        while self.plan():
+            pass
+        if self._dies_behind is None:
+            self.answer()
+            return
+        for _ in range(self.random.randint(0, self._dies_behind)):  # answers that still got through
+            self.answer()
+        self.lose_worker()
+
+    def lose_worker(self) -> None:
+        self.losses += 1
+        self._dies_behind = None
+        super().lose_worker()
+
+    def check_answers(self, *poisoned: int) -> None:
+        """All but the poisoned gave what they would have given alone."""
+        assert self.plan() is None
+        for handle, seen in self.seen.items():
+            tokens, reason = self.expected(handle)
+            if handle in poisoned:
+                assert seen.finish.reason is FinishReason.ERROR
+                assert seen.finish.error.reason == "QUARANTINED"
+                assert seen.tokens == tokens[: self.fatal[handle] - 1]
+            else:
+                assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error
+        assert self.core.state.apart is None
+        assert self.core.state.pool.in_use == 0
+        assert not self.core.state.requests
+
+    def submit_innocents(self, count: int, longest: int = 60) -> None:
+        for _ in range(count):
+            tokens = [self.random.randint(2, 61) for _ in range(self.random.randint(1, 40))]
+            self.submit(tokens, max_tokens=self.random.randint(10, longest), n=self.random.choice([1, 1, 1, 3]))
+
+
+@pytest.mark.parametrize("fatal", [1, 2, 30])
+@pytest.mark.parametrize("steps_ahead", [2, 8])
+def test_a_sequence_alone_that_the_worker_dies_of_is_ended_after_five_losses(fatal, steps_ahead):
+    driver = Mortal(steps_ahead=steps_ahead)
+    poison = driver.submit([3, 4, 5, 6, 7], max_tokens=40)
+    driver.fatal[poison] = fatal
+    driver.run()
+    driver.check_answers(poison)
+    assert driver.losses == 5
+    assert driver.seen[poison].finish.error.message == (
+        "the worker was lost 5 times while it computed this request, the last 3 times while it computed nothing else"
+    )
+    assert isinstance(driver.seen[poison].finish.error, Internal)
+    assert driver.core.take_failures() == [(f"r{poison}", driver.seen[poison].finish.error)]
+    assert driver.core.suspects == 0
+    assert driver.most_in_flight_apart == 1
+
+
+@pytest.mark.parametrize("mode", list(AdmissionMode))
+def test_one_poisoned_among_two_hundred_is_found_and_no_other_is_hurt(mode):
+    driver = Mortal(steps_ahead=4, mode=mode)
+    driver.submit_innocents(70)
+    poison = driver.submit([9] * 20, max_tokens=50)
+    driver.submit_innocents(70)
+    driver.fatal[poison] = 25
+    driver.run()
+    driver.check_answers(poison)
+    assert len(driver.seen) > 200
+    assert driver.losses <= 2 + 3 + 3  # until it is a suspect; an eighth each time; alone
+
+
+def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too():
+    driver = Mortal(steps_ahead=3, seed=3)
+    driver.submit_innocents(40)
+    poisoned = [driver.submit([9] * length, max_tokens=50) for length in (3, 21, 22)]
+    driver.submit_innocents(40)
+    driver.fatal = dict(zip(poisoned, (40, 1, 17), strict=True))
+    _run_with_kills(driver, mean_steps=200)
+    driver.check_answers(*poisoned)
+
+
+def test_all_samples_of_a_poisoned_request_end_with_it():
+    driver = Mortal(steps_ahead=2)
+    poison = driver.submit([9] * 21, max_tokens=20, n=50)
+    driver.fatal = dict.fromkeys(range(poison, poison + 50), 1)
+    other = driver.submit([8] * 21, max_tokens=20)
+    driver.run()
+    driver.check_answers(*range(poison, poison + 50))
+    assert len(driver.seen[other].tokens) == 20
+    assert driver.losses <= 8
+
+
+@pytest.mark.parametrize(("streams", "longest"), [(1, 200), (3, 200), (60, 60)])
+def test_losses_at_random_times_never_end_anybody(streams, longest):
+    losses = seed = suspected = 0
+    while losses < 25 or not suspected:
+        seed += 1
+        driver = Mortal(steps_ahead=2 + seed % 7, seed=seed)
+        driver.submit_innocents(streams, longest)
+        _run_with_kills(driver, mean_steps=60)
+        driver.check_answers()
+        losses += driver.losses
+        suspected += driver.most_in_flight_apart
+
+
+def test_a_suspect_that_is_cancelled_is_forgotten_and_others_go_on():
+    driver = Mortal(steps_ahead=2)
+    poison = driver.submit([9] * 5, max_tokens=30)
+    driver.fatal[poison] = 4
+    other = driver.submit([8] * 5, max_tokens=30)
+    while driver.core.state.apart is None:
+        driver.step()
+    driver.cancel(poison)
+    driver.run()
+    assert driver.seen[poison].finish.reason is FinishReason.CANCELLED
+    assert driver.seen[other].tokens == driver.expected(other)[0]
+    assert driver.core.state.apart is None
+
+
+def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
+    driver = Mortal(steps_ahead=2)
+    first = driver.submit([9] * 5, max_tokens=40)
+    second = driver.submit([8] * 5, max_tokens=40)
+    for _ in range(2):
+        driver.step()
+        driver.plan()
+        driver.lose_worker()
+    late = driver.submit([7] * 5, max_tokens=3)
+    ran = []
+    while driver.core.state.apart is not None:
+        driver.step()
+        ran.append({sample.handle for sample in driver.core.state.slots.running_samples()})
+    assert [{first}, {second}] == [handles for at, handles in enumerate(ran[:-1]) if at == 0 or handles != ran[at - 1]]
+    driver.run()
+    driver.check_answers()
+    assert len(driver.seen[late].tokens) == 3
+
+
+def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
+    driver = Mortal(steps_ahead=2)
+    driver.submit([9] * 5, max_tokens=40)
+    for _ in range(10):
+        driver.plan()
+        while driver.answer():
+            pass
+        driver.lose_worker()
+    assert driver.core.state.apart is None
+    driver.run()
+    driver.check_answers()
+
+
+def test_trials_get_through_where_hardly_anything_fits():
+    shape = FakeShape(vocab_size=62, page_size=4, page_count=16, max_slots=8, max_tokens_per_step=16,
+                      max_context_tokens=64, first_token=2)  # fmt: skip
+    driver = Mortal(shape, steps_ahead=2, mode=AdmissionMode.PREDICTED)
+    handles = [driver.submit([9, 8, 7, index + 2] * 5, max_tokens=30) for index in range(12)]
+    driver.fatal[handles[5]] = 7
+    _run_with_kills(driver, mean_steps=80)
+    driver.check_answers(handles[5])
+
+
+def _run_with_kills(driver: Mortal, mean_steps: int) -> None:
+    """Until everything is finished; between the worker's losses are so many steps on average."""
+    until_kill = driver.random.expovariate(1 / mean_steps)
+    while driver.core.live(1):
+        until_kill -= 1
+        if until_kill <= 0:
+            driver.lose_worker()
+            until_kill = driver.random.expovariate(1 / mean_steps)
+        driver.step()
