@@ -55,6 +55,10 @@ class Engine:
         last = "".join(f"\n  {line}" for line in self._last_lines)
         return f"the engine ended with exit status {self._process.returncode}{last}"
 
+    async def ended(self) -> None:
+        """Until there is ``trouble``."""
+        await self._process.wait()
+
     async def stop(self) -> None:
         """End it and its children."""
         with contextlib.suppress(ProcessLookupError):

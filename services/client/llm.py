@@ -17,8 +17,13 @@ from services.client.params import SamplingParams
 from services.client.progress import NoProgress, Progress
 from services.client.request import PARSERS, Conversation, Prompt, Request
 from services.client.runner import Runner
+from services.common.config import GatewayConfig, GrpcConfig
 from services.common.errors import InvalidRequest
+from services.common.flags import FlagError, build
+from services.common.rpc.channel import Dialer
 from services.common.text.tokenizer import Tokenizer
+
+_LINK_FLAGS = {*GrpcConfig.model_fields, "grpc_token_file"}
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -40,7 +45,9 @@ class LLM:
     ) -> None:
         """Start ``model`` with ``flags`` of ``toka``, such as ``dp_size=2`` (``TOKA_...`` of the environment do not
         count); or, with ``address``, connect to schedulers that run: ``host:port``, several separated by commas.
-        ``model`` then says whose tokenizer they have. ``patience_s``: how long a prompt waits for a scheduler.
+        ``model`` then says whose tokenizer they have, and ``flags`` are those of certificates and token, if any:
+        ``grpc_ca``, ``grpc_cert``, ``grpc_key``, ``grpc_server_name``, ``grpc_token_file``. ``patience_s``: how long a
+        prompt waits for a scheduler.
 
         Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` when the engine does not start.
         """
@@ -53,7 +60,9 @@ class LLM:
             if addresses is None:
                 engine = self._loop.run(Engine.start(flags | {"model": model, "tokenizer": tokenizer}))
                 addresses = engine.addresses
-            self._runner = runner = Runner(addresses, Tokenizer.load(tokenizer or model), engine, patience_s=patience_s)
+            self._runner = runner = Runner(
+                addresses, Tokenizer.load(tokenizer or model), engine, patience_s=patience_s, dialer=_dialer(flags)
+            )
             self._facts = self._loop.run(runner.start())
         except BaseException:
             _shut_down(self._loop, runner, engine)
@@ -174,6 +183,8 @@ def _keep_logs_quiet() -> None:
 
 def _checked(address: str, flags: Mapping[str, Any]) -> list[str]:
     for name, value in flags.items():
+        if name in _LINK_FLAGS:
+            continue
         raise InvalidRequest(
             f"flag {name}={value}: the engine at address={address} has its own; leave one of them out", field=name
         )
@@ -184,6 +195,16 @@ def _checked(address: str, flags: Mapping[str, Any]) -> list[str]:
             field="address",
         )
     return [part.strip() for part in address.split(",")]
+
+
+def _dialer(flags: Mapping[str, Any]) -> Dialer:
+    """The link to schedulers, as a gateway has it. Raises ``InvalidRequest``."""
+    given = {name: str(value) for name, value in flags.items() if name in _LINK_FLAGS and value is not None}
+    try:
+        config = build(GatewayConfig, given)
+    except FlagError as error:
+        raise InvalidRequest(str(error)) from None
+    return Dialer.of(config, config.grpc_token_file)
 
 
 def _shut_down(loop: LoopThread, runner: Runner | None, engine: Engine | None) -> None:

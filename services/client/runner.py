@@ -13,6 +13,7 @@ from services.client.engine import Engine
 from services.client.outputs import CompletionOutput, RequestOutput, StreamOutput, Usage
 from services.client.request import Prepared, Request, check, prepare
 from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
+from services.common.rpc.channel import PLAIN, Dialer
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Choice, Generation
@@ -38,7 +39,13 @@ class Runner:
     """``patience_s``: how long a prompt waits for a scheduler that is away."""
 
     def __init__(
-        self, addresses: Sequence[str], tokenizer: Tokenizer, engine: Engine | None, *, patience_s: float
+        self,
+        addresses: Sequence[str],
+        tokenizer: Tokenizer,
+        engine: Engine | None,
+        *,
+        patience_s: float,
+        dialer: Dialer = PLAIN,
     ) -> None:
         self.text = TextEngine(tokenizer)
         self._engine = engine
@@ -47,26 +54,37 @@ class Runner:
             addresses,
             tokenizer_fingerprint=tokenizer.fingerprint,
             metrics=RequestMetrics(),
-            timings=Timings(wait_for_ready=CONNECT_S),
+            timings=Timings(wait_for_ready=CONNECT_S, failover=patience_s),
+            dialer=dialer,
         )
         self._facts: ModelFacts | None = None  # once there was a scheduler
         self._closing = asyncio.Event()
         self._asked: set[asyncio.Task] = set()  # those that run ``generate``
+        self._watching: asyncio.Task | None = None
         self._samples = 0  # outstanding
         self._fewer = asyncio.Event()
 
     async def start(self) -> ModelFacts:
         """Connect: the model that is served. Raises ``Unavailable``."""
         self._fleet.start()
+        if self._engine is not None:
+            self._watching = asyncio.create_task(self._end_with(self._engine))
         self._facts = await self._fleet.model(None)
         return self._facts
 
     async def stop(self) -> None:
         """End what runs, with an error, and wait until whoever asked was told."""
         self._closing.set()
+        if self._watching is not None:
+            self._watching.cancel()
         await self._fleet.stop()
         await asyncio.gather(*self._asked, return_exceptions=True)
         self.text.stop()
+
+    async def _end_with(self, engine: Engine) -> None:
+        """Nothing waits for an engine that is gone for good."""
+        await engine.ended()
+        self._fleet.fail_all(Unavailable(engine.trouble))
 
     async def generate(
         self, requests: Sequence[Request], on_done: Callable[[RequestOutput], None]

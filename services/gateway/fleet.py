@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from services.common.errors import NotFound, TokaError, Unavailable
-from services.gateway.generation import Generation
+from services.common.rpc.channel import PLAIN, Dialer
+from services.gateway.failover import Failover
+from services.gateway.generation import Call, Generation
 from services.gateway.job import Job
 from services.gateway.metrics import RequestMetrics
 from services.gateway.routing import PrefixRouter
@@ -18,17 +20,25 @@ from services.gateway.session.codec import ModelFacts
 from services.gateway.session.replica import Replica
 
 Found = TypeVar("Found")
+_LOOK_S = 0.5  # between two looks at a replica that does not go on
 
 
 class Fleet:
     """Runs on the gateway's event loop, between ``start`` and ``stop``."""
 
     def __init__(
-        self, addresses: Sequence[str], *, tokenizer_fingerprint: str, metrics: RequestMetrics, timings: Timings
+        self,
+        addresses: Sequence[str],
+        *,
+        tokenizer_fingerprint: str,
+        metrics: RequestMetrics,
+        timings: Timings,
+        dialer: Dialer = PLAIN,
     ) -> None:
         self.draining = False
-        self._wait_for_ready_s = timings.wait_for_ready
+        self._timings = timings
         self._router = PrefixRouter()
+        self._failover = Failover(self._choose, metrics, timings.failover)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
         client_id = f"gateway-{socket.gethostname()}-{os.getpid()}"
@@ -39,7 +49,9 @@ class Fleet:
                 tokenizer_fingerprint=tokenizer_fingerprint,
                 metrics=metrics,
                 timings=timings,
+                losses=self._failover,
                 on_change=self._on_change,
+                dialer=dialer,
             )
             for address in dict.fromkeys(addresses)
         ]
@@ -47,6 +59,7 @@ class Fleet:
     def start(self) -> None:
         """Begin to connect; no scheduler has to be up."""
         self._tasks = [asyncio.create_task(replica.run(), name=replica.address) for replica in self.replicas]
+        self._tasks += [asyncio.create_task(self._failover.run()), asyncio.create_task(self._unload_stalled())]
 
     async def known(self, patience_s: float) -> None:
         """Until each scheduler was found ready, or not ready, once; for ``patience_s`` at most."""
@@ -63,7 +76,8 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fail_all(self, error: TokaError) -> None:
-        """End every request with ``error``."""
+        """End every request with ``error``, and from now on those that lose their scheduler."""
+        self._failover.fail_all(error)
         for replica in self.replicas:
             replica.fail_all(error)
 
@@ -100,7 +114,7 @@ class Fleet:
 
     async def _once(self, find: Callable[[], Found | None]) -> Found:
         """What ``find`` gives, as soon as it gives something."""
-        give_up_at = time.monotonic() + self._wait_for_ready_s
+        give_up_at = time.monotonic() + self._timings.wait_for_ready
         while not (found := find()):
             changed = self._changed
             try:
@@ -115,15 +129,34 @@ class Fleet:
         generation = Generation(jobs, streaming=streaming)
         try:
             for call in generation.calls:
-                ready = self._ready(call.job.model)
-                if not ready:
+                replica = self._choose(call)
+                if replica is None:
                     raise Unavailable(f"no scheduler is ready: {self.trouble}")
-                replica = self._router.choose(ready, call.job.prompt_ids, call.job.settings.cache_salt)
                 replica.submit(call)
         except TokaError:
             generation.close()
             raise
         return generation
+
+    def _choose(self, call: Call, not_this: str | None = None) -> Replica | None:
+        """Who gets ``call``; the replica at the address ``not_this`` only when no other is ready."""
+        job = call.part.job
+        ready = self._ready(job.model)
+        if not_this is not None:
+            ready = [replica for replica in ready if replica.address != not_this] or ready
+        return self._router.choose(ready, job.prompt_ids, job.settings.cache_salt) if ready else None
+
+    async def _unload_stalled(self) -> None:
+        """What is at a replica that does not go on, while another is ready, goes on there."""
+        while True:
+            stalled = [replica for replica in self.replicas if replica.stalled_s]
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S if stalled else None):
+                    await changed.wait()
+            for replica in stalled:
+                if replica.stalled_s >= self._timings.move_after and self._ready(replica.model.id):
+                    replica.hand_over()
 
     @staticmethod
     def _look_up(known: dict[str, ModelFacts], name: str | None) -> ModelFacts:
@@ -141,3 +174,4 @@ class Fleet:
     def _on_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._failover.wake()

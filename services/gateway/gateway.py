@@ -1,12 +1,14 @@
 """What the endpoints share, in one place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 
 from services.common.config import GatewayConfig
 from services.common.handover import Handover
+from services.common.rpc.channel import Dialer
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.access.guard import Guard
 from services.gateway.batch.service import BatchService
 from services.gateway.fleet import Fleet
 from services.gateway.metrics import RequestMetrics, make_registry
@@ -23,6 +25,7 @@ class Gateway:
     lies in a file that outlives it."""
 
     config: GatewayConfig
+    guard: Guard
     batches: BatchService
     text: TextEngine
     fleet: Fleet
@@ -33,12 +36,17 @@ class Gateway:
     @classmethod
     def make(cls, config: GatewayConfig, timings: Timings, handover: Handover | None = None) -> "Gateway":
         """Load the tokenizer and make everything else around it. Raises ``InvalidRequest`` for a wrong model."""
+        guard = Guard(config, 1 if handover is None else handover.count)
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
         paths = handover.numbers if handover is not None else []
         metrics = RequestMetrics(Numbers.of_file(paths[handover.index]) if paths else None)
         fleet = Fleet(
-            config.scheduler_addresses, tokenizer_fingerprint=tokenizer.fingerprint, metrics=metrics, timings=timings
+            config.scheduler_addresses,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            metrics=metrics,
+            timings=replace(timings, failover=config.failover_seconds),
+            dialer=Dialer.of(config, config.grpc_token_file),
         )
         registry = make_registry(metrics, ReplicaMetrics(fleet.replicas), paths)
         formats = OutputFormats.of(config, tokenizer)
-        return cls(config, BatchService(config), TextEngine(tokenizer), fleet, metrics, registry, formats)
+        return cls(config, guard, BatchService(config), TextEngine(tokenizer), fleet, metrics, registry, formats)

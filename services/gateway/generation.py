@@ -1,20 +1,24 @@
 """What one HTTP request has running: its choices, where their tokens come in, and how it all ends.
 
-Everything here lives on the gateway's event loop. A session feeds it (``accepted``, ``feed``, ``finish``, ``fail``);
-the HTTP handler waits on it and, whatever happens, closes it.
+Everything here lives on the gateway's event loop. A session feeds it (``accepted``, ``feed``, ``finish``, ``fail``),
+``Failover`` asks it what is left when a scheduler was lost; the HTTP handler waits on it and, whatever happens, closes
+it.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from services.common.errors import TokaError
-from services.gateway.job import Job, Settings
+from services.gateway.job import NO_TOKENS, Job, Part, Settings
 from services.gateway.session.codec import Ending, PromptScores, TokenLogprob
 
 _ENDED_AT_ONCE = 32  # choices: waking the handler costs as much as writing a few of them
+_seeds = random.Random()  # begun by the system's
 
 
 class Choice:
@@ -23,7 +27,10 @@ class Choice:
     Where nobody waits for single tokens they come with the ending, as an array.
     """
 
-    __slots__ = ("ending", "generation", "index", "new_ids", "new_logprobs", "noticed", "prompt_index")
+    __slots__ = (
+        "ending", "generation", "held", "index", "late_s", "new_ids", "new_logprobs", "noticed", "prompt_index",
+        "setbacks",
+    )  # fmt: skip
 
     def __init__(self, generation: "Generation", index: int, prompt_index: int) -> None:
         self.generation = generation
@@ -33,6 +40,10 @@ class Choice:
         self.new_logprobs: list[TokenLogprob | None] = []  # beside new_ids when logprobs were asked for
         self.ending: Ending | None = None
         self.noticed = False
+        # Of a choice whose scheduler was lost:
+        self.held: np.ndarray = NO_TOKENS  # uint32, its tokens when it was sent last
+        self.late_s = 0.0  # from when it was sent first to when it was sent last
+        self.setbacks = 0  # schedulers lost since its last token
 
     def take(self) -> tuple[list[int] | np.ndarray, list[TokenLogprob | None]]:
         """The new tokens, less a stop token at the very end: its text is not part of the answer."""
@@ -45,12 +56,14 @@ class Choice:
 
 @dataclass(eq=False)
 class Call:
-    """One job at one scheduler: sample i of it is ``choices[i]``."""
+    """One part of a job at one scheduler: its sample i is ``choices[i]``."""
 
-    job: Job
+    part: Part
     generation: "Generation"
     choices: Sequence[Choice]
-    # Set by the session that took it: ends what is still running there.
+    accepted: bool = False  # by a scheduler, once
+    attempt: int = 0  # schedulers that were lost with it
+    # Set by whoever has it, a session or ``Failover``: ends what is still running there.
     cancel: Callable[[], None] = field(default=lambda: None)
 
 
@@ -66,13 +79,16 @@ class Generation:
         for prompt_index, job in enumerate(jobs):
             first = len(self.choices)
             self.choices += [Choice(self, first + i, prompt_index) for i in range(job.settings.n)]
-            self.calls.append(Call(job, self, self.choices[first:]))
+            seed = _seeds.getrandbits(64) if job.seed is None else job.seed
+            part = Part(job, seed, job.request_id, 0, job.settings.n)
+            self.calls.append(Call(part, self, self.choices[first:]))
         self.prompt_scores: list[list[PromptScores]] = [[] for _ in jobs]  # of each prompt, in order; where asked for
+        self.began_at = time.perf_counter()
         self.first_token_at: float | None = None
         self._streaming = streaming
         self._settings = jobs[0].settings if jobs else Settings()
         self.logprobs = any(job.settings.logprobs for job in jobs)
-        self.fed = streaming or self.logprobs  # token by token, by ``feed``; else the session keeps them to the end
+        self.fed = streaming or self.logprobs  # token by token, by ``feed``; else all come at the end
         self._unaccepted = len(self.calls)
         self._unfinished = len(self.choices)
         self._news: list[Choice] = []
@@ -107,6 +123,8 @@ class Generation:
         if ending.error is not None:
             self.fail(ending.error)
             return
+        if choice.late_s:
+            ending = _with_what_was_before(ending, choice)
         choice.ending = self._as_asked(ending)
         if self._settings.silent:
             choice.new_ids = []
@@ -133,6 +151,48 @@ class Generation:
         if self._error is None:
             self._error = error
             self._wake()
+
+    # From ``Failover``.
+
+    def lost(self, tokens: Mapping[Choice, np.ndarray]) -> list[Call]:
+        """The choices in ``tokens`` are at no scheduler any more; the values, uint32, are what came of them since they
+        were sent. Returns calls for what is left to do, which take the place of those that had them."""
+        if self._error is not None:
+            return []
+        kept, made = [], []
+        for call in self.calls:
+            left = [choice for choice in call.choices if choice in tokens]
+            if left:
+                made += self._rest_of(call, left, tokens)
+            else:
+                kept.append(call)
+        self.calls = kept + made
+        return made
+
+    def _rest_of(self, call: Call, left: list[Choice], tokens: Mapping[Choice, np.ndarray]) -> list[Call]:
+        """Choices without a token go together, as far as they are neighbours; every other one alone."""
+        part, job, attempt = call.part, call.part.job, call.attempt + 1
+        runs: list[list[Choice]] = []
+        for choice in left:
+            if len(tokens[choice]):
+                choice.held = np.concatenate((choice.held, tokens[choice]))
+            before = runs[-1][-1] if runs else None
+            if before is None or len(choice.held) or len(before.held) or before.index + 1 != choice.index:
+                runs.append([])
+            runs[-1].append(choice)
+        scores, told = part.scores, self.prompt_scores[left[0].prompt_index]
+        if scores and sum(len(some.logprobs) for some in told) >= len(job.prompt_ids) - 1:
+            scores = False
+        elif scores:
+            told.clear()  # they come again
+        calls = []
+        for run in runs:
+            first = run[0].index - run[0].prompt_index * job.settings.n
+            name = f"{job.request_id}+{attempt}.{first}"
+            rest = Part(job, part.seed, name, first, len(run), run[0].held, scores)
+            calls.append(Call(rest, self, run, accepted=call.accepted, attempt=attempt))
+            scores = False
+        return calls
 
     # From the HTTP handler.
 
@@ -181,3 +241,10 @@ class Generation:
             await self._waiter
         if self._error is not None:
             raise self._error
+
+
+def _with_what_was_before(ending: Ending, choice: Choice) -> Ending:
+    """A scheduler knows the times of its own part only."""
+    if len(choice.held):
+        return replace(ending, decode_s=ending.decode_s + choice.late_s)
+    return replace(ending, queued_s=ending.queued_s + choice.late_s)

@@ -1,6 +1,6 @@
 """What a scheduler is asked to do, in the gateway's own terms: no HTTP and no wire format here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Literal
@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 GrammarKind = Literal["json_schema", "regex", "choices", "lark"]  # those of the contract
+NO_TOKENS = np.zeros(0, np.uint32)
 
 
 class Priority(Enum):
@@ -58,12 +59,14 @@ class Settings:
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller
     fairness_key: str = ""  # whom it is for: keys share the scheduler's queue
+    deadline_ms: int | None = None  # Unix time in milliseconds: an error then, whatever there is
     # What the gateway makes of the tokens; the scheduler is not told.
     include_stop: bool = False  # the answer ends behind its stop string or stop token
     special_tokens: bool = False  # they have text
     return_token_ids: bool = False
     packed_logprobs: bool = False  # in the fingerprint, and not beside the text
     told_prompt_logprobs: int | None = None  # by that name; `prompt_logprobs` may be for an echo, or more
+    open_ended: bool = False  # nobody said how long an answer may be
     silent: bool = False  # no answer was asked for: its one token, which a scheduler needs, is nobody's
 
 
@@ -78,7 +81,26 @@ class Job:
     seed: int | None  # unsigned 64 bits
     settings: Settings
 
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What of a job is sent to one scheduler: all of it, or, after another was lost, samples that are not at their ends
+    yet, from where they are."""
+
+    job: Job
+    seed: int  # the job's, or one drawn for it: noise goes on where it was
+    request_id: str  # a scheduler may still know the one that was sent before
+    first: int  # the index of its first sample among the job's
+    samples: int  # in a row
+    held: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32, tokens that its only sample has
+    scores: bool = True  # the prompt's log-probabilities, if the job wants them, come with this part
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it is less than the job."""
+        return bool(self.samples != self.job.settings.n or len(self.held))
+
     @property
     def most_tokens(self) -> int:
         """Tokens to compute if every sample runs to its limit: the prompt is computed once."""
-        return len(self.prompt_ids) + self.settings.n * self.max_tokens
+        return len(self.job.prompt_ids) + self.samples * self.job.max_tokens

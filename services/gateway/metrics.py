@@ -6,6 +6,7 @@ Histograms are our own: a step brings the same gap for hundreds of samples, whic
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -30,6 +31,9 @@ ROUTES = (
     "/health", "/ready", "/ping", "/metrics", OTHER_ROUTE,
 )  # fmt: skip
 _STATUSES = range(100, 600)
+# Why a sample goes on at another scheduler, or at the same one again: the connection to it ended; it did not answer; it
+# drained; its worker was away for long; it said that it cannot take it, or not go on with it, now.
+FailoverReason = Literal["lost", "hung", "drained", "worker", "refused"]
 
 
 class Histogram:
@@ -77,6 +81,7 @@ class RequestMetrics:
         self._finished = {reason: numbers.take(1) for reason in FINISH_REASONS}
         self._responses = {route: numbers.take(len(_STATUSES)) for route in ROUTES}
         self._disconnects = numbers.take(1)
+        self._failovers = {reason: numbers.take(1) for reason in get_args(FailoverReason)}
 
     def sample_finished(self, ending: Ending) -> None:
         """A sample ended that somebody still waited for."""
@@ -96,6 +101,10 @@ class RequestMetrics:
         """A client went away before its answer was complete."""
         self._disconnects[0] += 1
 
+    def count_failovers(self, reason: FailoverReason, samples: int) -> None:
+        """Samples were sent again."""
+        self._failovers[reason][0] += samples
+
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for each scrape."""
         for metric in vars(self).values():
@@ -113,6 +122,12 @@ class RequestMetrics:
         yield CounterMetricFamily(
             "toka_http_disconnects", "Requests whose client went away", value=self._disconnects[0]
         )
+        failovers = CounterMetricFamily(
+            "toka_failovers", "Samples sent to a scheduler again, to go on where they were", labels=["reason"]
+        )
+        for reason, count in self._failovers.items():
+            failovers.add_metric([reason], count[0])
+        yield failovers
 
 
 class GatewayMetrics:

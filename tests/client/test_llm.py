@@ -329,6 +329,16 @@ def test_what_does_not_go_with_an_address_is_named():
         LLM(address="http://127.0.0.1:1")
 
 
+def test_certificates_go_with_an_address(tmp_path):
+    for given, words in (
+        ({"grpc_cert": "c"}, "flag grpc_cert=c: has no effect without grpc_key="),
+        ({"grpc_ca": tmp_path / "none"}, f"flag grpc_ca={tmp_path}/none: cannot be read"),
+        ({"grpc_token_file": tmp_path / "none"}, f"flag grpc_token_file={tmp_path}/none: cannot be read"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            LLM(address="127.0.0.1:1", **given)
+
+
 def test_a_closed_one_says_so(deployment, monkeypatch):
     llm = LLM(address=deployment.scheduler_address)
     assert llm.model

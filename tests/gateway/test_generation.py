@@ -93,7 +93,7 @@ async def test_closing_cancels_what_still_runs_and_nothing_else():
 
 
 def test_what_is_closed_is_freed_without_a_search_for_cycles():
-    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    session = Session(None, RequestMetrics(), None, Timings())
     running = generation(n=2, streaming=False)
     session.submit(running.calls[0])
     parts = [weakref.ref(part) for part in (running, running.calls[0])]

@@ -16,7 +16,7 @@ def array(*values: int) -> np.ndarray:
 def test_every_sample_gets_its_own_tokens_back(lengths, random):
     seats = Seats()
     for _ in range(2):  # the second time in used blocks
-        first = seats.take(len(lengths), stored=True)
+        first = seats.take(len(lengths), fed=False)
         order = list(range(len(lengths)))
         for step in range(max(lengths)):
             random.shuffle(order)
@@ -29,7 +29,7 @@ def test_every_sample_gets_its_own_tokens_back(lengths, random):
 def test_more_tokens_than_there_are_blocks_and_more_samples_than_seats():
     seats = Seats()
     count = 3 * len(seats.taken)
-    first = seats.take(count, stored=True)
+    first = seats.take(count, fed=False)
     handles = np.arange(first, first + count, dtype=np.uint32)
     for token in range(2):
         seats.store(handles, np.full(count, token, np.uint32))
@@ -39,10 +39,10 @@ def test_more_tokens_than_there_are_blocks_and_more_samples_than_seats():
 def test_a_handle_is_given_again_only_when_it_is_free():
     seats = Seats()
     size = len(seats.taken)
-    kept = seats.take(1, stored=False)
+    kept = seats.take(1, fed=False)
     taken = {kept}
     for _ in range(3 * size // 100):
-        first = seats.take(100, stored=False)
+        first = seats.take(100, fed=False)
         fresh = set(range(first, first + 100))
         assert not fresh & taken
         for handle in fresh:
@@ -50,7 +50,7 @@ def test_a_handle_is_given_again_only_when_it_is_free():
     assert len(seats.taken) == size
 
 
-def test_what_is_not_stored_or_not_taken_has_no_tokens():
+def test_what_got_none_or_is_not_taken_has_no_tokens():
     seats = Seats()
-    assert len(seats.give(seats.take(1, stored=False))) == 0
+    assert len(seats.give(seats.take(1, fed=False))) == 0
     assert len(seats.give(7)) == 0

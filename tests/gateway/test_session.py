@@ -15,7 +15,7 @@ from tokasaurus.scheduler.v1 import session_pb2
 
 def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
     """The scheduler would end the whole session over it."""
-    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    session = Session(None, RequestMetrics(), None, Timings())
     prompt = np.zeros(MAX_PUBLIC_MESSAGE_BYTES // 4, dtype=np.uint32)
     [call] = Generation([Job("r", "m", prompt, 5, None, Settings())], streaming=False).calls
     with pytest.raises(PayloadTooLarge):
@@ -29,7 +29,7 @@ def ending() -> codec.Ending:
 
 
 async def test_streams_and_others_in_one_message_each_get_their_tokens():
-    session, made = Session(None, RequestMetrics(), lambda load: None, Timings()), []
+    session, made = Session(None, RequestMetrics(), None, Timings()), []
     for streaming in (True, False):
         job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings(n=2))
         made.append(Generation([job], streaming=streaming))
@@ -48,7 +48,7 @@ async def test_streams_and_others_in_one_message_each_get_their_tokens():
 
 
 async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
-    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    session = Session(None, RequestMetrics(), None, Timings())
     running = Generation([Job("r", "m", np.array([1], np.uint32), 5, None, Settings())], streaming=False)
     session.submit(running.calls[0])
     running.close()
@@ -60,7 +60,7 @@ async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
 
 async def test_a_sample_that_ended_by_itself_is_not_cancelled_any_more():
     """Its handle may be another's by the time the cancel is sent."""
-    session = Session(None, RequestMetrics(), lambda load: None, Timings())
+    session = Session(None, RequestMetrics(), None, Timings())
     first, second = (
         Generation([Job("r", "m", np.array([1], np.uint32), 5, None, Settings(n=2))], streaming=False) for _ in "ab"
     )

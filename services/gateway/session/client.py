@@ -3,15 +3,16 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import grpc
 import numpy as np
 import structlog
 
-from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
+from services.common.errors import Internal, Overloaded, PayloadTooLarge, TokaError, Unavailable
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.status import from_rpc_error, from_status
 from services.gateway.generation import Call, Choice
@@ -35,25 +36,43 @@ class Timings:
     first_backoff: float = 0.1
     last_backoff: float = 2.0
     wait_for_ready: float = 10.0  # how long a new request waits for a scheduler: a worker restarts in less
+    failover: float = 120.0  # how long one that lost its scheduler waits for another; 0: it ends
+    # How long requests stay with a scheduler that says it is not ready while another one is. What its worker had
+    # computed is lost anyway; so this is the time to find it back by a new connection, and no more.
+    move_after: float = 3.0
+
+
+class Owner(Protocol):
+    """Who made the session, and what it is told."""
+
+    def loaded(self, load: observe_pb2.Load) -> None:
+        """How the scheduler is doing."""
+
+    def refused(self, call: Call, error: TokaError) -> None:
+        """The scheduler does not take ``call``."""
+
+    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError) -> None:
+        """These choices ended without being at their end, with these tokens (uint32) of this session."""
 
 
 class Session:
-    """Owned by a ``Replica``; all methods run on the gateway's event loop.
+    """Owned by a ``Replica``, its ``owner``; all methods run on the gateway's event loop.
 
-    ``run`` returns never: it raises why the stream ended, after which ``fail_all`` tells the requests on it.
+    ``run`` returns never: it raises why the stream ended. Nothing comes from the session after that, and ``abandon``
+    tells what was on it.
     """
 
     def __init__(
         self,
         stream: grpc.aio.StreamStreamCall,
         metrics: RequestMetrics,
-        on_load: Callable[[observe_pb2.Load], None],
+        owner: Owner,
         timings: Timings,
     ) -> None:
         self.unreported_tokens = 0  # submitted since the last Load
         self._stream = stream
         self._metrics = metrics
-        self._on_load = on_load
+        self._owner = owner
         self._timings = timings
         self._outbox: deque[session_pb2.SessionRequest] = deque()
         self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
@@ -72,14 +91,14 @@ class Session:
         """
         if len(self._outbox) >= MAX_OUTBOX:
             raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
-        message = codec.encode_submit(call.job)
+        message = codec.encode_submit(call.part)
         if (size := message.ByteSize()) > MAX_PUBLIC_MESSAGE_BYTES:
             raise PayloadTooLarge(f"the request is {size} bytes for the scheduler: at most {MAX_PUBLIC_MESSAGE_BYTES}")
-        handle = message.submit.handle = self._seats.take(len(call.choices), stored=not call.generation.fed)
+        handle = message.submit.handle = self._seats.take(len(call.choices), fed=call.generation.fed)
         self._samples.update(enumerate(call.choices, handle))
         self._unaccepted[handle] = call
         call.cancel = partial(self._cancel, handle, call.choices)
-        self.unreported_tokens += call.job.most_tokens
+        self.unreported_tokens += call.part.most_tokens
         self._outbox.append(message)
         self._has_mail.set()
 
@@ -98,20 +117,28 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def fail_all(self, error: TokaError) -> None:
-        """The stream is gone, and with it every request on it."""
-        choices = [choice for choice in self._samples.values() if choice is not None]
-        self._samples.clear()
-        self._unaccepted.clear()
-        for choice in choices:
-            choice.generation.fail(error)
+    @property
+    def backlog(self) -> int:
+        """Messages that are to be written."""
+        return len(self._outbox)
+
+    def abandon(self, *, all_of_it: bool = True) -> dict[Choice, np.ndarray]:
+        """Unfinished choices, with their tokens, uint32: nothing comes of them here any more. If not ``all_of_it``,
+        those stay that were lost before and have had no token since."""
+        unfinished = {handle: choice for handle, choice in self._samples.items() if choice is not None}
+        leaving = {handle: choice for handle, choice in unfinished.items() if all_of_it or not choice.setbacks}
+        self._let_go(list(leaving))
+        return {choice: self._seats.tokens(handle) for handle, choice in leaving.items()}
 
     def _cancel(self, first: int, choices: Sequence[Choice]) -> None:
-        running = [handle for handle, choice in enumerate(choices, first) if self._samples.get(handle) is choice]
-        for handle in running:
-            self._samples[handle] = None
-        if running:
-            self._cancels |= dict.fromkeys(running)
+        self._let_go([handle for handle, choice in enumerate(choices, first) if self._samples.get(handle) is choice])
+
+    def _let_go(self, handles: Sequence[int]) -> None:
+        """Their samples are to end, and nobody wants what still comes of them."""
+        if handles:
+            nobody = dict.fromkeys(handles)
+            self._samples |= nobody
+            self._cancels |= nobody
             self._has_mail.set()
 
     # The three tasks of ``run``.
@@ -126,11 +153,9 @@ class Session:
                     self._on_outputs(codec.decode_outputs(message.outputs))
                 case "load":
                     self.unreported_tokens = 0
-                    self._on_load(message.load)
+                    self._owner.loaded(message.load)
                 case "acceptance":
-                    call = self._unaccepted.pop(message.acceptance.handle, None)
-                    if call is not None:
-                        call.generation.accepted()
+                    self._on_acceptance(message.acceptance.handle)
                 case "rejection":
                     self._on_rejection(message.rejection)
                 case "heartbeat":
@@ -156,16 +181,29 @@ class Session:
             await asyncio.sleep(self._timings.heartbeat_interval)
             silent_s = 0.0 if self._beats_answered > answered else silent_s + self._timings.heartbeat_interval
             answered = self._beats_answered
-        raise Unavailable(f"the scheduler has not answered for {silent_s:.0f} s")
+        raise Unavailable(f"the scheduler has not answered for {silent_s:.0f} s", reason="SCHEDULER_HUNG")
 
     # What the reader hears.
 
+    def _on_acceptance(self, handle: int) -> None:
+        call = self._unaccepted.pop(handle, None)
+        if call is not None and not call.accepted and self._wanted(handle, call):
+            call.accepted = True
+            call.generation.accepted()
+
     def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
         call = self._unaccepted.pop(rejection.handle, None)
-        if call is not None:
-            for handle in range(rejection.handle, rejection.handle + len(call.choices)):
-                self._end(handle)
-            call.generation.fail(from_status(rejection.status))
+        if call is None:
+            return
+        wanted = self._wanted(rejection.handle, call)
+        for handle in range(rejection.handle, rejection.handle + len(call.choices)):
+            self._end(handle)
+        if wanted:
+            self._owner.refused(call, from_status(rejection.status))
+
+    def _wanted(self, first: int, call: Call) -> bool:
+        """Whether the call is here still, neither closed nor abandoned."""
+        return self._samples.get(first) is call.choices[0]
 
     def _on_outputs(self, news: codec.StepNews) -> None:
         for handle, scores in news.prompts:
@@ -174,21 +212,27 @@ class Session:
                 choice.generation.score(choice.prompt_index, scores)
         seats, handles = self._seats, news.handles
         if len(handles):
-            if handles.max() >= len(seats.taken):
-                raise Unavailable(f"the scheduler sent tokens for handle {handles.max()}, which was never given out")
+            if handles.max() >= len(seats.taken) or not seats.taken[handles].all():
+                raise Unavailable("the scheduler sent tokens for a handle that no sample has")
             self._note_times(handles, news.counts)
-            stored = seats.stored[handles]
-            if stored.any():
-                self._store(news, stored)
-            if not stored.all():
-                self._feed(news, stored)
+            self._store(news)
+            fed = seats.fed[handles]
+            if fed.any():
+                self._feed(news, fed)
+        lost: dict[Choice, np.ndarray] = {}
         for handle, ending in news.endings:
             choice, ids = self._end(handle)
-            if choice is not None:
-                if len(ids):
-                    choice.new_ids = ids
-                self._metrics.sample_finished(ending)
-                choice.generation.finish(choice, ending)
+            if choice is None:
+                continue
+            if isinstance(ending.error, Unavailable):  # another scheduler may go on with it
+                lost[choice], error = ids, ending.error
+                continue
+            if not choice.generation.fed:
+                choice.new_ids = np.concatenate((choice.held, ids)) if len(choice.held) else ids
+            self._metrics.sample_finished(ending)
+            choice.generation.finish(choice, ending)
+        if lost:
+            self._owner.lose(lost, error)
 
     def _end(self, handle: int) -> tuple[Choice | None, np.ndarray]:
         """Free a handle: who had it, and the tokens that were kept for it."""
@@ -217,30 +261,37 @@ class Session:
                 continue
             if before:
                 self._metrics.inter_token.observe((now - before) / count, count)
-            elif choice.generation.first_token_at is None:
+                continue
+            choice.setbacks = 0
+            if choice.generation.first_token_at is None:
                 choice.generation.first_token_at = now
 
-    def _store(self, news: codec.StepNews, stored: np.ndarray) -> None:
-        """Keep the tokens of ``stored`` (bool, beside the handles) where nobody waits for each of them."""
+    def _store(self, news: codec.StepNews) -> None:
+        """Keep all tokens: an answer that nobody reads while it grows is made of them, and any is continued from
+        them elsewhere."""
         seats = self._seats
         if news.counts is None:
-            whole = stored.all()
-            seats.store(*((news.handles, news.token_ids) if whole else (news.handles[stored], news.token_ids[stored])))
+            seats.store(news.handles, news.token_ids)
             return
         starts = np.cumsum(news.counts) - news.counts
         for index in range(int(news.counts.max())):  # their first tokens, their second ones
-            rows = stored & (news.counts > index)
+            rows = news.counts > index
             seats.store(news.handles[rows], news.token_ids[starts[rows] + index])
 
-    def _feed(self, news: codec.StepNews, stored: np.ndarray) -> None:
-        """Pass the other tokens on, one sample after the other."""
+    def _feed(self, news: codec.StepNews, fed: np.ndarray) -> None:
+        """Pass the tokens of ``fed`` (bool, beside the handles) on, one sample after the other."""
         ids, logprobs = news.token_ids.tolist(), news.logprobs
         counts = np.ones(len(news.handles), np.int64) if news.counts is None else news.counts
         ends = np.cumsum(counts)
-        rows = np.flatnonzero(~stored)
+        rows = np.flatnonzero(fed)
         columns = (news.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
         for handle, start, end in zip(*columns, strict=True):
             choice = self._samples.get(handle)
-            if choice is not None:
-                entries = logprobs[start:end] if logprobs is not None else None
+            if choice is None:
+                continue
+            entries = logprobs[start:end] if logprobs is not None else None
+            try:
                 choice.generation.feed(choice, ids[start:end], entries)
+            except Exception as error:  # one request's trouble is not the session's
+                log.error("tokens could not be taken in", handle=handle, exc_info=error)
+                choice.generation.fail(Internal("internal error; the server's log has the details"))

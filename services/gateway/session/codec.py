@@ -9,7 +9,7 @@ import numpy as np
 from services.common import errors
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.rpc.status import from_status
-from services.gateway.job import Grammar, Job, Priority
+from services.gateway.job import Grammar, Part, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR = "1"
@@ -115,23 +115,27 @@ def encode_cancel(handles: list[int]) -> session_pb2.SessionRequest:
     return message
 
 
-def encode_submit(job: Job) -> session_pb2.SessionRequest:
-    """``job``; the session sets the handle."""
-    message = session_pb2.SessionRequest()
+def encode_submit(part: Part) -> session_pb2.SessionRequest:
+    """``part``; the session sets the handle."""
+    message, job = session_pb2.SessionRequest(), part.job
     request, settings = message.submit.request, job.settings
-    request.request_id, request.model, request.n = job.request_id, job.model, settings.n
+    request.request_id, request.model, request.n = part.request_id, job.model, part.samples
     request.priority = _PRIORITIES[settings.priority]
     request.cache_salt, request.traceparent = settings.cache_salt, settings.traceparent
     request.fairness_key = settings.fairness_key
-    fill(request.tokens, "token_ids", job.prompt_ids)
+    if settings.deadline_ms is not None:
+        request.deadline_unix_ms = settings.deadline_ms
+    if part.resumes:
+        request.resume.generated_tokens, request.resume.sample_index = len(part.held), part.first
+    tokens = np.concatenate((job.prompt_ids, part.held)) if len(part.held) else job.prompt_ids
+    fill(request.tokens, "token_ids", tokens)
 
     sampling = request.sampling
     for name in _SAMPLING:
         value = getattr(settings, name)
         if value is not None:
             setattr(sampling, name, value)
-    if job.seed is not None:
-        sampling.seed = job.seed
+    sampling.seed = part.seed
     if settings.logit_bias:
         sampling.logit_bias_token_ids.extend(token for token, _ in settings.logit_bias)
         sampling.logit_bias_values.extend(bias for _, bias in settings.logit_bias)
@@ -147,7 +151,7 @@ def encode_submit(job: Job) -> session_pb2.SessionRequest:
     stopping.token_ids.extend(settings.stop_token_ids)
 
     request.output.logprobs = settings.logprobs
-    if settings.prompt_logprobs is not None:
+    if settings.prompt_logprobs is not None and part.scores:
         request.output.prompt_logprobs = settings.prompt_logprobs
     if settings.top_logprobs:
         request.output.top_logprobs = settings.top_logprobs

@@ -2,25 +2,39 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 import grpc
+import numpy as np
 import structlog
 
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
-from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.channel import Dialer
 from services.common.rpc.status import from_rpc_error
-from services.gateway.generation import Call
-from services.gateway.metrics import RequestMetrics
+from services.gateway.generation import Call, Choice
+from services.gateway.metrics import FailoverReason, RequestMetrics
 from services.gateway.session import codec
 from services.gateway.session.client import Session, Timings
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
+DRAINING = "draining"  # a scheduler's reason not to be ready: what it has goes on
+
+
+class Losses(Protocol):
+    """Where requests go that a replica cannot go on with: ``Failover``."""
+
+    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError, reason: FailoverReason) -> None: ...
+
+    def refused(self, call: Call, error: TokaError, by: str) -> None: ...
+
 
 class Replica:
-    """Owned by the ``Fleet``; runs on the gateway's event loop. ``run`` is a task for the gateway's whole life.
+    """Owned by the ``Fleet``, and the owner of one session at a time; runs on the gateway's event loop. ``run`` is a
+    task for the gateway's whole life.
 
     ``model`` and ``load`` are the last known ones; ``load`` is None while no session is open.
     """
@@ -33,7 +47,9 @@ class Replica:
         tokenizer_fingerprint: str,
         metrics: RequestMetrics,
         timings: Timings,
+        losses: Losses,
         on_change: Callable[[], None],
+        dialer: Dialer,
     ) -> None:
         self.address = address
         self.model: codec.ModelFacts | None = None
@@ -44,9 +60,12 @@ class Replica:
         self._fingerprint = tokenizer_fingerprint
         self._metrics = metrics
         self._timings = timings
+        self._losses = losses
         self._on_change = on_change
+        self._dialer = dialer
         self._session: Session | None = None
         self._trouble = "not connected yet"
+        self._stalled_since: float | None = None
 
     @property
     def ready(self) -> bool:
@@ -58,7 +77,19 @@ class Replica:
         """Why it is not ready; empty when it is."""
         if self.ready:
             return ""
-        return self._trouble if self._session is None else "its worker does not answer yet"
+        if self._session is None:
+            return self._trouble
+        return (self.load.not_ready_reason if self.load is not None else "") or "its worker does not answer yet"
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long it says that it does not go on with what it has; 0 when it does not say so."""
+        return 0.0 if self._stalled_since is None else time.monotonic() - self._stalled_since
+
+    @property
+    def backlog(self) -> int:
+        """Messages to it that are not written yet."""
+        return 0 if self._session is None else self._session.backlog
 
     @property
     def outstanding_tokens(self) -> int:
@@ -76,7 +107,38 @@ class Replica:
     def fail_all(self, error: TokaError) -> None:
         """End every request here with ``error``."""
         if self._session is not None:
-            self._session.fail_all(error)
+            for generation in {choice.generation for choice in self._session.abandon()}:
+                generation.fail(error)
+
+    def hand_over(self) -> None:
+        """It is stalled: what is here goes on elsewhere. But not what was lost before and has had no token since:
+        workers may die of it, and one scheduler alone finds that out."""
+        if self._session is not None and (tokens := self._session.abandon(all_of_it=False)):
+            error = Unavailable(f"the scheduler's worker was lost: {self.trouble}; send the request again")
+            self._losses.lose(tokens, error, "worker")
+
+    # From the session.
+
+    def loaded(self, load: observe_pb2.Load) -> None:
+        """The scheduler's own view of itself."""
+        was_ready, self.load = self.ready, load
+        self.known.set()
+        if load.ready or load.not_ready_reason == DRAINING:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = time.monotonic()
+        if self.ready != was_ready:
+            why = {} if self.ready else {"reason": self.trouble}
+            log.info("scheduler ready" if self.ready else "scheduler not ready", scheduler=self.address, **why)
+            self._on_change()
+
+    def refused(self, call: Call, error: TokaError) -> None:
+        """Another replica may take it."""
+        self._losses.refused(call, error, self.address)
+
+    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError) -> None:
+        """Another replica may go on with them."""
+        self._losses.lose(tokens, error, "refused")
 
     async def run(self) -> None:
         """Connect, serve, and begin again with growing pauses; ends only by being cancelled, and takes no requests
@@ -85,33 +147,33 @@ class Replica:
             await self._connect_again_and_again()
         finally:
             self._trouble = "the gateway is shutting down"
-            self._drop_session(Unavailable(f"{self._trouble}; send the request again"))
+            self._drop_session(Unavailable(f"{self._trouble}; send the request again"), "lost")
 
     async def _connect_again_and_again(self) -> None:
         pause = self._timings.first_backoff
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            while True:
-                try:
+        while True:
+            try:
+                async with self._dialer.open_aio(self.address) as channel:  # with the certificates of now
                     await self._serve_one_session(channel)
-                except TokaError as error:
-                    reason = error.message
-                except Exception as error:
-                    log.exception("session failed", scheduler=self.address)
-                    reason = f"internal error: {type(error).__name__}"
-                if self._session is not None:
-                    pause = self._timings.first_backoff
-                self._lost(reason)
-                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-                pause = min(pause * 2, self._timings.last_backoff)
+            except TokaError as error:
+                trouble = error
+            except Exception as error:
+                log.exception("session failed", scheduler=self.address)
+                trouble = Unavailable(f"internal error: {type(error).__name__}")
+            if self._session is not None:
+                pause = self._timings.first_backoff
+            self._lost(trouble)
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            pause = min(pause * 2, self._timings.last_backoff)
 
     async def _serve_one_session(self, channel: grpc.aio.Channel) -> None:
-        stream = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session()
+        stream = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session(metadata=self._dialer.metadata())
         try:
             opened = await self._open(stream)
             model = codec.decode_model(opened.model)
             self._check(model)
             self.model, self.scheduler_id = model, opened.scheduler_id
-            self._session = Session(stream, self._metrics, self._loaded, self._timings)
+            self._session = Session(stream, self._metrics, self, self._timings)
             log.info("session open", scheduler=self.address, scheduler_id=self.scheduler_id, model=model.id)
             self._on_change()
             await self._session.run()
@@ -146,22 +208,23 @@ class Replica:
                 f" ({self._fingerprint[:12]}...); start both with the same model= and tokenizer="
             )
 
-    def _loaded(self, load: observe_pb2.Load) -> None:
-        was_ready, self.load = self.ready, load
-        self.known.set()
-        if self.ready != was_ready:
-            log.info("scheduler ready" if self.ready else "scheduler not ready", scheduler=self.address)
-            self._on_change()
-
-    def _lost(self, reason: str) -> None:
+    def _lost(self, error: TokaError) -> None:
+        reason = error.message
         if reason != self._trouble or self._session is not None:
             log.warning("scheduler not available", scheduler=self.address, reason=reason)
         self._trouble = reason
-        self._drop_session(Unavailable(f"the scheduler was lost: {reason}; send the request again"))
+        lost = Unavailable(f"the scheduler was lost: {reason}; send the request again")
+        self._drop_session(lost, self._kind_of_loss(error))
 
-    def _drop_session(self, error: TokaError) -> None:
-        session, self._session, self.load = self._session, None, None
+    def _kind_of_loss(self, error: TokaError) -> FailoverReason:
+        if error.reason == "DRAINING" or (self.load is not None and self.load.not_ready_reason == DRAINING):
+            return "drained"
+        return "hung" if error.reason == "SCHEDULER_HUNG" else "lost"
+
+    def _drop_session(self, error: TokaError, reason: FailoverReason) -> None:
+        session, self._session, self.load, self._stalled_since = self._session, None, None, None
         self.known.set()
         if session is not None:
-            session.fail_all(error)
             self._on_change()
+            if tokens := session.abandon():
+                self._losses.lose(tokens, error, reason)

@@ -1,5 +1,5 @@
-"""What a session keeps of its samples, one seat for each handle: when the last token came, and the tokens themselves
-of samples that nobody streams.
+"""What a session keeps of its samples, one seat for each handle: when the last token came, and the tokens themselves.
+Who streams gets them one by one as well; when the scheduler is lost, another one goes on from them.
 
 A step's tokens are taken in with a few array operations, however many samples it has. Tokens lie in blocks, each linked
 to the one before it in its sample, so that a sample may have any number and takes no more than it needs.
@@ -20,7 +20,7 @@ class Seats:
 
     def __init__(self) -> None:
         self.taken = np.zeros(_SEATS, bool)
-        self.stored = np.zeros(_SEATS, bool)  # its tokens are kept here until it ends
+        self.fed = np.zeros(_SEATS, bool)  # its tokens are wanted one by one
         self.last_at = np.zeros(_SEATS)  # float64, time of the last token; 0 = none yet
         self._block = np.full(_SEATS, _NONE, np.int32)  # the one being filled
         self._filled = np.full(_SEATS, BLOCK_TOKENS, np.int32)  # tokens in it; full = the next token needs another
@@ -29,23 +29,31 @@ class Seats:
         self._before = np.full(_BLOCKS, _NONE, np.int32)  # block -> the one before it in its sample
         self._free = list(range(_BLOCKS))
 
-    def take(self, count: int, *, stored: bool) -> int:
+    def take(self, count: int, *, fed: bool) -> int:
         """``count`` free handles in a row: the first."""
         start = self._find(count)
         seats = slice(start, start + count)
-        self.taken[seats], self.stored[seats], self.last_at[seats] = True, stored, 0.0
+        self.taken[seats], self.fed[seats], self.last_at[seats] = True, fed, 0.0
         self._next = start + count
         return start
 
     def give(self, handle: int) -> np.ndarray:
-        """Free a handle: its tokens, uint32; none when they were not stored, or it was free."""
-        self.taken[handle] = self.stored[handle] = False
+        """Free a handle: its tokens, uint32; none when it was free."""
+        tokens = self.tokens(handle)
+        self.taken[handle] = self.fed[handle] = False
+        block = int(self._block[handle])
+        while block != _NONE:
+            self._free.append(block)
+            block = int(self._before[block])
+        self._block[handle], self._filled[handle] = _NONE, BLOCK_TOKENS
+        return tokens
+
+    def tokens(self, handle: int) -> np.ndarray:
+        """Those that a handle has, uint32."""
         block, filled, parts = int(self._block[handle]), int(self._filled[handle]), []
         while block != _NONE:
             parts.append(self._tokens[block, :filled])
-            self._free.append(block)
             block, filled = int(self._before[block]), BLOCK_TOKENS
-        self._block[handle], self._filled[handle] = _NONE, BLOCK_TOKENS
         if len(parts) == 1:
             return parts[0].copy()
         return np.concatenate(parts[::-1]) if parts else self._tokens[0, :0]
@@ -82,7 +90,7 @@ class Seats:
             if not self.taken[start : start + count].any():
                 return start
         first, size = size, max(2 * size, size + count)
-        self.taken, self.stored = _grown(self.taken, size, False), _grown(self.stored, size, False)
+        self.taken, self.fed = _grown(self.taken, size, False), _grown(self.fed, size, False)
         self.last_at = _grown(self.last_at, size, 0.0)
         self._block, self._filled = _grown(self._block, size, _NONE), _grown(self._filled, size, BLOCK_TOKENS)
         return first

@@ -1,0 +1,160 @@
+"""What lost its scheduler waits here until another one takes it, from the tokens that it has."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import structlog
+
+from services.common.errors import Internal, Overloaded, TokaError, Unavailable
+from services.gateway.generation import Call, Choice
+from services.gateway.metrics import FailoverReason, RequestMetrics
+from services.gateway.session.replica import Replica
+from services.gateway.trial import Trial
+
+log = structlog.get_logger(__name__)
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0  # before one that was refused is sent again
+_LOOK_S = 0.1  # between two looks at what waits
+_MOST_BACKLOG = 512  # messages that a session has not written yet; each may be as large as its prompt
+_AT_ONCE = 64  # are sent before others have their turn on the event loop
+
+
+@dataclass
+class _Wait:
+    """A call's time without a scheduler, until one accepts it. Times are of ``time.monotonic``."""
+
+    reason: FailoverReason
+    error: TokaError  # what the caller hears when nothing comes of it
+    give_up_at: float
+    not_before: float = 0.0
+    pause: float = _FIRST_PAUSE_S
+    refused_by: str | None = None  # the address
+
+
+class Failover:
+    """Owned by the ``Fleet``; runs on the gateway's event loop. ``run`` is a task for the gateway's whole life.
+
+    ``choose(call, address)`` gives the replica for a call, rather not the one at ``address``; None while none is ready.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[Call, str | None], Replica | None],
+        metrics: RequestMetrics,
+        patience_s: float,
+    ) -> None:
+        self._choose = choose
+        self._metrics = metrics
+        self._patience_s = patience_s
+        self._waits: WeakKeyDictionary[Call, _Wait] = WeakKeyDictionary()
+        self._here: dict[Call, None] = {}  # those that no session has
+        self._trial = Trial()
+        self._news = asyncio.Event()
+        self._closed_with: TokaError | None = None
+
+    def wake(self) -> None:
+        """A replica may be ready that was not."""
+        self._news.set()
+
+    def lose(self, tokens: Mapping[Choice, np.ndarray], error: TokaError, reason: FailoverReason) -> None:
+        """Choices, and what came of them since they were sent, are at no scheduler any more, for ``error``."""
+        generations = dict.fromkeys(choice.generation for choice in tokens)
+        if self._closed_with is not None or not self._patience_s:
+            for generation in generations:
+                generation.fail(self._closed_with or error)
+            return
+        if reason != "drained":  # who drains dies of nothing
+            for choice in tokens:
+                choice.setbacks += 1  # until its next token
+            if (guilty := self._trial.lost(tokens)) is not None:
+                guilty.generation.fail(_found_out(guilty, error))
+        for generation in generations:
+            for call in generation.lost(tokens):
+                self._waits[call] = _Wait(reason, error, time.monotonic() + self._patience_s)
+                self._take(call)
+        if generations:
+            log.warning("requests go on elsewhere", samples=len(tokens), cause=reason)
+
+    def refused(self, call: Call, error: TokaError, by: str) -> None:
+        """The scheduler at the address ``by`` rejected ``call``. What none can take ends; a full queue refuses only
+        what never was in one."""
+        again = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and call.accepted)
+        if self._closed_with is not None or not self._patience_s or not again:
+            call.generation.fail(self._closed_with or error)
+            return
+        now = time.monotonic()
+        wait = self._waits.setdefault(call, _Wait("refused", error, now + self._patience_s))
+        least = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        wait.not_before = now + min(max(least, wait.pause), _LAST_PAUSE_S) * random.uniform(0.5, 1.0)
+        wait.pause = min(2 * wait.pause, _LAST_PAUSE_S)
+        wait.error, wait.refused_by = error, by
+        self._take(call)
+
+    def fail_all(self, error: TokaError) -> None:
+        """End what waits with ``error``, and from now on all that is lost."""
+        self._closed_with = error
+        for call in list(self._here):
+            call.generation.fail(error)
+        self._here.clear()
+
+    async def run(self) -> None:
+        """Send what waits; ends only by being cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S if self._here else None):
+                    await self._news.wait()
+            self._news.clear()
+            for number, call in enumerate(list(self._here), 1):
+                if call in self._here and not self._try(call):
+                    break
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _take(self, call: Call) -> None:
+        self._trial.forget(call)
+        call.cancel = lambda: self._here.pop(call, None)
+        self._here[call] = None
+        self._news.set()
+
+    def _try(self, call: Call) -> bool:
+        """Send ``call``, if it can be now, or give it up. False when nothing can be sent for now."""
+        wait, now = self._waits[call], time.monotonic()
+        if now >= wait.give_up_at:
+            self._here.pop(call)
+            call.generation.fail(wait.error)
+            return True
+        if now < wait.not_before or not self._trial.admits(call, now):
+            return True
+        replica = self._choose(call, wait.refused_by)
+        if replica is None:
+            return True
+        if replica.backlog > _MOST_BACKLOG:
+            return False
+        try:
+            replica.submit(call)
+        except (Overloaded, Unavailable):
+            return True
+        except TokaError as error:
+            call.generation.fail(error)
+        else:
+            self._trial.sent(call, now)
+            for choice in call.choices:
+                choice.late_s = time.perf_counter() - call.generation.began_at
+            self._metrics.count_failovers(wait.reason, len(call.choices))
+        self._here.pop(call)
+        return True
+
+
+def _found_out(call: Call, error: TokaError) -> Internal:
+    times = max(choice.setbacks for choice in call.choices)
+    return Internal(
+        f"{times} schedulers in a row were lost with this request and without a new token of it, the last one with no"
+        f" other suspect: it is not sent again ({error.message})",
+        reason="SCHEDULERS_LOST",
+    )

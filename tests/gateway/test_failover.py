@@ -1,0 +1,246 @@
+"""What goes on elsewhere, when, and what does not."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
+from services.gateway.failover import Failover
+from services.gateway.generation import Call, Generation
+from services.gateway.job import Job, Settings
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session.codec import Ending, PromptScores
+from services.gateway.trial import PROVEN
+
+LOST = Unavailable("the scheduler was lost: it died; send the request again")
+NOTHING = np.zeros(0, np.uint32)
+
+
+def generation(
+    n: int = 1, *, prompts: int = 1, seed: int | None = 7, streaming: bool = False, **settings
+) -> Generation:
+    prompt, asked = np.array([1, 2, 3], np.uint32), Settings(n=n, **settings)
+    jobs = [Job(f"r-{number}", "m", prompt, 50, seed, asked) for number in range(prompts)]
+    return Generation(jobs, streaming=streaming)
+
+
+def tokens(running: Generation, *counts: int) -> dict:
+    """So many tokens came of each of its choices."""
+    return {choice: np.arange(count, dtype=np.uint32) for choice, count in zip(running.choices, counts, strict=False)}
+
+
+class Scheduler:
+    """Stands for a replica: keeps what it is sent."""
+
+    backlog = 0
+
+    def __init__(self) -> None:
+        self.calls: asyncio.Queue[Call] = asyncio.Queue()
+
+    def submit(self, call: Call) -> None:
+        self.calls.put_nowait(call)
+
+
+class Place:
+    """A failover that runs, and the one scheduler that is ready, or None."""
+
+    def __init__(self, patience_s: float = 60.0) -> None:
+        self.scheduler: Scheduler | None = Scheduler()
+        self.avoided: list[str | None] = []
+        self.metrics = RequestMetrics()
+        self.failover = Failover(self._choose, self.metrics, patience_s)
+
+    def _choose(self, call: Call, not_this: str | None) -> Scheduler | None:
+        self.avoided.append(not_this)
+        return self.scheduler
+
+    async def __aenter__(self) -> "Place":
+        self._task = asyncio.create_task(self.failover.run())
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def sent(self, count: int) -> list[Call]:
+        """The next calls that are sent."""
+        async with asyncio.timeout(60):
+            return [await self.scheduler.calls.get() for _ in range(count)]
+
+
+async def failed(running: Generation) -> TokaError:
+    with pytest.raises(TokaError) as caught:
+        async with asyncio.timeout(60):
+            await running.ended()
+    return caught.value
+
+
+def test_samples_without_a_token_go_together_and_others_from_where_they_are():
+    running = generation(8)
+    [first] = running.calls
+    calls = running.lost(tokens(running, 0, 0, 5, 0, 0, 0, 1, 0))
+    assert [(call.part.first, call.part.samples, len(call.part.held)) for call in calls] == [
+        (0, 2, 0), (2, 1, 5), (3, 3, 0), (6, 1, 1), (7, 1, 0),
+    ]  # fmt: skip
+    assert running.calls == calls
+    assert len({call.part.request_id for call in (first, *calls)}) == 6
+    assert {call.part.seed for call in calls} == {7}
+    again = running.lost({running.choices[2]: np.array([9], np.uint32), running.choices[4]: NOTHING})
+    assert [call.part.held.tolist() for call in again] == [[0, 1, 2, 3, 4, 9], []]
+    assert [call.part.first for call in again] == [2, 4]
+    assert len({call.part.request_id for call in (first, *calls, *again)}) == 8
+
+
+def test_a_request_that_had_not_begun_is_sent_as_it_was():
+    running = generation(3)
+    [call] = running.lost(tokens(running, 0, 0, 0))
+    assert not call.part.resumes
+    assert call.choices == running.choices
+
+
+def test_a_request_without_a_seed_keeps_the_one_that_was_drawn():
+    running = generation(seed=None)
+    seed = running.calls[0].part.seed
+    assert 0 <= seed < 2**64
+    assert running.lost(tokens(running, 4))[0].part.seed == seed
+    assert generation(seed=None).calls[0].part.seed != seed
+
+
+def test_only_what_is_lost_is_sent_again():
+    running = generation(2, prompts=2)
+    kept = running.calls[1]
+    [call] = running.lost(tokens(running, 0, 0))
+    assert call.part.job.request_id == "r-0"
+    assert running.calls == [kept, call]
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_log_probabilities_of_a_prompt_are_asked_for_again_until_they_were_told(told):
+    running = generation(2, prompt_logprobs=1)
+    none = np.zeros(0, np.float32)
+    for place in range(1, 1 + told):
+        running.score(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
+    calls = running.lost(tokens(running, 1, 0))
+    assert [call.part.scores for call in calls] == [told < 2, False]
+    assert len(running.prompt_scores[0]) == (told if told == 2 else 0)
+
+
+def test_what_a_stream_was_told_already_is_not_told_again_and_times_add_up():
+    running = generation(streaming=True)
+    [choice] = running.choices
+    running.feed(choice, [5, 6], None)
+    running.lost({choice: np.array([5, 6], np.uint32)})
+    choice.late_s = 2.0
+    running.feed(choice, [7], None)
+    running.finish(choice, Ending("stop", False, 0, 3, 3, 0, 0.5, 0.25, 1.0, None))
+    assert choice.take()[0] == [5, 6, 7]
+    assert (choice.ending.queued_s, choice.ending.prefill_s, choice.ending.decode_s) == (0.5, 0.25, 3.0)
+
+
+async def test_what_is_lost_is_sent_again_and_counted():
+    async with Place() as place:
+        running = generation(2, streaming=True)
+        running.accepted()
+        running.calls[0].accepted = True
+        place.failover.lose(tokens(running, 3, 0), LOST, "hung")
+        calls = await place.sent(2)
+        assert [len(call.part.held) for call in calls] == [3, 0]
+        assert all(call.accepted for call in calls)  # the client was told once
+        counted = {
+            sample.labels["reason"]: sample.value
+            for family in place.metrics.collect()
+            if family.name == "toka_failovers"
+            for sample in family.samples
+        }
+        assert counted == {"lost": 0, "hung": 2, "drained": 0, "worker": 0, "refused": 0}
+
+
+async def test_a_request_that_schedulers_die_of_is_not_sent_for_ever():
+    async with Place() as place:
+        running = generation()
+        for _ in range(PROVEN - 1):
+            place.failover.lose(tokens(running, 0), LOST, "lost")
+            await place.sent(1)
+        place.failover.lose(tokens(running, 0), LOST, "drained")  # not its fault
+        await place.sent(1)
+        place.failover.lose(tokens(running, 0), LOST, "hung")
+        error = await failed(running)
+    assert isinstance(error, Internal)
+    assert error.reason == "SCHEDULERS_LOST"
+    assert "it died" in error.message
+
+
+async def test_of_many_that_were_lost_together_only_the_one_that_schedulers_die_of_ends():
+    """Whatever has no token yet looks the same."""
+    async with Place() as place:
+        many = [generation() for _ in range(12)]
+        poison, well, here = many[5], set(), set(many)
+        deaths = 0
+        while poison._error is None:
+            if poison in here:
+                deaths += 1
+                lost = {running.choices[0]: NOTHING for running in here}
+                here.clear()
+                place.failover.lose(lost, LOST, "lost")
+            else:
+                for running in here:  # they get on
+                    running.choices[0].setbacks = 0
+                well |= here
+                here.clear()
+            if poison._error is None:
+                [call] = await place.sent(1)
+                here.add(call.generation)
+        assert isinstance(poison._error, Internal)
+        assert [running._error for running in many if running is not poison] == [None] * 11
+        assert PROVEN <= deaths < 6
+
+
+async def test_who_waits_for_too_long_hears_of_the_loss():
+    async with Place(patience_s=0.05) as place:
+        place.scheduler = None
+        running = generation()
+        place.failover.lose(tokens(running, 0), LOST, "lost")
+        assert await failed(running) is LOST
+
+
+async def test_without_patience_a_loss_ends_a_request():
+    place = Place(patience_s=0.0)
+    running, refused = generation(), generation()
+    place.failover.lose(tokens(running, 0), LOST, "lost")
+    place.failover.refused(refused.calls[0], LOST, "here")
+    assert await failed(running) is LOST
+    assert await failed(refused) is LOST
+
+
+async def test_a_scheduler_that_is_away_is_passed_by_and_a_full_one_is_asked_again():
+    async with Place() as place:
+        new, old = generation(), generation()
+        place.failover.refused(new.calls[0], Unavailable("draining", reason="DRAINING"), "here")
+        assert await place.sent(1) == new.calls
+        assert place.avoided[-1] == "here"
+        old.calls[0].accepted = True
+        for _ in range(3):
+            place.failover.refused(old.calls[0], Overloaded("full", retry_after_s=0.01), "here")
+            assert await place.sent(1) == old.calls
+        place.failover.refused(new.calls[0], Overloaded("full", retry_after_s=0.01), "here")
+        assert isinstance(await failed(new), Overloaded)  # it was in no queue before
+        place.failover.refused(old.calls[0], InvalidRequest("wrong"), "here")
+        assert isinstance(await failed(old), InvalidRequest)
+
+
+async def test_what_is_closed_while_it_waits_is_forgotten_and_what_comes_late_is_told_why():
+    async with Place() as place:
+        scheduler, place.scheduler = place.scheduler, None
+        closed, waiting, late = generation(), generation(), generation()
+        place.failover.lose(tokens(closed, 1), LOST, "lost")
+        place.failover.lose(tokens(waiting, 1), LOST, "lost")
+        closed.close()
+        end = Unavailable("the gateway is shutting down")
+        place.failover.fail_all(end)
+        place.scheduler = scheduler
+        place.failover.wake()
+        place.failover.lose(tokens(late, 1), LOST, "lost")
+        assert await failed(waiting) is end
+        assert await failed(late) is end
+        assert scheduler.calls.empty()

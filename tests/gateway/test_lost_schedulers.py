@@ -1,0 +1,192 @@
+"""Schedulers are lost, and requests go on: no token is missing, none comes twice, and nothing else is different."""
+
+import asyncio
+import signal
+from contextlib import asynccontextmanager
+from itertools import count
+
+import numpy as np
+import pytest
+
+from services.common.text.tokenizer import Tokenizer
+from services.gateway.fleet import Fleet
+from services.gateway.generation import Generation
+from services.gateway.job import Job, Settings
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session.client import Timings
+from tests.fakes.model import FakeShape, continuation
+from tests.gateway.deployment import eventually_async
+from tests.gateway.replicas import Asked, Engines, Replicas, answers
+
+MANY = 30
+PROMPT = list(range(50, 90))
+_names = count()
+
+
+def ask(sdk) -> list[Asked]:
+    """Streams, and others, with all that a resumed sample has to keep."""
+    return [
+        Asked(
+            sdk,
+            stream=stream,
+            prompt=[40 + number, *PROMPT],
+            max_tokens=50 + number,
+            n=3,
+            temperature=0.8,
+            seed=number,
+            **({"stop": ["the", "zz"]} if number % 3 else {"logprobs": 1}),
+        )
+        for number in range(MANY)
+        for stream in (True, False)
+    ]
+
+
+async def begun(asked: list[Asked]) -> None:
+    """Until every stream has said something."""
+    for each in asked[::2]:
+        waits = asyncio.create_task(each.begun.wait())
+        await asyncio.wait((waits, each.task), return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        assert waits.done(), each.task.exception()
+
+
+async def test_of_two_schedulers_one_is_killed_and_every_answer_is_what_it_would_have_been(tmp_path):
+    pair = Replicas(tmp_path, 2, worker={"step_ms": 20})
+    try:
+        await asyncio.to_thread(pair.deployment.wait_ready)
+        await eventually_async(lambda: pair.ready == 2)
+        async with pair.deployment.async_sdk() as sdk:
+            asked = ask(sdk)
+            await begun(asked)
+            pair.schedulers[0].kill()
+            found = await answers(asked)
+            assert await asyncio.to_thread(pair.deployment.metric, "toka_failovers_total") > 0
+            assert found == await answers(ask(sdk))
+            assert {len(answer[0]) for answer in found} == {3}
+    finally:
+        pair.stop()
+
+
+async def test_a_single_scheduler_comes_back_and_goes_on(tmp_path):
+    single = Replicas(tmp_path, 1, worker={"step_ms": 10})
+    try:
+        await asyncio.to_thread(single.deployment.wait_ready)
+        async with single.deployment.async_sdk() as sdk:
+            asked = ask(sdk)[:20]
+            await begun(asked)
+            single.schedulers[0].kill()
+            await eventually_async(lambda: single.ready == 0)
+            single.schedulers[0].start()
+            assert await answers(asked) == await answers(ask(sdk)[:20])
+    finally:
+        single.stop()
+
+
+# From here on without HTTP, which has no part in it.
+
+
+@pytest.fixture(scope="module")
+def fingerprint():
+    return Tokenizer.load("builtin").fingerprint
+
+
+@asynccontextmanager
+async def fleet_of(engines: Engines, fingerprint: str, **timings):
+    """All its schedulers are ready."""
+    metrics = RequestMetrics()
+    fleet = Fleet(engines.addresses, tokenizer_fingerprint=fingerprint, metrics=metrics, timings=Timings(**timings))
+    fleet.start()
+    try:
+        await eventually_async(lambda: all(replica.ready for replica in fleet.replicas))
+        yield fleet
+    finally:
+        await fleet.stop()
+        engines.stop()
+
+
+def some(fleet: Fleet, requests: int, *, streaming: bool = True, tokens: int = 60, n: int = 2) -> list[Generation]:
+    """Requests on their way."""
+    jobs = [
+        Job(f"r-{next(_names)}", "tokasaurus-builtin", np.array([100 + number, *PROMPT], np.uint32), tokens, number,
+            Settings(n=n, temperature=1.0))
+        for number in range(requests)
+    ]  # fmt: skip
+    return [fleet.generate([job], streaming=streaming) for job in jobs]
+
+
+async def first_tokens(running: list[Generation]) -> None:
+    """Until something came of each; of streams."""
+    async with asyncio.timeout(60):
+        for each in running:
+            assert await each.news()
+
+
+async def ends(running: list[Generation]) -> None:
+    """Wait for all, and compare their tokens with those of a model that nobody disturbs."""
+    for each in running:
+        async with asyncio.timeout(60):
+            while await each.news() if each._streaming else await each.ended():
+                pass
+        part = each.calls[0].part
+        for choice in each.choices:
+            expected = continuation(
+                FakeShape(), part.job.prompt_ids.tolist(), part.job.max_tokens, seed=part.seed,
+                sample_index=choice.index,
+            )  # fmt: skip
+            assert list(choice.new_ids) == expected
+            assert choice.ending.reason == "length"
+            assert choice.ending.completion_tokens == part.job.max_tokens
+            assert choice.ending.prompt_tokens == len(part.job.prompt_ids)
+
+
+def failovers(fleet: Fleet) -> dict[str, int]:
+    """Samples that were sent again, by reason, without zeros."""
+    return {reason: int(count[0]) for reason, count in fleet._failover._metrics._failovers.items() if count[0]}
+
+
+async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 1, worker={"step_ms": 10})
+    async with fleet_of(engines, fingerprint, heartbeat_interval=0.2, heartbeat_timeout=2.0) as fleet:
+        running = some(fleet, 5)
+        await first_tokens(running)
+        engines.schedulers[0].signal(signal.SIGSTOP)
+        await eventually_async(lambda: not fleet.replicas[0].ready)
+        engines.schedulers[0].signal(signal.SIGCONT)
+        await ends(running)
+        assert failovers(fleet) == {"hung": 10}
+
+
+async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 2, worker={"step_ms": 10})
+    async with fleet_of(engines, fingerprint, move_after=0.1) as fleet:
+        running = some(fleet, 6)
+        await first_tokens(running)
+        engines.workers[0].kill()
+        await ends(running)
+        counted = failovers(fleet)
+        assert set(counted) == {"worker"}
+        assert 0 < counted["worker"] < 12
+        assert not fleet.replicas[0].ready
+
+
+async def test_a_scheduler_that_drains_hands_over_what_is_left(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 2, worker={"step_ms": 10}, drain_seconds=0.2)
+    async with fleet_of(engines, fingerprint) as fleet:
+        running = some(fleet, 3) + some(fleet, 3, streaming=False)
+        await first_tokens(running[:3])
+        engines.schedulers[0].signal(signal.SIGTERM)
+        while not fleet.replicas[0].trouble:  # new ones meet it before and after it says so
+            running += some(fleet, 2, tokens=5)
+            await asyncio.sleep(0.01)
+        await ends(running)
+        assert engines.schedulers[0].wait() == 0
+        assert set(failovers(fleet)) <= {"drained", "refused"}
+
+
+async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 2, worker={"max_slots": 4, "step_ms": 40}, max_queued_sequences=20)
+    async with fleet_of(engines, fingerprint) as fleet:
+        running = some(fleet, 40, streaming=False, tokens=20, n=1)  # of which 24 have room in each
+        await eventually_async(lambda: all(replica.load.waiting_sequences > 5 for replica in fleet.replicas))
+        engines.schedulers[0].kill()
+        await ends(running)
+        assert set(failovers(fleet)) == {"lost"}
