@@ -1,5 +1,6 @@
 """The HTTP application: which path leads where, and what an error looks like on all of them."""
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -13,8 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Internal, TokaError
 from services.gateway import probes
+from services.gateway.access import admin
+from services.gateway.access.guard import KEY, METRICS
 from services.gateway.batch.routes import BATCHABLE, add_routes
 from services.gateway.gateway import Gateway
+from services.gateway.metrics import OTHER_ROUTE, ROUTES
 from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
 from services.gateway.openai.completions import create_completion
@@ -65,11 +69,13 @@ def _make_api(gateway: Gateway) -> FastAPI:
         ("/v1/responses/{response_id}", get_response),
         ("/v1/responses/{response_id}/input_items", list_input_items),
         ("/health", probes.health),
-        ("/ready", probes.ready),
+        ("/ready", admin.ready),
         ("/ping", probes.ping),
         ("/version", get_version),
-        ("/metrics", probes.metrics),
+        (METRICS, probes.metrics),
     ):
+        if path == METRICS and gateway.config.admin_port:
+            continue
         api.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         api.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     api.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"], response_model=None)
@@ -84,11 +90,13 @@ def _make_api(gateway: Gateway) -> FastAPI:
 
 class _Application:
     """Calls the POST endpoints itself and leaves the rest to FastAPI, whose layers take a fifth of a short request's
-    time and add nothing to an endpoint that reads its request and makes its response. Counts all responses."""
+    time and add nothing to an endpoint that reads its request and makes its response. Lets in who may, and counts all
+    responses."""
 
     def __init__(self, gateway: Gateway, api: FastAPI) -> None:
         self._api = api
         self._metrics = gateway.metrics
+        self._guard = gateway.guard
         self._endpoints: dict[str, Endpoint] = {
             route.path: route.endpoint
             for route in api.routes
@@ -99,21 +107,36 @@ class _Application:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._api(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] in self._endpoints:
+            return
+        scope["app"] = self._api
+        try:
+            self._guard.admit(scope)
+        except TokaError as error:
+            await self._refuse(error, scope, receive, send)
+            return
+        if scope["method"] == "POST" and scope["path"] in self._endpoints:
             await self._answer(scope, receive, send)
         else:
             await self._api(scope, receive, self._counting(scope, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        scope["app"] = self._api
+        path, key, limits = scope["path"], scope.get(KEY), self._guard.limits
         request = Request(scope, receive)
-        try:
-            response = await self._endpoints[path](request)
-        except Exception as error:
-            if not isinstance(error, (TokaError, ClientDisconnect)):
-                log.exception("request failed", path=path)
-            response = await _on_error(request, error)
+        with contextlib.ExitStack() as running:
+            try:
+                running.enter_context(limits.running(key))
+                response = await self._endpoints[path](request)
+            except Exception as error:
+                if not isinstance(error, (TokaError, ClientDisconnect)):
+                    log.exception("request failed", path=path)
+                response = await _on_error(request, error)
+            response.headers.update(limits.headers(key))
+            self._metrics.count_response(path, response.status_code)
+            await response(scope, receive, send)
+
+    async def _refuse(self, error: TokaError, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["path"] in ROUTES else OTHER_ROUTE
+        response = errors.to_response(error)
         self._metrics.count_response(path, response.status_code)
         await response(scope, receive, send)
 

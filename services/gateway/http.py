@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Awaitable
 from typing import NamedTuple, TypeVar
 
@@ -10,6 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.common.errors import PayloadTooLarge
+from services.common.keys import Key, salted
+from services.gateway.access.guard import KEY
+from services.gateway.access.idempotency import read_idempotency_key, seed_of_retries
 
 # A client that is still sending may not look for the answer: so much more is read and thrown away first.
 _DISCARD_FACTOR = 4
@@ -45,21 +49,53 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Caller(NamedTuple):
-    """What a request's headers say about who sent it."""
+    """What a request's headers say about who sent it, and when that was."""
 
     traceparent: str  # W3C trace context (Trace Context level 1, section 3.2); empty when none or malformed
     fairness_key: str  # of the API key; empty without one
+    owner: str = ""  # the key's name: whose files, batches and stored responses are meant; empty without keys
+    key: Key | None = None  # whose limits count
+    isolated: bool = False  # from the cached prefixes of other owners
+    idempotency_key: str = ""  # empty without one
+    retry_seed: int | None = None  # of answers without a seed, where a request may be sent again
+    asked_at: float | None = None  # Unix time; None: now
+
+    def cache_salt(self, asked: str) -> str:
+        """What stands for the salt that was ``asked`` for."""
+        return salted(self.owner, asked) if self.isolated else asked
+
+    def deadline_ms(self, timeout_s: float | None) -> int | None:
+        """Unix time in milliseconds."""
+        asked_at = time.time() if self.asked_at is None else self.asked_at
+        return None if timeout_s is None else int((asked_at + timeout_s) * 1000)
 
 
-def read_caller(request: Request) -> Caller:
-    """Who sent ``request``. The API key itself goes no further: a digest of it tells callers apart as well."""
+def read_caller(request: Request, body: bytes = b"") -> Caller:
+    """Who sent ``request``. The API key itself goes no further: its name, or where nobody knows keys a digest of it,
+    tells callers apart as well. Raises ``InvalidRequest`` for an idempotency key that is none."""
     if (known := request.scope.get(CALLER)) is not None:
         return known
     trace = request.headers.get("traceparent", "")
+    trace = trace if _TRACEPARENT.fullmatch(trace) else ""
+    key: Key | None = request.scope.get(KEY)
+    owner = "" if key is None else key.name
+    again = read_idempotency_key(request.headers)
+    return Caller(
+        trace,
+        owner or _digest(request),
+        owner,
+        key,
+        key is not None and request.app.state.gateway.guard.isolates,
+        again,
+        seed_of_retries(owner, again, request.scope["path"], body) if again else None,
+        time.time(),
+    )
+
+
+def _digest(request: Request) -> str:
     scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
     api_key = api_key.strip() if scheme.lower() == "bearer" else ""
-    digest = hashlib.sha256(api_key.encode("latin-1")).hexdigest()[:_FAIRNESS_KEY_DIGITS] if api_key else ""
-    return Caller(trace if _TRACEPARENT.fullmatch(trace) else "", digest)
+    return hashlib.sha256(api_key.encode("latin-1")).hexdigest()[:_FAIRNESS_KEY_DIGITS] if api_key else ""
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -20,11 +20,12 @@ PATIENCE_S = 60.0
 
 
 class Process:
-    """A program of this repository, with its log in a file."""
+    """A program of this repository, with its log in a file. ``within``: the command that runs it, if any."""
 
-    def __init__(self, log: Path, module: str, **flags) -> None:
+    def __init__(self, log: Path, module: str, *, within: Sequence[str] = (), **flags) -> None:
         self.log = log
-        self._command = [sys.executable, "-m", module, *(f"{name}={value}" for name, value in flags.items())]
+        program = [sys.executable, "-m", module, *(f"{name}={value}" for name, value in flags.items())]
+        self._command = [*within, *program]
         self.start()
 
     def start(self) -> None:

@@ -55,34 +55,32 @@ def test_a_gateway_without_a_scheduler_says_so_and_waits_for_it(tmp_path):
         gateway.kill()
 
 
-def test_a_killed_scheduler_ends_requests_with_an_error_and_a_new_one_serves(fragile):
-    with fragile.sdk() as sdk:
-        model = sdk.models.list().data[0].id
-        stream = sdk.completions.create(model=model, prompt="x", max_tokens=2000, stream=True)
-        next(iter(stream))
-        fragile.scheduler.kill()
-        with pytest.raises(openai.APIError, match="scheduler was lost"):
-            list(stream)
-        eventually(lambda: fragile.status("/ready") == 503)
-        assert fragile.status("/health") == 200
-        with pytest.raises(openai.APIStatusError) as caught:
-            sdk.completions.create(model=model, prompt="x")
-        assert caught.value.status_code == 503
-        assert "retry-after" in caught.value.response.headers
-        fragile.scheduler.start()
-        fragile.wait_ready()
-        assert sdk.completions.create(model=model, prompt="x", max_tokens=3).usage.completion_tokens == 3
-
-
-async def test_a_killed_scheduler_ends_answers_that_are_not_streamed_too(fragile):
-    async with fragile.async_sdk() as sdk:
-        model = (await sdk.models.list()).data[0].id
-        asking = asyncio.create_task(sdk.completions.create(model=model, prompt="x", max_tokens=2000))
-        await eventually_async(lambda: fragile.metric("toka_num_requests_running") > 0)
-        fragile.scheduler.kill()
-        with pytest.raises(openai.InternalServerError) as caught:
-            await asking
-    assert caught.value.status_code == 503
+def test_without_failover_a_killed_scheduler_ends_requests_with_an_error_and_a_new_one_serves(tmp_path):
+    running = Deployment(tmp_path, worker={"step_ms": 5}, gateway={"failover_seconds": 0}).wait_ready()
+    try:
+        with running.sdk() as sdk, ThreadPoolExecutor() as threads:
+            model = sdk.models.list().data[0].id
+            whole = threads.submit(sdk.completions.create, model=model, prompt="x", max_tokens=2000)
+            stream = sdk.completions.create(model=model, prompt="x", max_tokens=2000, stream=True)
+            next(iter(stream))
+            eventually(lambda: running.metric("toka_num_requests_running") == 2)
+            running.scheduler.kill()
+            with pytest.raises(openai.APIError, match="scheduler was lost"):
+                list(stream)
+            with pytest.raises(openai.InternalServerError, match="scheduler was lost") as caught:
+                whole.result()
+            assert caught.value.status_code == 503
+            eventually(lambda: running.status("/ready") == 503)
+            assert running.status("/health") == 200
+            with pytest.raises(openai.APIStatusError) as caught:
+                sdk.completions.create(model=model, prompt="x")
+            assert caught.value.status_code == 503
+            assert "retry-after" in caught.value.response.headers
+            running.scheduler.start()
+            running.wait_ready()
+            assert sdk.completions.create(model=model, prompt="x", max_tokens=3).usage.completion_tokens == 3
+    finally:
+        running.stop()
 
 
 def test_a_new_request_waits_a_moment_for_a_scheduler_that_is_coming(fragile):
@@ -191,29 +189,6 @@ def test_of_two_replicas_one_may_die(tmp_path, deployment):
             assert running.complete(prompt=prompts, max_tokens=5, seed=1).status_code == 200
     finally:
         running.stop()
-
-
-def test_sigterm_lets_running_requests_end(fragile):
-    with fragile.sdk() as sdk:
-        model = sdk.models.list().data[0].id
-        stream = sdk.completions.create(model=model, prompt="x", max_tokens=60, stream=True)
-        first = next(iter(stream))
-        fragile.gateway.signal(signal.SIGTERM)
-        rest = list(stream)
-    assert first.choices[0].finish_reason is None
-    assert rest[-1].choices[0].finish_reason == "length"
-    assert fragile.gateway.wait() == 0
-
-
-def test_sigterm_ends_what_takes_too_long_with_a_reason(fragile):
-    with fragile.sdk() as sdk:
-        model = sdk.models.list().data[0].id
-        stream = sdk.completions.create(model=model, prompt="x", max_tokens=2040, stream=True)
-        next(iter(stream))
-        fragile.gateway.signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="shutting down"):
-            list(stream)
-    assert fragile.gateway.wait() == 0
 
 
 def test_the_first_answer_of_a_gateway_knows_the_models(fragile):

@@ -274,7 +274,7 @@ def test_gateways_with_one_store_know_each_others_responses(qwen, client, name, 
 
 async def test_a_stream_that_breaks_ends_with_a_failed_response(tmp_path):
     worker = FakeWorker(step_s=0.005)
-    running = Deployment(tmp_path, worker_address=await worker.start())
+    running = Deployment(tmp_path, worker_address=await worker.start(), gateway={"failover_seconds": 0})
     try:
         await asyncio.to_thread(running.wait_ready)
         async with running.async_sdk() as sdk:

@@ -1,11 +1,13 @@
 """``/v1/batches``."""
 
+import contextlib
 from typing import Annotated, Literal
 
 from fastapi import Request, Response
 from pydantic import Field
 
-from services.common.errors import InvalidRequest
+from services.common.errors import AlreadyExists, InvalidRequest, NotFound
+from services.gateway.access.idempotency import fingerprint
 from services.gateway.batch.files import BATCH_FILES_EXPIRE_S
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.queries import Query
@@ -46,7 +48,8 @@ class BatchBody(Body):
 async def create_batch(request: Request) -> Response:
     """Begin one."""
     config = request.app.state.gateway.config
-    body = parse(await read_body(request, config.max_body_bytes), BatchBody)
+    raw = await read_body(request, config.max_body_bytes)
+    body, caller = parse(raw, BatchBody), read_caller(request)
     place = await opened(request)
     if body.endpoint not in place.endpoints:
         raise InvalidRequest(
@@ -54,22 +57,31 @@ async def create_batch(request: Request) -> Response:
             field="endpoint",
             reason="INVALID_VALUE",
         )
-    created_at, expires = now(), body.output_expires_after
+    created_at, expires, batch_id = now(), body.output_expires_after, new_id("batch_")
+    if caller.idempotency_key:
+        asked = fingerprint(request.url.path, raw)
+        batch_id = "batch_" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
+        with contextlib.suppress(NotFound):
+            return response(200, batch_object(await place.batches.get(batch_id, caller.owner)))
     batch = StoredBatch(
-        id=new_id("batch_"),
+        id=batch_id,
         pool=place.pool,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
         labels=body.metadata,
-        fairness_key=read_caller(request).fairness_key,
+        fairness_key=caller.fairness_key,
+        key_name=caller.owner,
         output_expires_after=expires.seconds if expires is not None else BATCH_FILES_EXPIRE_S,
         status=VALIDATING,
         created_at=created_at,
         expires_at=created_at + WINDOWS_S[body.completion_window],
         total=0,
     )
-    shown = await place.batches.create(batch)
+    try:
+        shown = await place.batches.create(batch)
+    except AlreadyExists:  # another try was faster
+        shown = await place.batches.get(batch_id, caller.owner)
     place.executor.look()
     return response(200, batch_object(shown))
 
@@ -79,18 +91,20 @@ async def list_batches(request: Request) -> Response:
     query = Query(request)
     limit = query.number("limit", 20, 1, MAX_PAGE)
     place = await opened(request)
-    batches, has_more = await place.batches.page(after=query.text("after"), limit=limit)
+    batches, has_more = await place.batches.page(
+        key_name=read_caller(request).owner, after=query.text("after"), limit=limit
+    )
     return response(200, page([batch_object(shown) for shown in batches], has_more))
 
 
 async def get_batch(request: Request, batch_id: str) -> Response:
     """One of them."""
-    return response(200, batch_object(await (await opened(request)).batches.get(batch_id)))
+    return response(200, batch_object(await (await opened(request)).batches.get(batch_id, read_caller(request).owner)))
 
 
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Stop it; what is done can be had."""
     place = await opened(request)
-    shown = await place.batches.cancel(batch_id)
+    shown = await place.batches.cancel(batch_id, read_caller(request).owner)
     place.executor.look()
     return response(200, batch_object(shown))

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
 from services.gateway.batch.files import find_file
 from services.gateway.batch.forecast import RECENT_CHUNKS, Forecast, forecast
 from services.gateway.batch.ids import now
@@ -49,9 +50,17 @@ class Batches:
         self._store = store
 
     async def create(self, batch: StoredBatch) -> Shown:
-        """Add ``batch``. Raises ``NotFound`` or ``InvalidRequest`` for its input file."""
+        """Add ``batch``. Raises ``NotFound`` or ``InvalidRequest`` for its input file, ``AlreadyExists`` when there is
+        a batch with its id."""
+        try:
+            await self._add(batch)
+        except IntegrityError:
+            raise AlreadyExists(f"there is a batch {batch.id}") from None
+        return Shown(batch, Counts(), None)
+
+    async def _add(self, batch: StoredBatch) -> None:
         async with self._store.writing() as session:
-            file = await find_file(session, batch.input_file_id)
+            file = await find_file(session, batch.input_file_id, batch.key_name)
             if file.purpose != "batch":
                 raise InvalidRequest(
                     f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
@@ -60,29 +69,29 @@ class Batches:
                 )
             batch.input_blob = file.blob
             session.add(batch)
-        return Shown(batch, Counts(), None)
 
-    async def get(self, batch_id: str) -> Shown:
-        """Raises ``NotFound``."""
+    async def get(self, batch_id: str, key_name: str) -> Shown:
+        """Raises ``NotFound``, also for one that another key made."""
         async with self._store.reading() as session:
-            return await _shown(session, await _find(session, batch_id))
+            return await _shown(session, await _find(session, batch_id, key_name))
 
-    async def page(self, *, after: str | None, limit: int) -> tuple[Sequence[Shown], bool]:
-        """At most ``limit`` batches behind ``after``, the newest first, and whether there are more."""
-        query = select(StoredBatch).order_by(StoredBatch.seq.desc()).limit(limit + 1)
+    async def page(self, *, key_name: str, after: str | None, limit: int) -> tuple[Sequence[Shown], bool]:
+        """At most ``limit`` batches of a key behind ``after``, the newest first, and whether there are more."""
+        own = StoredBatch.key_name == key_name
+        query = select(StoredBatch).where(own).order_by(StoredBatch.seq.desc()).limit(limit + 1)
         async with self._store.reading() as session:
             if after is not None:
-                last = await session.scalar(select(StoredBatch.seq).where(StoredBatch.id == after))
+                last = await session.scalar(select(StoredBatch.seq).where(StoredBatch.id == after, own))
                 if last is None:
                     raise InvalidRequest(f"after={after[:100]!r}: there is no such batch", field="after")
                 query = query.where(StoredBatch.seq < last)
             found = (await session.scalars(query)).all()
             return [await _shown(session, batch) for batch in found[:limit]], len(found) > limit
 
-    async def cancel(self, batch_id: str) -> Shown:
+    async def cancel(self, batch_id: str, key_name: str) -> Shown:
         """Let no more of its lines begin. Raises ``NotFound``, or ``FailedPrecondition`` when it is too late."""
         async with self._store.writing() as session:
-            batch = await _find(session, batch_id, locked=True)
+            batch = await _find(session, batch_id, key_name, locked=True)
             if batch.status in (VALIDATING, IN_PROGRESS):
                 batch.status, batch.cancelling_at = CANCELLING, now()
             elif batch.status != CANCELLING:
@@ -120,8 +129,8 @@ async def _shown(session: AsyncSession, batch: StoredBatch) -> Shown:
     return Shown(batch, counts, forecast(left, [(count, done_at) for count, done_at in recent], now()))
 
 
-async def _find(session: AsyncSession, batch_id: str, *, locked: bool = False) -> StoredBatch:
-    query = select(StoredBatch).where(StoredBatch.id == batch_id)
+async def _find(session: AsyncSession, batch_id: str, key_name: str, *, locked: bool = False) -> StoredBatch:
+    query = select(StoredBatch).where(StoredBatch.id == batch_id, StoredBatch.key_name == key_name)
     batch = await session.scalar(query.with_for_update() if locked else query)
     if batch is None:
         raise NotFound(f"there is no batch {batch_id[:100]!r}", field="batch_id", reason="BATCH_NOT_FOUND")

@@ -16,6 +16,7 @@ from services.gateway.batch.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Le
 from services.gateway.batch.requests import Requests
 from services.gateway.batch.responses import Responses
 from services.gateway.batch.tables import IN_PROGRESS, VALIDATING, StoredBatch
+from services.gateway.batch.tries import Tries
 from services.gateway.batch.validation import CHUNK_LINES, validate
 
 log = structlog.get_logger(__name__)
@@ -46,6 +47,7 @@ class Executor:
         leases: Leases,
         files: Files,
         responses: Responses,
+        tries: Tries,
         blobs: Blobs,
         requests: Requests,
         *,
@@ -55,6 +57,7 @@ class Executor:
         self._leases = leases
         self._files = files
         self._responses = responses
+        self._tries = tries
         self._blobs = blobs
         self._requests = requests
         self._max_body_bytes = max_body_bytes
@@ -209,7 +212,7 @@ class Executor:
     async def _run_line(self, lease: ChunkLease, number: int, text: bytes) -> None:
         try:
             batch = lease.batch
-            result = await self._requests.run(batch.endpoint, number, text, batch.fairness_key)
+            result = await self._requests.run(batch.endpoint, number, text, batch.fairness_key, batch.key_name)
         except BaseException:
             self._slots.release()
             raise
@@ -304,6 +307,7 @@ class Executor:
         while await self._responses.forget_expired():
             if await _set_within(self._over, _PURGE_PAUSE_S):
                 return
+        await self._tries.forget_expired()
         await _set_within(self._over, CLEAN_UP_S)
 
     def _spawn(self, work: Awaitable[None]) -> None:

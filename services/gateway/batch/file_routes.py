@@ -1,18 +1,21 @@
 """``/v1/files``."""
 
+import hashlib
 from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 
-from services.common.errors import InvalidRequest
+from services.common.errors import AlreadyExists, InvalidRequest
+from services.gateway.access.idempotency import fingerprint
 from services.gateway.batch.files import PURPOSES, new_file
 from services.gateway.batch.queries import Query, whole_number
 from services.gateway.batch.service import Opened, opened
 from services.gateway.batch.shapes import file_object, page
 from services.gateway.batch.tables import StoredFile
 from services.gateway.batch.upload import Form, receive_form
+from services.gateway.http import read_caller
 from services.gateway.openai.errors import response
 
 MAX_PAGE = 10_000
@@ -31,18 +34,33 @@ UPLOAD_SCHEMA: dict[str, Any] = {
 
 async def upload_file(request: Request) -> Response:
     """Keep a file."""
+    caller = read_caller(request)
     place = await opened(request)
     record = await place.files.begin_upload()
     writer = await place.blobs.create(record.blob)
     try:
-        done = _described(await receive_form(request, writer), writer.bytes)
+        digest = hashlib.sha256() if caller.idempotency_key else None
+        form = await receive_form(request, writer, digest)
+        done = _described(form, writer.bytes, caller.owner)
+        if digest is not None:
+            asked = fingerprint(request.url.path, digest.digest(), form.filename, repr(sorted(form.fields.items())))
+            done.id = "file-" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
         await writer.close()
     except BaseException:
         await writer.abandon()
-        await place.blobs.delete(record.blob)
-        await place.files.discard(record)
+        await _forget(place, record)
         raise
-    return response(200, file_object(await place.files.finish_upload(record, done)))
+    try:
+        kept = await place.files.finish_upload(record, done)
+    except AlreadyExists:  # by an earlier try
+        await _forget(place, record)
+        kept = await place.files.get(done.id, caller.owner)
+    return response(200, file_object(kept))
+
+
+async def _forget(place: Opened, record: StoredFile) -> None:
+    await place.blobs.delete(record.blob)
+    await place.files.discard(record)
 
 
 async def list_files(request: Request) -> Response:
@@ -52,20 +70,24 @@ async def list_files(request: Request) -> Response:
     order = query.one_of("order", ("desc", "asc"))
     place = await opened(request)
     files, has_more = await place.files.page(
-        after=query.text("after"), limit=limit, order=order, purpose=query.text("purpose")
+        key_name=read_caller(request).owner,
+        after=query.text("after"),
+        limit=limit,
+        order=order,
+        purpose=query.text("purpose"),
     )
     return response(200, page([file_object(file) for file in files], has_more))
 
 
 async def get_file(request: Request, file_id: str) -> Response:
     """One of them."""
-    return response(200, file_object(await (await opened(request)).files.get(file_id)))
+    return response(200, file_object(await (await opened(request)).files.get(file_id, read_caller(request).owner)))
 
 
 async def get_file_content(request: Request, file_id: str) -> Response:
     """Its content."""
     place = await opened(request)
-    file = await place.files.get(file_id)
+    file = await place.files.get(file_id, read_caller(request).owner)
     headers = {
         "content-length": str(file.bytes),
         "content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}",
@@ -77,7 +99,7 @@ async def get_file_content(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Forget it, and its content."""
     place: Opened = await opened(request)
-    await place.blobs.delete(await place.files.delete(file_id))
+    await place.blobs.delete(await place.files.delete(file_id, read_caller(request).owner))
     return response(200, {"id": file_id, "object": "file", "deleted": True})
 
 
@@ -93,7 +115,7 @@ async def _begun(content):
     return all_of_it()
 
 
-def _described(form: Form, size: int) -> StoredFile:
+def _described(form: Form, size: int, key_name: str) -> StoredFile:
     """The record that ``form`` asks for. Raises ``InvalidRequest``."""
     fields = form.fields
     if form.filename is None:
@@ -116,4 +138,4 @@ def _described(form: Form, size: int) -> StoredFile:
             field="expires_after[anchor]",
             reason="INVALID_VALUE",
         )
-    return new_file(form.filename, purpose, blob="", size=size, expires_after=expires_after)
+    return new_file(form.filename, purpose, blob="", size=size, expires_after=expires_after, key_name=key_name)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from sqlalchemy import delete, or_, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import ACTIVE, PROCESSED, UPLOADING, StoredBatch, StoredFile
@@ -18,7 +19,9 @@ BATCH_FILES_EXPIRE_S = 30 * 24 * 3600
 _UPLOAD_MAY_TAKE_S = 24 * 3600
 
 
-def new_file(filename: str, purpose: str, *, blob: str, size: int, expires_after: int | None) -> StoredFile:
+def new_file(
+    filename: str, purpose: str, *, blob: str, size: int, expires_after: int | None, key_name: str
+) -> StoredFile:
     """A record that is complete, to be added."""
     created_at = now()
     if expires_after is None and purpose in (BATCH, BATCH_OUTPUT):
@@ -32,6 +35,7 @@ def new_file(filename: str, purpose: str, *, blob: str, size: int, expires_after
         bytes=size,
         created_at=created_at,
         expires_at=None if expires_after is None else created_at + expires_after,
+        key_name=key_name,
     )
 
 
@@ -43,45 +47,53 @@ class Files:
 
     async def begin_upload(self) -> StoredFile:
         """A record for a blob that is about to be written: whatever happens, it can be found and deleted."""
-        record = new_file("", "", blob=new_id("blob-"), size=0, expires_after=_UPLOAD_MAY_TAKE_S)
+        record = new_file("", "", blob=new_id("blob-"), size=0, expires_after=_UPLOAD_MAY_TAKE_S, key_name="")
         record.status = UPLOADING
         async with self._store.writing() as session:
             session.add(record)
         return record
 
     async def finish_upload(self, record: StoredFile, done: StoredFile) -> StoredFile:
-        """``record`` becomes what ``done`` says; it keeps its id and blob."""
-        values = {name: getattr(done, name) for name in ("filename", "purpose", "bytes", "created_at", "expires_at")}
-        async with self._store.writing() as session:
-            await session.execute(
-                update(StoredFile).where(StoredFile.id == record.id).values(**values, status=PROCESSED)
-            )
-        return await self.get(record.id)
+        """``record`` becomes what ``done`` says; it keeps its blob. Raises ``AlreadyExists`` when there is a file with
+        the id of ``done``."""
+        names = ("id", "filename", "purpose", "bytes", "created_at", "expires_at", "key_name")
+        values = {name: getattr(done, name) for name in names}
+        try:
+            async with self._store.writing() as session:
+                await session.execute(
+                    update(StoredFile).where(StoredFile.id == record.id).values(**values, status=PROCESSED)
+                )
+        except IntegrityError:
+            raise AlreadyExists(f"there is a file {done.id}") from None
+        return await self.get(done.id, done.key_name)
 
-    async def get(self, file_id: str) -> StoredFile:
-        """Raises ``NotFound``."""
+    async def get(self, file_id: str, key_name: str) -> StoredFile:
+        """Raises ``NotFound``, also for one that another key made."""
         async with self._store.reading() as session:
-            return await find_file(session, file_id)
+            return await find_file(session, file_id, key_name)
 
-    async def page(self, *, after: str | None, limit: int, order: str, purpose: str | None) -> tuple[Sequence, bool]:
-        """At most ``limit`` files behind ``after``, and whether there are more. ``order``: asc or desc."""
-        query = select(StoredFile).where(_visible())
+    async def page(
+        self, *, key_name: str, after: str | None, limit: int, order: str, purpose: str | None
+    ) -> tuple[Sequence, bool]:
+        """At most ``limit`` files of a key behind ``after``, and whether there are more. ``order``: asc or desc."""
+        query = select(StoredFile).where(_visible(), StoredFile.key_name == key_name)
         if purpose is not None:
             query = query.where(StoredFile.purpose == purpose)
         query = query.order_by(StoredFile.seq if order == "asc" else StoredFile.seq.desc()).limit(limit + 1)
         async with self._store.reading() as session:
             if after is not None:
-                last = await session.scalar(select(StoredFile.seq).where(StoredFile.id == after))
+                own = StoredFile.id == after, StoredFile.key_name == key_name
+                last = await session.scalar(select(StoredFile.seq).where(*own))
                 if last is None:
                     raise InvalidRequest(f"after={after[:100]!r}: there is no such file", field="after")
                 query = query.where(StoredFile.seq > last if order == "asc" else StoredFile.seq < last)
             found = (await session.scalars(query)).all()
         return found[:limit], len(found) > limit
 
-    async def delete(self, file_id: str) -> str:
+    async def delete(self, file_id: str, key_name: str) -> str:
         """Forget the file; returns its blob. Raises ``NotFound``, or ``FailedPrecondition`` while a batch reads it."""
         async with self._store.writing() as session:
-            file = await find_file(session, file_id)
+            file = await find_file(session, file_id, key_name)
             reader = await session.scalar(select(StoredBatch.id).where(_reads(file_id)).limit(1))
             if reader is not None:
                 raise FailedPrecondition(
@@ -110,9 +122,10 @@ class Files:
         return [file.blob for file in expired]
 
 
-async def find_file(session: AsyncSession, file_id: str) -> StoredFile:
+async def find_file(session: AsyncSession, file_id: str, key_name: str) -> StoredFile:
     """In a transaction of the caller. Raises ``NotFound``."""
-    file = await session.scalar(select(StoredFile).where(StoredFile.id == file_id, _visible()))
+    own = StoredFile.id == file_id, StoredFile.key_name == key_name
+    file = await session.scalar(select(StoredFile).where(*own, _visible()))
     if file is None:
         raise NotFound(f"there is no file {file_id[:100]!r}", field="file_id", reason="FILE_NOT_FOUND")
     return file

@@ -98,6 +98,7 @@ def _record(batch: StoredBatch, writer: BlobWriter, blob: str) -> StoredFile | N
         blob=blob,
         size=writer.bytes,
         expires_after=batch.output_expires_after,
+        key_name=batch.key_name,
     )
 
 

@@ -38,7 +38,7 @@ class Requests:
         self._gateway = gateway
         self._endpoints = endpoints
 
-    async def run(self, endpoint: str, number: int, text: bytes, fairness_key: str) -> Outcome:
+    async def run(self, endpoint: str, number: int, text: bytes, fairness_key: str, key_name: str) -> Outcome:
         """What becomes of a line of a batch, which waits for a scheduler as long as it takes."""
         request = parse_line(text)
         body = dict(request["body"])
@@ -51,7 +51,9 @@ class Requests:
                 body["priority"] = LOW_PRIORITY
             if endpoint == _RESPONSES:
                 body.setdefault("store", False)  # the batch keeps it
-            response = await self._persistently(endpoint, orjson.dumps(body), Caller("", fairness_key))
+            # Its key's limits are for those who wait; a batch runs when there is room.
+            caller = Caller("", fairness_key, key_name, isolated=self._gateway.guard.isolates)
+            response = await self._persistently(endpoint, orjson.dumps(body), caller)
         return outcome(number, request["custom_id"], response)
 
     async def _persistently(self, endpoint: str, raw: bytes, caller: Caller) -> Response:

@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 import structlog
 from sqlalchemy import delete, insert, select
+from sqlalchemy.exc import IntegrityError
 
-from services.common.errors import NotFound, Overloaded, Unavailable
+from services.common.errors import AlreadyExists, NotFound, Overloaded, TokaError, Unavailable
 from services.gateway.batch.ids import now
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import StoredResponse
@@ -47,9 +48,10 @@ class Responses:
         self._waiting_bytes = 0  # of all that somebody waits for
         self._writer: asyncio.Task | None = None
 
-    async def keep(self, body: dict[str, Any], items: bytes) -> None:
-        """Keep a response from now on. A caller who does not wait for it wants it no more. ``items``: see
-        ``KeptResponse``. Raises ``Overloaded`` when too much waits, and whatever the store does."""
+    async def keep(self, body: dict[str, Any], items: bytes, key_name: str = "") -> None:
+        """Keep a response of the API key ``key_name`` from now on. A caller who does not wait for it wants it no more.
+        ``items``: see ``KeptResponse``. Raises ``AlreadyExists`` when one with its id is kept, ``Overloaded`` when too
+        much waits, and whatever the store does."""
         created_at = now()
         record = {
             "id": body["id"],
@@ -57,6 +59,7 @@ class Responses:
             "items": items,
             "created_at": created_at,
             "expires_at": created_at + RESPONSES_EXPIRE_S,
+            "key_name": key_name,
         }
         size = len(record["body"]) + len(items)
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
@@ -72,18 +75,18 @@ class Responses:
             self._waiting.pop(kept, None)
             self._waiting_bytes -= size
 
-    async def get(self, response_id: str) -> KeptResponse:
-        """Raises ``NotFound``."""
-        query = select(StoredResponse).where(StoredResponse.id == response_id, StoredResponse.expires_at > now())
+    async def get(self, response_id: str, key_name: str = "") -> KeptResponse:
+        """Raises ``NotFound``, also for one that another key made."""
+        query = select(StoredResponse).where(*_own(response_id, key_name))
         async with self._store.reading() as session:
             record = await session.scalar(query)
         if record is None:
             raise _not_found(response_id)
         return KeptResponse(record.body, record.items)
 
-    async def delete(self, response_id: str) -> None:
-        """Forget it. Raises ``NotFound``."""
-        query = delete(StoredResponse).where(StoredResponse.id == response_id, StoredResponse.expires_at > now())
+    async def delete(self, response_id: str, key_name: str = "") -> None:
+        """Forget it. Raises ``NotFound``, also for one that another key made."""
+        query = delete(StoredResponse).where(*_own(response_id, key_name))
         async with self._store.writing() as session:
             gone = (await session.execute(query)).rowcount
         if not gone:
@@ -118,9 +121,23 @@ class Responses:
         try:
             async with self._store.writing() as session:
                 await session.execute(insert(StoredResponse), records)
+        except IntegrityError as error:
+            return await self._kept_already(records) or error
         except Exception as error:
             return error
         return None
+
+    async def _kept_already(self, records: list[dict[str, Any]]) -> Exception | None:
+        """Of a record that was refused: the reason, if it is that another try of its request was first."""
+        if len(records) > 1:
+            return None
+        try:
+            await self.get(records[0]["id"], records[0]["key_name"])
+        except NotFound:
+            return None
+        except TokaError as error:
+            return error
+        return AlreadyExists("a response with this id is kept already")
 
     async def _take_back(self, ids: Sequence[str]) -> None:
         """Their callers left while they were written, and told their clients that they are not kept."""
@@ -138,6 +155,11 @@ class Responses:
             if found:
                 await session.execute(delete(StoredResponse).where(StoredResponse.seq.in_(found)))
         return len(found) == _FORGOTTEN_AT_ONCE
+
+
+def _own(response_id: str, key_name: str) -> tuple[Any, ...]:
+    own = StoredResponse.id == response_id, StoredResponse.key_name == key_name
+    return *own, StoredResponse.expires_at > now()
 
 
 def _not_found(response_id: str) -> NotFound:

@@ -22,6 +22,7 @@ from services.gateway.batch.leases import Leases
 from services.gateway.batch.requests import Endpoint, Requests
 from services.gateway.batch.responses import Responses
 from services.gateway.batch.store import Store
+from services.gateway.batch.tries import Tries
 
 if TYPE_CHECKING:
     from services.gateway.gateway import Gateway
@@ -41,6 +42,7 @@ class Opened(NamedTuple):
     batches: Batches
     blobs: Blobs
     responses: Responses
+    tries: Tries
     executor: Executor
     pool: str
     endpoints: Mapping[str, Endpoint]
@@ -128,17 +130,19 @@ class BatchService:
         pool = config.served_model_name or os.path.basename(config.model.rstrip("/"))
         owner = f"{socket.gethostname()}-{os.getpid()}-{new_id('')[:8]}"
         leases, files, responses = Leases(store, owner=owner, pool=pool), Files(store), Responses(store)
+        tries = Tries(store)
         executor = Executor(
             leases,
             files,
             responses,
+            tries,
             blobs,
             Requests(gateway, self.endpoints),
             concurrency=config.batch_concurrency,
             max_body_bytes=config.max_body_bytes,
         )
         log.info("store open", pool=pool, owner=owner)
-        return Opened(files, Batches(store), blobs, responses, executor, pool, self.endpoints)
+        return Opened(files, Batches(store), blobs, responses, tries, executor, pool, self.endpoints)
 
 
 def store_url(config: GatewayConfig) -> str:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, event, insert, select, text, update
+from sqlalchemy import Connection, event, insert, inspect, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
-from services.gateway.batch.tables import Base, SchemaVersion, StoredResponse
+from services.gateway.batch.tables import Base, SchemaVersion, StoredBatch, StoredFile, StoredResponse, StoredTry
 
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 _LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
@@ -37,8 +37,18 @@ def _version_2(connection: Connection) -> None:
     StoredResponse.__table__.create(connection, checkfirst=True)  # a store that is new has it
 
 
+def _version_3(connection: Connection) -> None:
+    StoredTry.__table__.create(connection, checkfirst=True)
+    for table in (StoredFile.__table__, StoredResponse.__table__, StoredBatch.__table__):
+        if "key_name" not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
+            kind = table.c.key_name.type.compile(connection.dialect)
+            connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN key_name {kind} DEFAULT '' NOT NULL"))
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
+
+
 # Each brings the schema from the version before to its own; the n-th makes version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3)
 
 
 class Store:

@@ -29,6 +29,11 @@ class SchemaVersion(Base):
     version: Mapped[int] = mapped_column(Integer)
 
 
+def _key_name() -> Mapped[str]:
+    """Of the API key that made it, to whose callers alone it is there; empty where keys are not asked for."""
+    return mapped_column(String(64), default="", server_default="")
+
+
 class StoredFile(Base):
     """A file. Its content is the blob of that name."""
 
@@ -43,6 +48,9 @@ class StoredFile(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+    key_name: Mapped[str] = _key_name()
+
+    __table_args__ = (Index("toka_files_key", "key_name", "seq"),)
 
 
 class StoredResponse(Base):
@@ -56,6 +64,19 @@ class StoredResponse(Base):
     items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    key_name: Mapped[str] = _key_name()
+
+
+class StoredTry(Base):
+    """A request with an idempotency key: whoever sends it again makes nothing new."""
+
+    __tablename__ = "toka_tries"
+
+    key_name: Mapped[str] = mapped_column(String(64), primary_key=True)  # as above
+    idempotency_key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))  # of the request
+    name: Mapped[str] = mapped_column(String(64))  # in the id of what it makes
+    created_at: Mapped[int] = mapped_column(BigInteger, index=True)
 
 
 class StoredBatch(Base):
@@ -104,6 +125,9 @@ class StoredBatch(Base):
         Integer, default=0
     )  # leases so far; blobs that it writes have it in their name
     purged: Mapped[bool] = mapped_column(default=False)  # its chunks and results are gone
+    key_name: Mapped[str] = _key_name()
+
+    __table_args__ = (Index("toka_batches_key", "key_name", "seq"),)
 
 
 class Chunk(Base):

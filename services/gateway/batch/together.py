@@ -11,6 +11,7 @@ from services.common.errors import Internal, InvalidRequest, TokaError
 from services.gateway.batch.requests import Requests
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.errors import to_body
+from services.gateway.openai.jobs import seed_of
 
 log = structlog.get_logger(__name__)
 
@@ -28,12 +29,12 @@ async def create_chat_completions(request: Request) -> Response:
     raw = await read_body(request, gateway.config.max_body_bytes)
     bodies = _read_list(raw, gateway.config.max_choices)
     requests = Requests(gateway, gateway.batches.endpoints)
-    caller = read_caller(request)
+    caller = read_caller(request, raw)
     slots = asyncio.Semaphore(gateway.config.batch_concurrency)
 
     async def answer(number: int, body: Any) -> bytes:
         async with slots:
-            return await _answer(requests, number, body, caller)
+            return await _answer(requests, number, body, _seeded(caller, number))
 
     async def all_of_them() -> list[bytes]:
         async with asyncio.TaskGroup() as group:
@@ -42,6 +43,13 @@ async def create_chat_completions(request: Request) -> Response:
 
     answers = await while_connected(request.receive, all_of_them())
     return Response(b"[" + b",".join(answers) + b"]", media_type="application/json")
+
+
+def _seeded(caller: Caller, number: int) -> Caller:
+    """Requests of one list draw answers of their own."""
+    if caller.retry_seed is None:
+        return caller
+    return caller._replace(retry_seed=seed_of(caller.retry_seed, number))
 
 
 def _read_list(raw: bytes, most: int) -> list[Any]:

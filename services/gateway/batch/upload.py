@@ -1,6 +1,7 @@
 """``multipart/form-data`` with one file in it, written to a blob as it comes."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
@@ -15,6 +16,13 @@ _MAX_FIELDS = 100
 _MAX_HEADER_BYTES = 16 * 1024
 
 
+class Digest(Protocol):
+    """One of ``hashlib``'s."""
+
+    def update(self, data: bytes, /) -> None:
+        """More of what is digested."""
+
+
 @dataclass
 class Form:
     """What was in it beside the file's content."""
@@ -23,8 +31,8 @@ class Form:
     filename: str | None = None  # None: there was no file
 
 
-async def receive_form(request: Request, writer: BlobWriter) -> Form:
-    """Read ``request`` to its end; the content of its ``file`` goes to ``writer``.
+async def receive_form(request: Request, writer: BlobWriter, digest: Digest | None = None) -> Form:
+    """Read ``request`` to its end; the content of its ``file`` goes to ``writer``, and into ``digest``.
 
     Raises ``InvalidRequest``, ``PayloadTooLarge``, or ``ClientDisconnect``. The caller closes the writer.
     """
@@ -41,6 +49,8 @@ async def receive_form(request: Request, writer: BlobWriter) -> Form:
                 parser.write(data)
                 for part in reader.take():
                     await writer.write(part)
+                    if digest is not None:
+                        digest.update(part)
                 if writer.bytes > MAX_FILE_BYTES:
                     raise _too_large()
     except MultipartParseError as error:

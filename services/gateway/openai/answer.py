@@ -7,10 +7,12 @@ from functools import partial
 
 from fastapi import Response
 
-from services.common.errors import InvalidRequest
+from services.common.errors import DeadlineExceeded, InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
+from services.gateway.access.bounds import Bounds
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Choice, Generation
+from services.gateway.http import Caller
 from services.gateway.job import Job, Settings
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.logprobs import mean_logprob
@@ -34,6 +36,7 @@ class Answer:
     shape: Shape
     headers: dict[str, str]
     started_at: float
+    caller: Caller
     echo: Sequence[str] = ()  # what stands before the answers to each prompt
     best: int | None = None  # so many of each prompt's samples are told, most likely ones first; None: all
 
@@ -44,15 +47,26 @@ class Answer:
         """
         if self._settings.return_token_ids:
             self.shape.tell_prompts(self.jobs)
+        bounds = Bounds(self.gateway.guard.limits, self.caller, self.jobs)
+        try:
+            return await self._run(bounds, stream=stream)
+        except DeadlineExceeded:  # what was made was asked for
+            raise
+        except TokaError:
+            bounds.give_back()
+            raise
+
+    async def _run(self, bounds: Bounds, *, stream: bool) -> Response:
         generation = self.gateway.fleet.generate(self.jobs, streaming=stream)
         handed_over = False
         try:
+            bounds.begin(generation)
             headers = self.headers | {"x-request-id": self.shape.request_id}
             if stream:
                 await generation.wait_accepted()
                 handed_over = True
                 return EventStream(
-                    self.shape.until_error(self._events(generation)), partial(self._close, generation), headers
+                    self.shape.until_error(self._events(generation)), partial(self._close, generation, bounds), headers
                 )
             written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)
@@ -64,6 +78,7 @@ class Answer:
             raise error if grammar is None or error.field != GRAMMAR_FIELD else explain(error, grammar) from None
         finally:
             if not handed_over:
+                bounds.settle(generation)
                 generation.close()
 
     async def _write_all(self, generation: Generation) -> list[bytes]:
@@ -184,7 +199,8 @@ class Answer:
         """Tokens of the prompt whose log-probabilities are told with a choice."""
         return 0 if self._settings.prompt_logprobs is None else len(self.jobs[choice.prompt_index].prompt_ids)
 
-    def _close(self, generation: Generation, disconnected: bool) -> None:
+    def _close(self, generation: Generation, bounds: Bounds, disconnected: bool) -> None:
+        bounds.settle(generation)
         generation.close()
         if disconnected:
             self.gateway.metrics.count_disconnect()

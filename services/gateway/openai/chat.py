@@ -14,7 +14,15 @@ from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.conversation import check_tools, make_grammar, make_reader, render
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_choices, check_grammar_copies, check_truncation, make_jobs, make_settings
+from services.gateway.openai.jobs import (
+    check_choices,
+    check_grammar_copies,
+    check_max_tokens,
+    check_prompts,
+    check_truncation,
+    make_jobs,
+    make_settings,
+)
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.session.codec import ModelFacts
@@ -25,7 +33,7 @@ async def create_chat_completion(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _chat(gateway, raw, read_caller(request), started_at))
+    return await while_connected(request.receive, _chat(gateway, raw, read_caller(request, raw), started_at))
 
 
 class Asked(NamedTuple):
@@ -42,6 +50,7 @@ class Asked(NamedTuple):
 async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> Asked:
     """What ``body`` asks of the schedulers. ``prefix``: of its id. Raises ``TokaError``."""
     check_choices(1, body, gateway.config.max_choices)
+    max_tokens = check_max_tokens(body, gateway.config.max_output_tokens)
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_truncation(kept := body.truncate_prompt_tokens, facts)
@@ -61,14 +70,16 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> 
     check_grammar_copies(1, body, grammar)
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
     request_id = f"{prefix}-{secrets.token_hex(16)}"
+    prompts = [prompt.ids if kept is None else prompt.ids[-kept:]]
+    check_prompts(prompts, gateway.config.max_prompt_tokens, "messages")
     jobs = make_jobs(
         request_id,
-        [prompt.ids if kept is None else prompt.ids[-kept:]],
+        prompts,
         settings,
         facts,
         field="messages",
-        max_tokens=body.most_tokens,
-        seed=body.seed,
+        max_tokens=max_tokens,
+        seed=caller.retry_seed if body.seed is None else body.seed,
     )
     reader = partial(make_reader, gateway, body, prompt, tools, parallel=parallel)
     return Asked(request_id, facts, settings, jobs, reader, prompt.unknown)
@@ -84,5 +95,5 @@ async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float)
         include_usage=body.wants_usage,
         make_reader=asked.make_reader,
     )
-    answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), started_at)
+    answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), started_at, caller)
     return await answer.respond(stream=bool(body.stream))

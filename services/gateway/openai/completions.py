@@ -10,7 +10,15 @@ from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_choices, check_grammar_copies, check_truncation, make_jobs, make_settings
+from services.gateway.openai.jobs import (
+    check_choices,
+    check_grammar_copies,
+    check_max_tokens,
+    check_prompts,
+    check_truncation,
+    make_jobs,
+    make_settings,
+)
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
@@ -23,18 +31,20 @@ async def create_completion(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _complete(gateway, raw, read_caller(request), started_at))
+    return await while_connected(request.receive, _complete(gateway, raw, read_caller(request, raw), started_at))
 
 
 async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, CompletionBody)
     check_choices(len(body.prompt), body, gateway.config.max_choices)
+    max_tokens = check_max_tokens(body, gateway.config.max_output_tokens, DEFAULT_MAX_TOKENS)
     facts = await gateway.fleet.model(body.model)
     grammar = await wanted_grammar(gateway.text, body)
     check_grammar_copies(len(body.prompt), body, grammar)
     settings = make_settings(body, facts, body.logprobs, "logprobs", caller, grammar)
     check_truncation(body.truncate_prompt_tokens, facts)
     prompts = await _token_ids(gateway, body, facts.max_context_tokens)
+    check_prompts(prompts, gateway.config.max_prompt_tokens, "prompt")
     request_id = f"cmpl-{secrets.token_hex(16)}"
     jobs = make_jobs(
         request_id,
@@ -42,8 +52,8 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
         settings,
         facts,
         field="prompt",
-        max_tokens=DEFAULT_MAX_TOKENS if body.most_tokens is None else body.most_tokens,
-        seed=body.seed,
+        max_tokens=max_tokens,
+        seed=caller.retry_seed if body.seed is None else body.seed,
     )
     shape = CompletionShape(
         request_id,
@@ -57,6 +67,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
         shape,
         ignored_header(body),
         started_at,
+        caller,
         echo=_echo(gateway, body, prompts) if body.echo else (),
         best=(body.n or 1) if body.best_of else None,
     )

@@ -31,7 +31,10 @@ class _Kind(NamedTuple):
 # The first match counts: subclasses before their bases.
 _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.PayloadTooLarge, _Kind(413, "invalid_request_error")),
+    (errors.ReusedIdempotencyKey, _Kind(422, "invalid_request_error")),
     (errors.InvalidRequest, _Kind(400, "invalid_request_error")),
+    (errors.Unauthenticated, _Kind(401, "authentication_error")),
+    (errors.PermissionDenied, _Kind(403, "permission_error")),
     (errors.NotFound, _Kind(404, "invalid_request_error")),
     (errors.AlreadyExists, _Kind(409, "invalid_request_error")),
     (errors.FailedPrecondition, _Kind(409, "invalid_request_error")),
@@ -62,6 +65,10 @@ def to_response(error: errors.TokaError) -> Response:
         headers["retry-after"] = str(_UNAVAILABLE_RETRY_S)
     elif isinstance(error, errors.PayloadTooLarge):
         headers["connection"] = "close"
+    elif isinstance(error, errors.Unauthenticated):
+        headers["www-authenticate"] = 'Bearer realm="tokasaurus"'
+    elif isinstance(error, errors.DeadlineExceeded):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would begin it again
     return response(_kind(error).status, to_body(error), headers)
 
 

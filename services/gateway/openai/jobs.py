@@ -60,14 +60,16 @@ def make_settings(
         prompt_logprobs=body.prompt_top,
         grammar=grammar,
         priority=_priority(body.priority),
-        cache_salt=body.cache_salt or "",
+        cache_salt=caller.cache_salt(body.cache_salt or ""),
         traceparent=caller.traceparent,
         fairness_key=caller.fairness_key,
+        deadline_ms=caller.deadline_ms(body.timeout),
         include_stop=bool(body.include_stop_str_in_output),
         special_tokens=body.skip_special_tokens is False,
         return_token_ids=bool(body.return_token_ids),
         packed_logprobs=bool(body.logprobs_in_fingerprint),
         told_prompt_logprobs=body.prompt_logprobs,
+        open_ended=body.most_tokens is None,
         silent=body.most_tokens == 0,
     )
 
@@ -129,6 +131,35 @@ def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
             field=given if body.samples > 1 else "prompt",
             reason="INVALID_VALUE",
         )
+
+
+def check_max_tokens(body: GenerationBody, most: int | None, default: int | None = None) -> int | None:
+    """Tokens that each answer may have: as asked for, else ``default``; ``most`` where that is less, or None. Refuse
+    more, as the operator has it."""
+    asked = body.most_tokens
+    if most is None:
+        return default if asked is None else asked
+    if asked is None:
+        return most if default is None else min(default, most)
+    if asked > most:
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise InvalidRequest(
+            f"{field}={asked}: this server makes at most {most} tokens of each answer; ask for less",
+            field=field,
+            reason="INVALID_VALUE",
+        )
+    return asked
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], most: int | None, field: str) -> None:
+    """Refuse a prompt that is longer than the operator has it."""
+    for prompt in prompts if most is not None else ():
+        if len(prompt) > most:
+            raise InvalidRequest(
+                f"{field}: the prompt has {len(prompt)} tokens, and this server takes at most {most}; shorten it",
+                field=field,
+                reason="CONTEXT_LENGTH_EXCEEDED",
+            )
 
 
 def check_grammar_copies(prompts: int, body: GenerationBody, grammar: Grammar | None) -> None:

@@ -85,6 +85,7 @@ Stops = Annotated[tuple[str, ...], PlainValidator(_stops, json_schema_input_type
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
 ]
+Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds that the request may take; beyond them: 504")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 
 
@@ -130,6 +131,7 @@ class GenerationBody(GrammarBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    timeout: Timeout | None = None
     # OpenAI's bookkeeping: checked as there, and of no effect.
     user: str | None = None
     metadata: Metadata | None = None

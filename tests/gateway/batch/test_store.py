@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
 from services.gateway.batch import leases
@@ -15,6 +15,7 @@ from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.leases import LeaseLost, Leases, Outcome
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import Chunk, LineResult, SchemaVersion, StoredBatch
+from services.gateway.batch.tries import Tries
 
 OPEN = """
 import asyncio, sys
@@ -183,3 +184,22 @@ async def test_a_heartbeat_keeps_what_is_held(store):
     async with store.reading() as session:
         until = await session.scalar(select(Chunk.lease_until).where(Chunk.owner == "mine"))
     assert until > time.time() + leases.LEASE_S / 2
+
+
+async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_is_in_it(store, store_url):
+    batch = await running_batch(store)
+    async with store.writing() as session:
+        for table in ("toka_files", "toka_batches"):
+            await session.execute(text(f"DROP INDEX {table}_key"))
+        for table in ("toka_files", "toka_batches", "toka_responses"):
+            await session.execute(text(f"ALTER TABLE {table} DROP COLUMN key_name"))
+        await session.execute(text("DROP TABLE toka_tries"))
+        await session.execute(update(SchemaVersion).values(version=2))
+    newer = await Store.open(store_url)
+    try:
+        async with newer.reading() as session:
+            found = (await session.scalars(select(StoredBatch))).one()
+        assert (found.id, found.key_name) == (batch.id, "")
+        assert await Tries(newer).name("", "k", "f")
+    finally:
+        await newer.close()

@@ -20,7 +20,7 @@ from services.gateway.openai.messages import (
     Tool,
     check_names_differ,
 )
-from services.gateway.openai.schemas import ChatBody, Metadata
+from services.gateway.openai.schemas import ChatBody, Metadata, Timeout
 
 # Of OpenAI's own: with these values they change nothing, with others they are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -216,6 +216,7 @@ class ResponsesBody(Body):
     store: bool | None = None
     previous_response_id: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
+    timeout: Timeout | None = None
     metadata: Metadata | None = None
     user: str | None = None
 
@@ -264,6 +265,7 @@ class ResponsesBody(Body):
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs,
             priority=self.priority,
+            timeout=self.timeout,
         )
 
     def _refuse_what_is_not_neutral(self) -> None:

@@ -9,7 +9,7 @@ import orjson
 import structlog
 from pydantic import TypeAdapter
 
-from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, TokaError
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound, TokaError
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.responses import KeptResponse, Responses
 from services.gateway.gateway import Gateway
@@ -40,12 +40,15 @@ class Keeper:
 
     records: Responses
     items: bytes
+    key_name: str
 
     async def keep(self, response: dict[str, Any]) -> bool:
         """Whether it is kept now: an answer that was computed is told in any case."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                await self.records.keep(response, self.items)
+                await self.records.keep(response, self.items, self.key_name)
+        except AlreadyExists:
+            return True  # by an earlier try of this request
         except (TokaError, TimeoutError) as error:
             log.warning("response not stored", id=response["id"], reason=str(error) or f"took {_PATIENCE_S:.0f} s")
             return False
@@ -55,9 +58,11 @@ class Keeper:
         return True
 
 
-async def with_conversation(gateway: Gateway, body: ResponsesBody, size: int) -> tuple[ResponsesBody, Keeper | None]:
-    """``body``, which was ``size`` bytes, with its whole conversation as its input, and what keeps its response; None:
-    nothing does.
+async def with_conversation(
+    gateway: Gateway, body: ResponsesBody, size: int, key_name: str
+) -> tuple[ResponsesBody, Keeper | None]:
+    """``body``, which was ``size`` bytes and comes from a caller with the API key ``key_name``, with its whole
+    conversation as its input, and what keeps its response; None: nothing does.
 
     Raises ``InvalidRequest`` for a conversation, or a wish to be stored, that cannot be met.
     """
@@ -65,7 +70,7 @@ async def with_conversation(gateway: Gateway, body: ResponsesBody, size: int) ->
     if body.previous_response_id is not None:
         records = await _records(gateway, "previous_response_id")
         try:
-            earlier = await _to_its_end(records.get(body.previous_response_id))
+            earlier = await _to_its_end(records.get(body.previous_response_id, key_name))
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}; send the conversation as input",
@@ -85,7 +90,7 @@ async def with_conversation(gateway: Gateway, body: ResponsesBody, size: int) ->
         told, validated = [], []
     keeper = None
     if keeping is not None:
-        keeper = Keeper(keeping, await gateway.text.worked(size, _to_keep, told, body.input))
+        keeper = Keeper(keeping, await gateway.text.worked(size, _to_keep, told, body.input), key_name)
     return body.model_copy(update={"input": [*validated, *body.input]}) if validated else body, keeper
 
 

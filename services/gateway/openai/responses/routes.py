@@ -1,13 +1,16 @@
 """``/v1/responses``."""
 
+import contextlib
 import time
 
 import orjson
 from fastapi import Request, Response
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, NotFound
+from services.gateway.access.idempotency import fingerprint
+from services.gateway.batch.ids import new_id
 from services.gateway.batch.queries import Query
-from services.gateway.batch.service import opened
+from services.gateway.batch.service import NO_STORE, opened
 from services.gateway.batch.shapes import page
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
@@ -20,10 +23,16 @@ from services.gateway.openai.responses.keeping import with_conversation
 from services.gateway.openai.responses.shape import ResponseShape
 from services.gateway.text import INLINE_BYTES
 
+CREATE = "/v1/responses"
 MAX_PAGE = 100
 _INLINE_ITEMS = 512  # a longer conversation is put together in a thread
 # Parameters of chat completions -> those that stand for them here.
-_PARAMETERS = {"messages": "input", "reasoning_effort": "reasoning.effort", "response_format": "text.format"}
+_PARAMETERS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 
 
 async def create_response(request: Request) -> Response:
@@ -31,7 +40,7 @@ async def create_response(request: Request) -> Response:
     started_at = time.perf_counter()
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _respond(gateway, raw, read_caller(request), started_at))
+    return await while_connected(request.receive, _respond(gateway, raw, read_caller(request, raw), started_at))
 
 
 async def get_response(request: Request, response_id: str) -> Response:
@@ -42,13 +51,13 @@ async def get_response(request: Request, response_id: str) -> Response:
             "stream: a response is told again as a whole only; leave it out", field="stream", reason="INVALID_VALUE"
         )
     _check_includes(request)
-    kept = await (await opened(request)).responses.get(response_id)
+    kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner)
     return Response(kept.body, media_type="application/json")
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget one. Those that go on with it have what they need of it."""
-    await (await opened(request)).responses.delete(response_id)
+    await (await opened(request)).responses.delete(response_id, read_caller(request).owner)
     return response(200, {"id": response_id, "object": "response", "deleted": True})
 
 
@@ -57,7 +66,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     query = Query(request)
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     _check_includes(request)
-    kept = await (await opened(request)).responses.get(response_id)
+    kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner)
     items = await request.app.state.gateway.text.worked(len(kept.items), orjson.loads, kept.items)
     if order == "desc":
         items.reverse()
@@ -72,11 +81,20 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ResponsesBody)
     ignored = ignored_header(body)
-    body, keeper = await with_conversation(gateway, body, len(raw))
+    response_id = new_id("resp_")
+    if caller.idempotency_key and body.store is not False and gateway.config.store_url != NO_STORE:
+        place = await gateway.batches.opened()
+        asked = fingerprint(CREATE, raw)
+        response_id = "resp_" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
+        if not body.stream:
+            with contextlib.suppress(NotFound):
+                kept = await place.responses.get(response_id, caller.owner)
+                return Response(kept.body, headers=ignored, media_type="application/json")
+    body, keeper = await with_conversation(gateway, body, len(raw), caller.owner)
     asked = await _asked(gateway, body, caller, large=len(raw) > INLINE_BYTES or len(body.input) > _INLINE_ITEMS)
     token_text = gateway.text.token_text if asked.settings.logprobs else None
-    shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper)
-    answer = Answer(gateway, asked.jobs, shape, ignored, started_at)
+    shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper, response_id)
+    answer = Answer(gateway, asked.jobs, shape, ignored, started_at, caller)
     try:
         return await answer.respond(stream=bool(body.stream))
     except InvalidRequest as error:

@@ -6,7 +6,6 @@ from typing import Any
 import orjson
 
 from services.common.errors import InvalidRequest, Overloaded, TokaError
-from services.gateway.batch.ids import new_id
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Content, Delta
@@ -30,11 +29,13 @@ class ResponseShape(ChatShape):
         make_reader: MakeReader,
         token_text: TokenText | None,
         keeper: Keeper | None,
+        response_id: str,
     ) -> None:
-        """``request_id``: what schedulers and logs know. The response has an id of its own: who knows it may ask for
-        what is stored. ``token_text`` is set when logprobs were asked for, ``keeper`` when it is to be stored."""
+        """``request_id``: what schedulers and logs know. The response has an id of its own: who knows it, and has the
+        key that it was asked with, may ask for what is stored. ``token_text`` is set when logprobs were asked for,
+        ``keeper`` when it is to be stored."""
         super().__init__(request_id, facts, token_text, make_reader=make_reader)
-        self._id = new_id("resp_")
+        self._id = response_id
         self._items = OutputItems()
         self._body = body
         self._keeper = keeper

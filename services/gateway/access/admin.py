@@ -1,0 +1,34 @@
+"""What is for operators: a port of its own for it, and what of it the public port shows."""
+
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp
+
+from services.gateway import probes
+from services.gateway.gateway import Gateway
+from services.gateway.openai.errors import response
+
+
+def make_admin_app(gateway: Gateway) -> ASGIApp:
+    """The application of ``admin_port`` and of the socket that ``toka`` asks. It asks for no key: who can connect is
+    who may."""
+    api = FastAPI(title="Tokasaurus, for operators", openapi_url=None, redirect_slashes=False)
+    api.state.gateway = gateway
+    for path, endpoint in (
+        ("/health", probes.health),
+        ("/ready", probes.ready),
+        ("/ping", probes.ping),
+        ("/metrics", probes.metrics),
+    ):
+        api.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+    return api
+
+
+async def ready(request: Request) -> Response:
+    """``/ready`` of the public port: whether, and only to operators why not."""
+    gateway: Gateway = request.app.state.gateway
+    told = await probes.ready(request)
+    if gateway.guard.tells_all(request.scope):
+        return told
+    ready = told.status_code == 200
+    document = {"ready": ready, "reason": None if ready else "not ready; operators are told why"}
+    return response(told.status_code, document, None if ready else {"retry-after": "1"})

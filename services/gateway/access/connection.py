@@ -1,0 +1,175 @@
+"""One client's connection, and how long it may take over what it sends and what it is sent."""
+
+import sys
+from typing import NamedTuple
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from services.common.config import GatewayConfig
+from services.gateway.openai import errors
+
+_LEAST_BODY_BYTES = 16 * 1024  # of a body that goes on, in the time that a client has
+
+
+class Patience(NamedTuple):
+    """What a connection may cost. Times in seconds."""
+
+    max_connections: int
+    max_header_bytes: int
+    slow_request_s: float
+    slow_client_s: float
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> "Patience":
+        """As the flags have it."""
+        return cls(
+            config.max_connections, config.max_header_bytes, config.slow_request_seconds, config.slow_client_seconds
+        )
+
+
+class Clock:
+    """Seconds in which the event loop turned. While it stands still, clients cannot be heard, and are not slow."""
+
+    now = 0.0
+
+
+class Connection(HttpToolsProtocol):
+    """Lives on the event loop. ``sweep``, called now and then, ends it when its client is too slow: one that sends
+    gets 408, one that does not read is cut off, which cancels what runs for it."""
+
+    def __init__(self, *args, patience: Patience, clock: Clock, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._patience = patience
+        self._clock = clock
+        self._refused = False
+        self._heard = False  # anything at all
+        self._in_head = self._in_body = False
+        self._head_since: float | None = None  # a head is awaited
+        self._head_bytes = 0
+        self._body_bytes = self._body_mark = 0  # received; of them when it last went on
+        self._body_since = 0.0  # it went on
+        self._unsent = 0  # bytes, when the client last took some
+        self._unsent_since = 0.0
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._head_since = self._unsent_since = self._clock.now
+        if len(self.connections) > self._patience.max_connections:
+            self._refuse(503, "too many connections; try again later", "too_many_connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        transport = self.transport
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        if sys.version_info < (3, 12):
+            transport._read_ready_cb = None  # its own method: a circle, which later versions open themselves
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._heard = True
+        if self._head_since is None and not self._in_body:
+            self._head_since = self._clock.now
+        in_head = self._in_head
+        super().data_received(data)
+        if in_head and self._in_head:
+            self._head_bytes += len(data)
+        if self._in_head and self._head_bytes > self._patience.max_header_bytes:
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            self._refuse(400, "this is no HTTP request that can be read", "invalid_http")
+
+    # The parser calls these.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        if self._head_since is None:
+            self._head_since = self._clock.now
+
+    def on_headers_complete(self) -> None:
+        if self._refused:
+            return
+        self._in_head, self._head_since = False, None
+        if (
+            len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            > self._patience.max_header_bytes
+        ):
+            self._refuse_head()
+            return
+        self._in_body, self._body_bytes, self._body_mark, self._body_since = True, 0, 0, self._clock.now
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refused:
+            return
+        self._in_body = False
+        super().on_message_complete()
+        if self.cycle.response_complete and self.timeout_keep_alive_task is None:  # it came before its request's end
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    # From the server, now and then.
+
+    def sweep(self) -> None:
+        """End the connection if its client is too slow."""
+        now = self._clock.now
+        if (unsent := self._buffered()) != self._unsent or not unsent:
+            self._unsent, self._unsent_since = unsent, now
+        elif now - self._unsent_since > self._patience.slow_client_s:
+            self.transport.abort()
+        if not self._refused:
+            self._sweep_request(now)
+
+    def _buffered(self) -> int:
+        """Bytes that the client is to be sent."""
+        beneath = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)  # has what is encrypted
+        return sum(each.get_write_buffer_size() for each in (self.transport, beneath) if each is not None)
+
+    def _sweep_request(self, now: float) -> None:
+        limit = self._patience.slow_request_s
+        answering = self.cycle is not None and not self.cycle.response_complete and not self._in_body
+        if self.flow.read_paused or answering:  # we are the slow ones
+            self._body_since = now
+            self._head_since = None if self._head_since is None else now
+        elif self._head_since is not None:
+            if now - self._head_since > limit:
+                self._refuse(408, "the head of the request did not come in time", "request_timeout")
+        elif self._in_body:
+            answered = self.cycle.response_complete  # the rest is thrown away, for a while
+            if self._body_bytes - self._body_mark >= _LEAST_BODY_BYTES and not answered:
+                self._body_mark, self._body_since = self._body_bytes, now
+            elif now - self._body_since > limit:
+                self._refuse(408, "the body of the request did not come in time", "request_timeout")
+
+    def _refuse_head(self) -> None:
+        most = self._patience.max_header_bytes
+        self._refuse(431, f"the head of the request has more than {most} bytes", "request_header_too_large")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Say so, if nothing else is being said, and close."""
+        self._refused = True
+        cycle = self.cycle
+        idle = cycle is None or cycle.response_complete or (self._in_body and not cycle.response_started)
+        if not idle or self.pipeline or (cycle is not None and cycle.response_complete and self._in_body):
+            self.transport.abort()
+            return
+        if self._heard or status == 503:
+            body = orjson.dumps(errors.body(message, "invalid_request_error", None, code))
+            self.transport.write(
+                STATUS_LINE[status]
+                + b"content-type: application/json\r\nconnection: close\r\n"
+                + (b"retry-after: 1\r\n" if status == 503 else b"")
+                + b"content-length: %d\r\n\r\n" % len(body)
+                + body
+            )
+        self.transport.close()

@@ -1,0 +1,60 @@
+"""Who may ask what, before a byte of a body is read."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from services.common.config import GatewayConfig
+from services.common.errors import PermissionDenied, TokaError, Unauthenticated
+from services.common.keys import ADMIN, INFERENCE, Key, KeyRing
+from services.gateway.access.limits import Limits
+
+# In the scope of a request whose caller has shown it: the ``Key``.
+KEY = "toka.key"
+METRICS = "/metrics"
+_OPEN = frozenset({"/health", "/ready", "/ping"})
+_AUTHORIZATION = b"authorization"
+
+
+class Guard:
+    """A gateway's. Lives on its event loop."""
+
+    def __init__(self, config: GatewayConfig, gateways: int = 1) -> None:
+        """``gateways``: so many share what a key may use. Raises ``InvalidRequest`` for a wrong file of keys."""
+        self._ring = None if config.api_keys_file is None else KeyRing.load(config.api_keys_file)
+        self._admin_elsewhere = bool(config.admin_port)
+        self.isolates = config.isolate_keys
+        self.limits = Limits(gateways)
+
+    def admit(self, scope: MutableMapping[str, Any]) -> None:
+        """Note whose request it is. Raises ``Unauthenticated`` or ``PermissionDenied``."""
+        if self._ring is None or scope["path"] in _OPEN:
+            return
+        key = self._find(scope)
+        needed = ADMIN if scope["path"] == METRICS else INFERENCE
+        if needed not in key.scopes:
+            raise PermissionDenied(
+                f"this API key has not the scope {needed!r} that {scope['path']} needs; use one that has it",
+                reason="INSUFFICIENT_SCOPE",
+            )
+        scope[KEY] = key
+
+    def tells_all(self, scope: MutableMapping[str, Any]) -> bool:
+        """Whether who asks on the public port may hear of the replicas."""
+        if self._admin_elsewhere:
+            return False
+        if self._ring is None:
+            return True
+        try:
+            return ADMIN in self._find(scope).scopes
+        except TokaError:
+            return False
+
+    def _find(self, scope: MutableMapping[str, Any]) -> Key:
+        self._ring.refresh()
+        presented = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
+        scheme, _, token = presented[0].decode("latin-1").partition(" ") if len(presented) == 1 else ("", "", "")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthenticated("this server wants an API key: send the header 'Authorization: Bearer KEY'")
+        if (key := self._ring.find(token.strip())) is None:
+            raise Unauthenticated("this API key is not known here, or has expired")
+        return key

@@ -1,0 +1,119 @@
+"""What a key may use: so many requests at once, and so many tokens a minute. Of one gateway: nothing is shared, so each
+of ``toka``'s gateways has its part of both."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from services.common.errors import InvalidRequest, Overloaded
+from services.common.keys import Key
+
+_BUSY_RETRY_S = 1.0
+
+
+@dataclass
+class _Use:
+    """A key's. ``tokens``: what is left of its bucket, below 0 when answers took more than was reserved."""
+
+    tokens: float
+    at: float  # when that was so
+    running: int = 0
+
+
+@dataclass
+class Reservation:
+    """Tokens that a request may take; ``settle`` says how many it took."""
+
+    limits: "Limits"
+    key: Key
+    tokens: int
+
+    def settle(self, used: int) -> None:
+        """Give back what was not used, or take what more was. The last word counts."""
+        self.limits.take(self.key, used - self.tokens)
+        self.tokens = used
+
+
+class Limits:
+    """Lives on the gateway's event loop. Keys are few, so nothing is forgotten."""
+
+    def __init__(self, gateways: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        """``gateways``: a key's limits are divided by so many, rounded up. ``clock``: seconds."""
+        self._gateways = gateways
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+
+    @contextmanager
+    def running(self, key: Key | None) -> Iterator[None]:
+        """Count a request while it runs. Raises ``Overloaded`` when as many run as may."""
+        if key is None:
+            yield
+            return
+        use = self._use(key)
+        most = self._part(key.max_concurrent)
+        if most is not None and use.running >= most:
+            raise _exceeded(f"{use.running} requests of this API key run already, its limit", _BUSY_RETRY_S)
+        use.running += 1
+        try:
+            yield
+        finally:
+            use.running -= 1
+
+    def reserve(self, key: Key | None, tokens: int) -> Reservation | None:
+        """``tokens`` for a request; None: nobody counts. Raises ``Overloaded`` when there are not so many now, and
+        ``InvalidRequest`` when there never will be."""
+        if key is None or key.tokens_per_minute is None:
+            return None
+        rate, use = self._part(key.tokens_per_minute), self._use(key)
+        if tokens > rate:
+            raise InvalidRequest(
+                f"prompt and max_tokens are {tokens} tokens together, and this API key has {rate} a minute here; ask"
+                " for less at once",
+                field="max_tokens",
+                reason="RATE_LIMIT_EXCEEDED",
+            )
+        if use.tokens < tokens:
+            raise _exceeded(
+                f"this API key has {max(0, math.floor(use.tokens))} of its {rate} tokens a minute left, and the"
+                f" request may take {tokens}",
+                (tokens - use.tokens) * 60 / rate,
+            )
+        use.tokens -= tokens
+        return Reservation(self, key, tokens)
+
+    def take(self, key: Key, tokens: int) -> None:
+        """``tokens`` more than were reserved; negative: fewer."""
+        rate, use = self._part(key.tokens_per_minute), self._use(key)
+        use.tokens = min(use.tokens - tokens, rate)
+
+    def headers(self, key: Key | None) -> dict[str, str]:
+        """``x-ratelimit-*`` as OpenAI has them; ``requests`` are those at once."""
+        headers = {}
+        if key is None:
+            return headers
+        use = self._use(key)
+        if (most := self._part(key.max_concurrent)) is not None:
+            headers["x-ratelimit-limit-requests"] = str(most)
+            headers["x-ratelimit-remaining-requests"] = str(max(0, most - use.running))
+        if (rate := self._part(key.tokens_per_minute)) is not None:
+            headers["x-ratelimit-limit-tokens"] = str(rate)
+            headers["x-ratelimit-remaining-tokens"] = str(max(0, math.floor(use.tokens)))
+            headers["x-ratelimit-reset-tokens"] = f"{(rate - use.tokens) * 60 / rate:.3f}s"
+        return headers
+
+    def _use(self, key: Key) -> _Use:
+        """Up to date."""
+        now, rate = self._clock(), self._part(key.tokens_per_minute)
+        use = self._uses.setdefault(key.name, _Use(math.inf, now))
+        use.tokens = math.inf if rate is None else min(use.tokens + (now - use.at) * rate / 60, rate)
+        use.at = now
+        return use
+
+    def _part(self, limit: int | None) -> int | None:
+        return None if limit is None else -(-limit // self._gateways)
+
+
+def _exceeded(message: str, retry_after_s: float) -> Overloaded:
+    return Overloaded(f"{message}; try again later", retry_after_s=retry_after_s, reason="RATE_LIMIT_EXCEEDED")

@@ -1,0 +1,90 @@
+"""The HTTP server of a gateway: its sockets, and the sweeps that end slow connections."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.common.config import GatewayConfig
+from services.common.handover import BACKLOG
+from services.gateway.access.connection import Clock, Connection, Patience
+from services.gateway.access.tls import Certificate
+
+_TICKS = 10  # uvicorn's, in which every connection is looked at: a second
+_LONGEST_TICK_S = 0.2
+
+
+class Server(uvicorn.Server):
+    """Serves ``app`` on the sockets given to ``serve``, by TLS where the flags say so, and ``admin`` on
+    ``admin_sockets``, without. Says when it listens, and leaves signals to ``run_service``."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        app: ASGIApp,
+        admin: ASGIApp,
+        admin_sockets: Sequence[socket.socket],
+        *,
+        drain_s: float,
+        on_listening: Callable[[], None],
+    ) -> None:
+        self._clock, self._ticked_at = Clock(), time.monotonic()
+        protocol = partial(Connection, patience=Patience.of(config), clock=self._clock)
+        settings = {
+            "http": protocol,
+            "ws": "none",
+            "loop": "none",
+            "lifespan": "off",
+            "log_config": None,
+            "log_level": "warning",
+            "access_log": False,
+            "server_header": False,
+            "proxy_headers": False,
+            "backlog": BACKLOG,
+            "timeout_keep_alive": config.keep_alive_seconds,
+            "timeout_graceful_shutdown": int(drain_s),
+        }
+        tls = {}
+        if config.http_cert is not None and config.http_key is not None:
+            certificate = Certificate(config.http_cert, config.http_key)
+            tls["ssl_context_factory"] = lambda *_: certificate.context
+        super().__init__(uvicorn.Config(app, **settings, **tls))
+        self._admin = uvicorn.Config(admin, **settings)
+        self._admin_sockets = admin_sockets
+        self._on_listening = on_listening
+        self._unswept: list[Connection] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._admin.load()
+        loop = asyncio.get_running_loop()
+        make = partial(self._admin.http_protocol_class, self._admin, self.server_state, {})
+        for each in self._admin_sockets:
+            self.servers.append(await loop.create_server(make, sock=each, backlog=BACKLOG))
+        if self.started:
+            self._on_listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        now = time.monotonic()
+        self._clock.now += min(now - self._ticked_at, _LONGEST_TICK_S)
+        self._ticked_at = now
+        self._sweep_some()
+        return await super().on_tick(counter)
+
+    def _sweep_some(self) -> None:
+        """A part of all connections, so that a tick stays short."""
+        if not self._unswept:
+            self._unswept = list(self.server_state.connections)
+        connections = self.server_state.connections
+        for _ in range(min(len(self._unswept), len(connections) // _TICKS + 1)):
+            if (connection := self._unswept.pop()) in connections:
+                connection.sweep()
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield

@@ -1,0 +1,49 @@
+"""HTTPS with certificates that may be replaced while the gateway runs."""
+
+import ssl
+from pathlib import Path
+
+import structlog
+
+from services.common.errors import InvalidRequest
+from services.common.secret_files import warn_if_open
+from services.common.watched import Watched
+
+log = structlog.get_logger(__name__)
+
+
+class Certificate:
+    """Used on the event loop. Each handshake looks whether the files changed; connections that are open go on."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """Raises ``InvalidRequest`` for files that are none, or do not belong together."""
+        self._files = [Path(file).expanduser() for file in (certificate, key)]
+        self._watched = Watched(self._files)
+        self._current = self._load()
+        self.context = self._load()  # what a server is given
+        self.context.sni_callback = self._choose
+        warn_if_open("http_key", key)
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """For a handshake that begins, whether it names a host or not."""
+        if self._watched.changed():
+            try:
+                self._current = self._load()
+                log.info("certificate read again")
+            except InvalidRequest as error:
+                log.error("the certificate stays as it was", reason=error.message)
+        connection.context = self._current
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(*self._files, password="")  # without one it would ask on the terminal
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidRequest(
+                f"flags http_cert={self._files[0]} http_key={self._files[1]}: {error}; expected a PEM file with"
+                " certificates, the server's own first, and one with its key, without a password",
+                field="http_cert",
+            ) from None
+        return context
