@@ -1,0 +1,1 @@
+"""A verified load while services are killed, stopped, cut off and restarted: ``python -m bench.chaos``."""

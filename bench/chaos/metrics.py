@@ -1,0 +1,58 @@
+"""What gateways say in ``/metrics`` of themselves and of their schedulers."""
+
+import asyncio
+import time
+from collections.abc import Collection
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.chaos.cluster import Cluster
+
+_EVERY_S = 1.0
+_PATIENCE_S = 30.0
+_SEQUENCES = ("toka_num_requests_running", "toka_num_requests_waiting")
+_FAILOVERS = ("toka_failovers_total",)
+
+
+async def left_running(cluster: Cluster) -> int:
+    """Sequences that schedulers still have, after some patience, though nobody asks any more: such as an orphan of a
+    session that was lost."""
+    gateway, give_up_at = cluster.names["gateway"][0], time.monotonic() + _PATIENCE_S
+    while True:
+        count = await _sum(cluster, gateway, _SEQUENCES)
+        if count == 0 or time.monotonic() > give_up_at:
+            return -1 if count is None else int(count)
+        await asyncio.sleep(_EVERY_S)
+
+
+class Failovers:
+    """Samples that gateways sent to a scheduler again, counted while they live: a gateway that is killed takes what it
+    counted last with it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.total = 0
+        self._cluster = cluster
+        self._last = dict.fromkeys(cluster.names["gateway"], (0, 0.0))  # pid, count
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_EVERY_S)
+
+    async def look(self) -> None:
+        for gateway, (last_pid, last) in self._last.items():
+            pid = self._cluster.processes[gateway].pid
+            count = await _sum(self._cluster, gateway, _FAILOVERS)
+            if count is not None:
+                self.total += int(count - (last if pid == last_pid else 0))
+                self._last[gateway] = (pid, count)
+
+
+async def _sum(cluster: Cluster, gateway: str, names: Collection[str]) -> float | None:
+    """Of metrics over their labels; None: the gateway does not answer."""
+    answer = await cluster.get(gateway, "/metrics")
+    if answer is None:
+        return None
+    families = text_string_to_metric_families(answer.text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name in names)
