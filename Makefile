@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test lint demo bench chaos soak test-compose locks audit protos descriptors clean
+.PHONY: setup serve test lint demo bench chaos soak fuzz test-compose locks audit protos descriptors clean
 
 setup: $(VENV)/.installed
 
@@ -36,6 +36,9 @@ chaos: setup
 
 soak: setup
 	$(BIN)/python -m bench.soak $(FLAGS)
+
+fuzz: setup
+	$(BIN)/python -m bench.fuzz $(FLAGS)
 
 # Needs a Docker engine with Compose v2 on this host (DOCKER_HOST names it).
 test-compose: setup

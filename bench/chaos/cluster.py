@@ -15,7 +15,8 @@ import httpx
 from bench.chaos.config import ClusterConfig
 from bench.chaos.network import OUTSIDE, Link, Network, network
 from bench.chaos.schedule import all_links
-from services.common.config import GatewayConfig, SchedulerConfig, WorkerConfig, is_public
+from services.common.addresses import is_public
+from services.common.config import GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.flags import FlagError
 from tests.gateway.deployment import Process
 

@@ -111,16 +111,15 @@ class Namespaces:
             for end, name in enumerate(link):
                 address = str(ipaddress.ip_address(first + 4 * index + 1 + end))
                 self._addresses[name, link[1 - end]] = address
-                self._plug(link, name, f"{self._prefix}{'ab'[end]}{index}", address)
+                self._plug(link, name, self._outlet(link, end), address)
 
     def remove(self) -> None:
         """Whatever of it there is."""
         for link in self._links:
-            with contextlib.suppress(RuntimeError):
-                _ip("link", "del", self._bridge(link))
-            if OUTSIDE in link:
+            # With an end goes its other one, which sockets that linger could keep for long.
+            for device in (self._bridge(link), self._outlet(link, 0), self._outlet(link, 1)):
                 with contextlib.suppress(RuntimeError):
-                    _ip("link", "del", f"{self._prefix}i{self._links.index(link)}")
+                    _ip("link", "del", device)
         for name in self._names:
             with contextlib.suppress(RuntimeError):
                 _ip("netns", "del", self._namespace(name))
@@ -141,6 +140,10 @@ class Namespaces:
 
     def _namespace(self, name: str) -> str:
         return f"{self._prefix}-{name}"
+
+    def _outlet(self, link: Link, end: int) -> str:
+        """The device at the bridge that leads to one of the two."""
+        return f"{self._prefix}{'ab'[end]}{self._links.index(link)}"
 
     def _bridge(self, link: Link) -> str:
         return f"{self._prefix}br{self._links.index(link)}"

@@ -26,7 +26,7 @@ class Load:
         self.failures: list[str] = []
         self._urls, self._questions = list(urls), questions
         self._gap_s = 1 / rate
-        self._next_at = time.monotonic()
+        self._began = self._next_at = time.monotonic()
         self._chance = random.Random(seed)
         self._count = 0
         kinds = {self._known: 35, self._fresh: 35, self._typed: 5, self._gone: 10, self._refused: 10, self._look: 5}
@@ -48,7 +48,8 @@ class Load:
                     await kind(http, self._chance.choice(self._urls))
                 self.done[name] += 1
             except (Defect, httpx.HTTPError, TimeoutError) as error:
-                self.failures.append(f"{name}: {error!r}")
+                told = f"{name} at {time.monotonic() - self._began:.0f} s: {error!r}"
+                self.failures.append(f"{told}, for {error.__cause__!r}" if error.__cause__ is not None else told)
 
     async def _known(self, http: httpx.AsyncClient, url: str) -> None:
         """One with a known answer, streamed or not."""

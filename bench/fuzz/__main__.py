@@ -1,0 +1,69 @@
+"""Requests that no client should send: ``make fuzz requests=1000000``, or ``python -m bench.fuzz surface=http``.
+
+A gateway, a scheduler and a fake worker, each a process that is started once. Over HTTP and over gRPC come requests
+that are right, and such that are right but for something: of a wrong type, size or encoding, cut off, or no request at
+all. Every answer must be one that a server may give: no 5xx, no UNKNOWN, no INTERNAL, errors in their shape, in time.
+Every prompt holds a mark, which may be in no answer but its own. What the fake worker answers is a function of the
+prompt: right requests beside wrong ones must get just that. A worker with a real model gets plans, of which some break
+the contract: it must refuse them, and go on as another worker that never saw one.
+
+A request is a function of ``seed`` and its number. What was found is kept in ``directory``, each with its request. The
+last line is one JSON object; exit status 1 when anything was found.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.fuzz.config import SURFACES, FuzzConfig
+from bench.fuzz.findings import Findings
+from bench.fuzz.http import HttpFuzzer
+from bench.fuzz.plans import PlanFuzzer
+from bench.fuzz.scheduler import SchedulerFuzzer
+from bench.fuzz.target import target
+from bench.server import report
+from services.common.config import from_command_line
+
+
+def main() -> None:
+    config = from_command_line(FuzzConfig)
+    directory = Path(config.directory or tempfile.mkdtemp(prefix="toka-fuzz-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    findings = Findings(directory, config.seed)
+    figures = asyncio.run(measure(config, directory, findings))
+    figures |= findings.figures()
+    if findings.count or config.directory is not None:
+        figures["directory"] = str(directory)
+    else:
+        shutil.rmtree(directory)
+    for shown in findings.shown:
+        print(f"FOUND {shown}")
+    report(figures)
+    if findings.count:
+        raise SystemExit(1)
+
+
+async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> dict[str, Any]:
+    """All surfaces that are wanted, one after the other."""
+    counts = {surface: config.share(surface) for surface in SURFACES}
+    figures: dict[str, Any] = {"requests": sum(counts.values()), "seed": config.seed, "keys": config.keys}
+    if counts["http"] or counts["grpc"]:
+        with target(directory, keys=config.keys) as running:
+            await running.wait_ready()
+            if counts["http"]:
+                figures["http"] = await HttpFuzzer(config, running.url, running.credentials, findings).run(
+                    counts["http"]
+                )
+            if counts["grpc"]:
+                figures["grpc"] = await SchedulerFuzzer(config, running, findings).run(counts["grpc"])
+            await running.look(findings)
+        running.look_at_logs(findings)
+    if counts["plans"]:
+        figures["plans"] = await PlanFuzzer(config, directory, findings).run(counts["plans"])
+    return figures
+
+
+if __name__ == "__main__":
+    main()

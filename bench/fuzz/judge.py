@@ -1,0 +1,125 @@
+"""Whether an answer over HTTP is one that a server may give."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from bench.fuzz.asks import Ask
+from bench.fuzz.canary import marks
+from bench.fuzz.connection import Reply
+from bench.fuzz.expected import Expected
+from bench.fuzz.findings import Wrong
+from bench.fuzz.kept import Kept
+
+_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 426, 429, 431})
+_TIMED_OUT = 504  # only for a `timeout` that was asked for
+_OPEN = ("/health", "/ready", "/ping")
+_KEPT = ("/v1/files", "/v1/batches", "/v1/responses/")
+
+
+class Judge:
+    """Of all answers of one run."""
+
+    def __init__(self, expected: Expected, kept: Kept) -> None:
+        self._expected, self._kept = expected, kept
+
+    def look(self, ask: Ask, reply: Reply) -> None:
+        """Raises ``Wrong``."""
+        if reply.broken:
+            raise Wrong("no HTTP", reply.broken)
+        self._check_marks(ask, reply)
+        if ask.leaves_after is not None:
+            return
+        if reply.status == 0:
+            if ask.is_http and not ask.stops:
+                raise Wrong("closed", "the connection was closed without an answer")
+            return
+        if not reply.whole and ask.method != "HEAD":
+            raise Wrong("cut", f"status {reply.status}, and the answer has no end")
+        if reply.status not in _STATUSES and not (reply.status == _TIMED_OUT and b"timeout" in ask.data):
+            raise Wrong("status", f"{reply.status}: {reply.body[:500]!r}")
+        if ask.owner is None and ask.is_http and reply.status < 300 and not self._is_open(ask.path):
+            raise Wrong("let in", f"{ask.path} without a right key: {reply.status}")
+        if ask.body is not None and reply.status not in (200, 429):
+            raise Wrong("refused", f"a right request: {reply.status}: {reply.body[:500]!r}")
+        if ask.method == "HEAD":
+            return
+        if reply.status >= 400:
+            if reply.status == 429 and not reply.headers.get(b"retry-after", b"").isdigit():
+                raise Wrong("error", "429 without retry-after")
+            check_error(parsed(reply.body))
+        elif reply.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+            self._check_stream(ask, reply)
+        elif reply.headers.get(b"content-type", b"").startswith(b"application/json"):
+            self._check_answer(ask, parsed(reply.body))
+
+    def _check_marks(self, ask: Ask, reply: Reply) -> None:
+        found = marks(reply.raw)
+        if not found or found <= (own := marks(ask.data)):
+            return
+        path = unquote(ask.path)
+        of_others = {mark for mark in found - own if not self._kept.may_see(ask.owner, mark)}
+        if of_others or not path.startswith(_KEPT):
+            raise Wrong("leak", f"marks of others, {sorted(of_others or found - own)[:5]}, in {reply.raw[:500]!r}")
+
+    def _is_open(self, path: str) -> bool:
+        # The admin's key opens this, and nothing else.
+        return path.partition("?")[0] in (*_OPEN, "/metrics")
+
+    def _check_stream(self, ask: Ask, reply: Reply) -> None:
+        events = list(_events(reply.body))
+        for event in events:
+            if "error" in event and event["error"] is not None and event.get("object") != "response":
+                check_error(event)
+                if event["error"].get("type") == "server_error":
+                    raise Wrong("status", f"an error of the server within a stream: {event}")
+        if ask.body is not None:
+            self._expected.check_stream(ask.body, events)
+
+    def _check_answer(self, ask: Ask, answer: Any) -> None:
+        if isinstance(answer, dict):
+            for name in ("id", "output_file_id", "error_file_id", "input_file_id"):
+                identity = answer.get(name)
+                if (
+                    isinstance(identity, str)
+                    and ask.owner is not None
+                    and ask.path.startswith(("/v1/files", "/v1/batches", "/v1/responses"))
+                ):
+                    if self._kept.owner(identity) not in (None, ask.owner):
+                        raise Wrong("let in", f"{identity} is another's")
+                    self._kept.note(identity, ask.owner)
+        if ask.body is not None:
+            self._expected.check_whole(ask.body, answer)
+        elif isinstance(answer, dict) and isinstance(answer.get("choices"), list):
+            self._expected.check_greedy(ask.data, answer)
+
+
+def parsed(body: bytes) -> Any:
+    """Raises ``Wrong``."""
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise Wrong("no JSON", f"{error}: {body[:500]!r}") from error
+
+
+def check_error(answer: Any) -> None:
+    """As OpenAI has them."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    right = isinstance(error, dict) and all(
+        isinstance(error.get(name), str) and error[name] for name in ("message", "type")
+    )
+    if not right or not all(isinstance(error.get(name, 0), str | None) for name in ("param", "code")):
+        raise Wrong("error", f"not OpenAI's shape: {answer!r}"[:500])
+
+
+def _events(body: bytes) -> Iterator[dict[str, Any]]:
+    blocks = body.removesuffix(b"\n\n").split(b"\n\n")
+    for block in blocks:
+        data = b"".join(line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:"))
+        if data == b"[DONE]":
+            continue
+        event = parsed(data)
+        if not isinstance(event, dict):
+            raise Wrong("no JSON", f"an event that is no object: {block[:200]!r}")
+        yield event
