@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -30,8 +29,6 @@ OUTSTANDING = 16_384
 CONNECT_S = 30.0
 # Of prompts that are turned into tokens together.
 AT_ONCE = 1024
-# A prompt that was lost so often with its scheduler may be what kills schedulers.
-MAX_LOSSES = 5
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
 
@@ -49,7 +46,6 @@ class Runner:
     ) -> None:
         self.text = TextEngine(tokenizer)
         self._engine = engine
-        self._patience_s = patience_s
         self._fleet = Fleet(
             addresses,
             tokenizer_fingerprint=tokenizer.fingerprint,
@@ -174,23 +170,12 @@ class Runner:
         self._samples += samples
 
     async def _persistently(self, prepared: Prepared) -> RequestOutput:
-        losses, pause, give_up_at = 0, _FIRST_PAUSE_S, None
+        pause = _FIRST_PAUSE_S
         while True:
-            ready = not self._fleet.trouble
-            if ready:  # whoever is lost later waits from then on
-                give_up_at = None
             try:
                 return await self._attempt(prepared)
             except Overloaded as error:
                 wait = max(pause, error.retry_after_s)
-            except Unavailable as error:
-                give_up_at = give_up_at or time.monotonic() + self._patience_s
-                losses += ready
-                if self._closing.is_set() or losses > MAX_LOSSES or time.monotonic() > give_up_at:
-                    raise
-                if self._engine is not None and self._engine.trouble:
-                    raise Unavailable(self._engine.trouble) from error
-                wait = pause
             await self._pause(wait)
             pause = min(pause * 2, _LAST_PAUSE_S)
 

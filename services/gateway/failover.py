@@ -1,4 +1,4 @@
-"""What lost its scheduler waits here until another one takes it, from the tokens that it has."""
+"""What has no scheduler waits here until one takes it: what lost its own goes on from the tokens that it has."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,14 @@ from services.common.errors import Internal, Overloaded, TokaError, Unavailable
 from services.gateway.generation import Call, Choice
 from services.gateway.metrics import FailoverReason, RequestMetrics
 from services.gateway.session.replica import Replica
-from services.gateway.trial import Trial
+from services.gateway.trial import PROVEN, Trial
 
 log = structlog.get_logger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0  # before one that was refused is sent again
 _LOOK_S = 0.1  # between two looks at what waits
-_MOST_BACKLOG = 512  # messages that a session has not written yet; each may be as large as its prompt
+MOST_BACKLOG = 512  # messages that a session has not written yet; each may be as large as its prompt
+_MOST_NEW = 16_384  # requests, before another one that is new has to come back later
 _AT_ONCE = 64  # are sent before others have their turn on the event loop
 
 
@@ -29,7 +30,7 @@ _AT_ONCE = 64  # are sent before others have their turn on the event loop
 class _Wait:
     """A call's time without a scheduler, until one accepts it. Times are of ``time.monotonic``."""
 
-    reason: FailoverReason
+    reason: FailoverReason | None  # None: it had no scheduler before
     error: TokaError  # what the caller hears when nothing comes of it
     give_up_at: float
     not_before: float = 0.0
@@ -40,7 +41,8 @@ class _Wait:
 class Failover:
     """Owned by the ``Fleet``; runs on the gateway's event loop. ``run`` is a task for the gateway's whole life.
 
-    ``choose(call, address)`` gives the replica for a call, rather not the one at ``address``; None while none is ready.
+    ``choose(call, address)`` gives the replica for a call, rather not the one at ``address``; None while none can take
+    it.
     """
 
     def __init__(
@@ -56,24 +58,39 @@ class Failover:
         self._here: dict[Call, None] = {}  # those that no session has
         self._trial = Trial()
         self._news = asyncio.Event()
-        self._closed_with: TokaError | None = None
+        self.closed_with: TokaError | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is waited for."""
+        return self._patience_s > 0
 
     def wake(self) -> None:
         """A replica may be ready that was not."""
         self._news.set()
 
+    def begin(self, call: Call, error: TokaError) -> None:
+        """There is no scheduler for ``call``, which is new. Raises ``TokaError``: ``error`` when it is not to wait."""
+        if not self.on:
+            raise error
+        if len(self._here) >= _MOST_NEW:
+            raise Overloaded(f"{len(self._here)} requests wait for a scheduler; {error.message}", retry_after_s=1.0)
+        self._waits[call] = _Wait(None, error, time.monotonic() + self._patience_s)
+        self._take(call)
+
     def lose(self, tokens: Mapping[Choice, np.ndarray], error: TokaError, reason: FailoverReason) -> None:
         """Choices, and what came of them since they were sent, are at no scheduler any more, for ``error``."""
         generations = dict.fromkeys(choice.generation for choice in tokens)
-        if self._closed_with is not None or not self._patience_s:
+        if self.closed_with is not None or not self.on:
             for generation in generations:
-                generation.fail(self._closed_with or error)
+                generation.fail(self.closed_with or error)
             return
-        if reason != "drained":  # who drains dies of nothing
+        if reason == "worker":
             for choice in tokens:
-                choice.setbacks += 1  # until its next token
-            if (guilty := self._trial.lost(tokens)) is not None:
-                guilty.generation.fail(_found_out(guilty, error))
+                choice.setbacks += 1
+        elif reason != "drained":  # who drains dies of nothing
+            for choice in self._trial.lost(tokens):
+                choice.generation.fail(_found_out(choice, error))
         for generation in generations:
             for call in generation.lost(tokens):
                 self._waits[call] = _Wait(reason, error, time.monotonic() + self._patience_s)
@@ -85,8 +102,8 @@ class Failover:
         """The scheduler at the address ``by`` rejected ``call``. What none can take ends; a full queue refuses only
         what never was in one."""
         again = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and call.accepted)
-        if self._closed_with is not None or not self._patience_s or not again:
-            call.generation.fail(self._closed_with or error)
+        if self.closed_with is not None or not self.on or not again:
+            call.generation.fail(self.closed_with or error)
             return
         now = time.monotonic()
         wait = self._waits.setdefault(call, _Wait("refused", error, now + self._patience_s))
@@ -98,7 +115,7 @@ class Failover:
 
     def fail_all(self, error: TokaError) -> None:
         """End what waits with ``error``, and from now on all that is lost."""
-        self._closed_with = error
+        self.closed_with = error
         for call in list(self._here):
             call.generation.fail(error)
         self._here.clear()
@@ -107,12 +124,13 @@ class Failover:
         """Send what waits; ends only by being cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S if self._here else None):
+                async with asyncio.timeout(_LOOK_S if self._here or self._trial.busy else None):
                     await self._news.wait()
             self._news.clear()
+            self._trial.let_go(time.monotonic())
             for number, call in enumerate(list(self._here), 1):
-                if call in self._here and not self._try(call):
-                    break
+                if call in self._here:
+                    self._try(call)
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
 
@@ -122,39 +140,42 @@ class Failover:
         self._here[call] = None
         self._news.set()
 
-    def _try(self, call: Call) -> bool:
-        """Send ``call``, if it can be now, or give it up. False when nothing can be sent for now."""
+    def _try(self, call: Call) -> None:
+        """Send ``call``, if it can be now, or give it up."""
         wait, now = self._waits[call], time.monotonic()
-        if now >= wait.give_up_at:
-            self._here.pop(call)
-            call.generation.fail(wait.error)
-            return True
-        if now < wait.not_before or not self._trial.admits(call, now):
-            return True
-        replica = self._choose(call, wait.refused_by)
-        if replica is None:
-            return True
-        if replica.backlog > _MOST_BACKLOG:
-            return False
         try:
-            replica.submit(call)
-        except (Overloaded, Unavailable):
-            return True
+            if now >= wait.give_up_at:
+                raise wait.error
+            if now < wait.not_before or not self._trial.admits(call):
+                return
+            replica = self._choose(call, wait.refused_by)
+            if replica is None:
+                return
+            with contextlib.suppress(Overloaded, Unavailable):  # it has changed its mind
+                replica.submit(call)
+                self._sent(call, wait, now)
+                del self._here[call]
         except TokaError as error:
-            call.generation.fail(error)
-        else:
-            self._trial.sent(call, now)
-            for choice in call.choices:
-                choice.late_s = time.perf_counter() - call.generation.began_at
+            self._end(call, error)
+        except Exception as error:  # one request's trouble is not the others'
+            log.error("a request could not be sent", request_id=call.part.request_id, exc_info=error)
+            self._end(call, Internal.logged())
+
+    def _sent(self, call: Call, wait: _Wait, now: float) -> None:
+        self._trial.sent(call, now)
+        for choice in call.choices:
+            choice.late_s = time.perf_counter() - call.generation.began_at
+        if wait.reason is not None:
             self._metrics.count_failovers(wait.reason, len(call.choices))
-        self._here.pop(call)
-        return True
+
+    def _end(self, call: Call, error: TokaError) -> None:
+        self._here.pop(call, None)
+        call.generation.fail(error)
 
 
-def _found_out(call: Call, error: TokaError) -> Internal:
-    times = max(choice.setbacks for choice in call.choices)
+def _found_out(choice: Choice, error: TokaError) -> Internal:
     return Internal(
-        f"{times} schedulers in a row were lost with this request and without a new token of it, the last one with no"
-        f" other suspect: it is not sent again ({error.message})",
+        f"{choice.setbacks} schedulers in a row were lost with this request and without a new token of it, {PROVEN} of"
+        f" them with no other suspect: it is not sent again ({error.message})",
         reason="SCHEDULERS_LOST",
     )

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from services.common.errors import NotFound, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
-from services.gateway.failover import Failover
+from services.gateway.failover import MOST_BACKLOG, Failover
 from services.gateway.generation import Call, Generation
 from services.gateway.job import Job
 from services.gateway.metrics import RequestMetrics
@@ -38,7 +38,7 @@ class Fleet:
         self.draining = False
         self._timings = timings
         self._router = PrefixRouter()
-        self._failover = Failover(self._choose, metrics, timings.failover)
+        self._failover = Failover(self._choose_again, metrics, timings.failover)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
         client_id = f"gateway-{socket.gethostname()}-{os.getpid()}"
@@ -76,10 +76,11 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fail_all(self, error: TokaError) -> None:
-        """End every request with ``error``, and from now on those that lose their scheduler."""
+        """End every request with ``error``, and from now on new ones, too."""
         self._failover.fail_all(error)
         for replica in self.replicas:
             replica.fail_all(error)
+        self._on_change()
 
     @property
     def trouble(self) -> str:
@@ -101,50 +102,70 @@ class Fleet:
         return await self._once(lambda: list(self.models.values()))
 
     async def model(self, name: str | None) -> ModelFacts:
-        """The model ``name`` (None: the only one), once a scheduler is ready for it.
+        """The model ``name`` (None: the only one), once a scheduler was ready for it; without failover, once one is.
 
         Waits a bounded time for one; then raises ``Unavailable``. Raises ``NotFound`` for a name nobody serves.
         """
 
         def ready() -> ModelFacts | None:
             facts = self._look_up(known, name) if (known := self.models) else None
-            return facts if facts is not None and self._ready(facts.id) else None
+            return facts if facts is not None and (self._failover.on or self._ready(facts.id)) else None
 
         return await self._once(ready)
 
     async def _once(self, find: Callable[[], Found | None]) -> Found:
-        """What ``find`` gives, as soon as it gives something."""
-        give_up_at = time.monotonic() + self._timings.wait_for_ready
+        """What ``find`` gives, as soon as it gives something. A scheduler that is on its way is waited for as others
+        are that lost theirs; where there never was one, whoever asks should soon ask somebody else."""
+        began_at = time.monotonic()
         while not (found := find()):
-            changed = self._changed
+            self._check_open()
+            changed, patience_s = self._changed, self._timings.wait_for_ready
+            if any(replica.expected for replica in self.replicas):
+                patience_s = max(patience_s, self._timings.failover)
             try:
-                async with asyncio.timeout(give_up_at - time.monotonic()):
+                async with asyncio.timeout(began_at + patience_s - time.monotonic()):
                     await changed.wait()
             except TimeoutError:
-                raise Unavailable(f"no scheduler is ready: {self.trouble or 'try again'}") from None
+                raise self._nobody() from None
         return found
 
+    def _check_open(self) -> None:
+        if (error := self._failover.closed_with) is not None:
+            raise error
+
+    def _nobody(self) -> Unavailable:
+        return Unavailable(f"no scheduler is ready: {self.trouble or 'try again'}")
+
     def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
-        """Send ``jobs``, each to the replica that suits it. The caller closes what it gets. Raises ``TokaError``."""
+        """Send ``jobs``, each to the replica that suits it, or to the first one that will be ready. The caller closes
+        what it gets. Raises ``TokaError``."""
+        self._check_open()
         generation = Generation(jobs, streaming=streaming)
         try:
             for call in generation.calls:
-                replica = self._choose(call)
-                if replica is None:
-                    raise Unavailable(f"no scheduler is ready: {self.trouble}")
-                replica.submit(call)
-        except TokaError:
+                if ready := self._ready(call.part.job.model):
+                    self._choose(call, ready).submit(call)
+                else:
+                    self._failover.begin(call, self._nobody())
+        except BaseException:
             generation.close()
             raise
         return generation
 
-    def _choose(self, call: Call, not_this: str | None = None) -> Replica | None:
-        """Who gets ``call``; the replica at the address ``not_this`` only when no other is ready."""
-        job = call.part.job
-        ready = self._ready(job.model)
+    def _choose(self, call: Call, ready: Sequence[Replica]) -> Replica:
+        return self._router.choose(ready, call.part.job.prompt_ids, call.part.job.settings.cache_salt)
+
+    def _choose_again(self, call: Call, not_this: str | None) -> Replica | None:
+        """Who gets ``call``, which waited; the replica at the address ``not_this`` only when there is no other. None
+        while nobody can take it."""
+        ready = [
+            replica
+            for replica in self._ready(call.part.job.model)
+            if replica.backlog <= MOST_BACKLOG and (replica.model.can_resume or not call.part.resumes)
+        ]
         if not_this is not None:
             ready = [replica for replica in ready if replica.address != not_this] or ready
-        return self._router.choose(ready, job.prompt_ids, job.settings.cache_salt) if ready else None
+        return self._choose(call, ready) if ready else None
 
     async def _unload_stalled(self) -> None:
         """What is at a replica that does not go on, while another is ready, goes on there."""

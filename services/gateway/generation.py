@@ -29,7 +29,7 @@ class Choice:
 
     __slots__ = (
         "ending", "generation", "held", "index", "late_s", "new_ids", "new_logprobs", "noticed", "prompt_index",
-        "setbacks",
+        "setbacks", "strikes",
     )  # fmt: skip
 
     def __init__(self, generation: "Generation", index: int, prompt_index: int) -> None:
@@ -43,7 +43,8 @@ class Choice:
         # Of a choice whose scheduler was lost:
         self.held: np.ndarray = NO_TOKENS  # uint32, its tokens when it was sent last
         self.late_s = 0.0  # from when it was sent first to when it was sent last
-        self.setbacks = 0  # schedulers lost since its last token
+        self.setbacks = 0  # schedulers lost, or left, since its last token
+        self.strikes = 0  # lost ones among them at which it was under suspicion alone
 
     def take(self) -> tuple[list[int] | np.ndarray, list[TokenLogprob | None]]:
         """The new tokens, less a stop token at the very end: its text is not part of the answer."""
@@ -56,11 +57,11 @@ class Choice:
 
 @dataclass(eq=False)
 class Call:
-    """One part of a job at one scheduler: its sample i is ``choices[i]``."""
+    """One part of a job at one scheduler: its sample i is ``choices[i]`` until some of them go on elsewhere."""
 
     part: Part
     generation: "Generation"
-    choices: Sequence[Choice]
+    choices: Sequence[Choice]  # without those that have left it for another call
     accepted: bool = False  # by a scheduler, once
     attempt: int = 0  # schedulers that were lost with it
     # Set by whoever has it, a session or ``Failover``: ends what is still running there.
@@ -104,8 +105,11 @@ class Generation:
             self._wake()
 
     def score(self, prompt_index: int, scores: PromptScores) -> None:
-        """Log-probabilities of a prompt, before the first token behind it."""
-        self.prompt_scores[prompt_index].append(scores)
+        """Log-probabilities of a prompt, before the first token behind it. What does not follow on what was told was
+        asked for before a loss."""
+        told = self.prompt_scores[prompt_index]
+        if scores.start == 1 + _scored(told):
+            told.append(scores)
 
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
@@ -162,9 +166,12 @@ class Generation:
         kept, made = [], []
         for call in self.calls:
             left = [choice for choice in call.choices if choice in tokens]
-            if left:
-                made += self._rest_of(call, left, tokens)
-            else:
+            if not left:
+                kept.append(call)
+                continue
+            made += self._rest_of(call, left, tokens)
+            if stay := [choice for choice in call.choices if choice not in tokens and choice.ending is None]:
+                call.choices = stay
                 kept.append(call)
         self.calls = kept + made
         return made
@@ -181,7 +188,7 @@ class Generation:
                 runs.append([])
             runs[-1].append(choice)
         scores, told = part.scores, self.prompt_scores[left[0].prompt_index]
-        if scores and sum(len(some.logprobs) for some in told) >= len(job.prompt_ids) - 1:
+        if scores and _scored(told) >= len(job.prompt_ids) - 1:
             scores = False
         elif scores:
             told.clear()  # they come again
@@ -241,6 +248,10 @@ class Generation:
             await self._waiter
         if self._error is not None:
             raise self._error
+
+
+def _scored(told: Sequence[PromptScores]) -> int:
+    return sum(len(some.logprobs) for some in told)
 
 
 def _with_what_was_before(ending: Ending, choice: Choice) -> Ending:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -257,7 +258,8 @@ def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
 
 def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("services.client.runner.time", SimpleNamespace(monotonic=lambda: clock.now))
+    times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("services.gateway.failover.time", times)
     fragile = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
     try:
         with LLM(address=fragile.scheduler_address, patience_s=600) as llm, ThreadPoolExecutor() as threads:

@@ -17,6 +17,7 @@ from bench.server import free_port
 from services.common.process import PARENT_PID
 
 PATIENCE_S = 60.0
+BOOT_S = 100.0  # processes that begin on a busy machine
 
 
 class Process:
@@ -47,6 +48,11 @@ class Process:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """The one that it ended with, negative for a signal; None while it runs."""
+        return self._process.poll()
 
     def kill(self) -> None:
         """End it at once, stopped or not."""
@@ -113,11 +119,14 @@ class Deployment:
 
     def wait_ready(self) -> "Deployment":
         try:
-            eventually(lambda: self.status("/ready") == 200 or not (self.scheduler.running and self.gateway.running))
+            eventually(
+                lambda: self.status("/ready") == 200 or not (self.scheduler.running and self.gateway.running), BOOT_S
+            )
             assert self.status("/ready") == 200
         except AssertionError:
+            ended = {"scheduler": self.scheduler.status, "gateway": self.gateway.status}
             self.stop()
-            raise AssertionError(f"the deployment is not ready:\n{self.logs()}") from None
+            raise AssertionError(f"the deployment is not ready; exit statuses {ended}:\n{self.logs()}") from None
         return self
 
     def post(self, path: str, body) -> httpx.Response:
@@ -145,9 +154,9 @@ class Deployment:
         return AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     """Wait, within bounds, until ``condition`` holds."""
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < give_up_at, "it did not happen in time"
         time.sleep(0.05)

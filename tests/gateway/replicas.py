@@ -9,18 +9,18 @@ from tests.gateway.deployment import Deployment, Process, free_port
 
 
 class Engines:
-    """Schedulers with a worker each. ``flags``: of every scheduler."""
+    """Schedulers, each run by ``program``, with a worker each. ``flags``: of every scheduler."""
 
-    def __init__(self, directory: Path, count: int, *, worker: dict | None = None, **flags) -> None:
+    def __init__(
+        self, directory: Path, count: int, *, program: str = "services.scheduler", worker: dict | None = None, **flags
+    ) -> None:
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
         self.workers, self.schedulers = [], []
         for number, address in enumerate(self.addresses):
             listen = f"127.0.0.1:{free_port()}"
             log = directory / f"engine{number}.log"
             self.workers.append(Process(log, "tests.fakes.worker", listen=listen, **worker or {}))
-            self.schedulers.append(
-                Process(log, "services.scheduler", scheduler_listen=address, worker_addresses=listen, **flags)
-            )
+            self.schedulers.append(Process(log, program, scheduler_listen=address, worker_addresses=listen, **flags))
 
     def stop(self) -> None:
         for process in (*self.schedulers, *self.workers):

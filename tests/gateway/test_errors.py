@@ -30,6 +30,14 @@ def test_a_body_that_is_no_json_object(deployment, path, body):
 
 
 @pytest.mark.parametrize(
+    "value", ['"prompt": 1, "n": DEEP', '"prompt": [DEEP]', '"prompt": "x", "logit_bias": {"5": DEEP}']
+)
+def test_a_value_that_is_nested_too_deeply_to_be_shown(deployment, value):
+    deep = "[" * 1000 + "]" * 1000
+    error_of(deployment.post(COMPLETIONS, f"{{{value.replace('DEEP', deep)}}}".encode()), 400)
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"n": 0}, "n"),

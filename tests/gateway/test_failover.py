@@ -11,7 +11,7 @@ from services.gateway.generation import Call, Generation
 from services.gateway.job import Job, Settings
 from services.gateway.metrics import RequestMetrics
 from services.gateway.session.codec import Ending, PromptScores
-from services.gateway.trial import PROVEN
+from services.gateway.trial import PROVEN, SUSPICIOUS
 
 LOST = Unavailable("the scheduler was lost: it died; send the request again")
 NOTHING = np.zeros(0, np.uint32)
@@ -107,6 +107,28 @@ def test_a_request_without_a_seed_keeps_the_one_that_was_drawn():
     assert generation(seed=None).calls[0].part.seed != seed
 
 
+def test_of_samples_that_were_sent_together_each_may_be_lost_in_its_turn():
+    running = generation(3)
+    [call] = running.calls
+    [first] = running.lost({running.choices[1]: np.array([4], np.uint32)})
+    assert running.calls == [call, first]
+    assert call.choices == [running.choices[0], running.choices[2]]
+    [again, other] = running.lost({running.choices[0]: NOTHING, running.choices[1]: NOTHING})
+    assert [again.choices, other.choices] == [[running.choices[0]], [running.choices[1]]]
+    assert other.part.held.tolist() == [4]
+    [last] = running.lost({running.choices[2]: NOTHING})
+    assert running.calls == [again, other, last]
+    assert len({each.part.request_id for each in (call, first, again, other, last)}) == 5
+
+
+def test_scores_of_a_prompt_that_were_asked_for_twice_are_taken_once():
+    running = generation(prompt_logprobs=1)
+    none = np.zeros(0, np.float32)
+    for place in (1, 1, 2, 2, 1):
+        running.score(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
+    assert [scores.start for scores in running.prompt_scores[0]] == [1, 2]
+
+
 def test_only_what_is_lost_is_sent_again():
     running = generation(2, prompts=2)
     kept = running.calls[1]
@@ -159,7 +181,7 @@ async def test_what_is_lost_is_sent_again_and_counted():
 async def test_a_request_that_schedulers_die_of_is_not_sent_for_ever():
     async with Place() as place:
         running = generation()
-        for _ in range(PROVEN - 1):
+        for _ in range(SUSPICIOUS + PROVEN - 1):
             place.failover.lose(tokens(running, 0), LOST, "lost")
             await place.sent(1)
         place.failover.lose(tokens(running, 0), LOST, "drained")  # not its fault
@@ -193,7 +215,63 @@ async def test_of_many_that_were_lost_together_only_the_one_that_schedulers_die_
                 here.add(call.generation)
         assert isinstance(poison._error, Internal)
         assert [running._error for running in many if running is not poison] == [None] * 11
-        assert PROVEN <= deaths < 6
+        assert SUSPICIOUS + PROVEN <= deaths < 9
+
+
+async def test_schedulers_that_die_of_something_else_cost_nobody_a_request():
+    """However often, and without a token in between, as long as there are several of them."""
+    async with Place() as place:
+        many = [generation() for _ in range(4)]
+        here = {running.choices[0]: NOTHING for running in many}
+        for _ in range(3 * PROVEN):
+            place.failover.lose(here, LOST, "lost")
+            here = {choice: NOTHING for call in await place.sent(2) for choice in call.choices}
+        assert [running._error for running in many] == [None] * 4
+
+
+async def test_who_gets_on_after_losses_alone_is_innocent():
+    async with Place() as place:
+        running = generation()
+        for _ in range(3):
+            for _ in range(SUSPICIOUS + PROVEN - 1):
+                place.failover.lose(tokens(running, 0), LOST, "lost")
+                await place.sent(1)
+            running.choices[0].setbacks = running.choices[0].strikes = 0  # a token
+        assert running._error is None
+
+
+async def test_a_new_request_waits_for_a_scheduler_and_is_not_counted_as_lost():
+    async with Place() as place:
+        running = generation()
+        place.failover.begin(running.calls[0], LOST)
+        assert await place.sent(1) == running.calls
+        assert not any(count[0] for count in place.metrics._failovers.values())
+
+
+async def test_not_too_many_new_requests_wait(monkeypatch):
+    monkeypatch.setattr("services.gateway.failover._MOST_NEW", 2)
+    place = Place()
+    for _ in range(2):
+        place.failover.begin(generation().calls[0], LOST)
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        place.failover.begin(generation().calls[0], LOST)
+
+
+async def test_a_request_that_cannot_be_written_ends_alone(monkeypatch):
+    async with Place() as place:
+        cursed, good = generation(), generation()
+        submit = place.scheduler.submit
+
+        def fails_for_one(call: Call) -> None:
+            if call.generation is cursed:
+                raise ValueError("cursed")
+            submit(call)
+
+        monkeypatch.setattr(place.scheduler, "submit", fails_for_one)
+        for running in (cursed, good):
+            place.failover.lose(tokens(running, 0), LOST, "lost")
+        assert (await place.sent(1))[0].generation is good
+        assert isinstance(await failed(cursed), Internal)
 
 
 async def test_who_waits_for_too_long_hears_of_the_loss():

@@ -3,11 +3,13 @@
 import asyncio
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 
+from services.common.errors import NotFound, Unavailable
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generation
@@ -190,3 +192,98 @@ async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, finger
         engines.schedulers[0].kill()
         await ends(running)
         assert set(failovers(fleet)) == {"lost"}
+
+
+async def test_a_thousand_samples_go_on_at_once(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 2, worker={"step_ms": 20})
+    async with fleet_of(engines, fingerprint) as fleet:
+        running = some(fleet, 500, streaming=False, tokens=20)
+        await eventually_async(lambda: all(replica.load.running_sequences for replica in fleet.replicas))
+        engines.schedulers[0].kill()
+        await ends(running)
+        assert 100 < failovers(fleet)["lost"] <= 1000
+
+
+async def test_a_new_request_waits_for_a_scheduler_as_one_does_that_lost_its_own(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 1)
+    async with fleet_of(engines, fingerprint, wait_for_ready=0.01) as fleet:
+        engines.schedulers[0].kill()
+        await eventually_async(lambda: not fleet.replicas[0].ready)
+        assert (await fleet.model(None)).id == "tokasaurus-builtin"  # known, though nobody serves it
+        running = some(fleet, 3) + some(fleet, 3, streaming=False)
+        engines.schedulers[0].start()
+        await ends(running)
+        assert failovers(fleet) == {}  # they lost nothing
+
+
+async def test_who_comes_while_a_worker_boots_waits_for_it_and_who_comes_for_nobody_does_not(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 1)
+    for process in (*engines.workers, *engines.schedulers):
+        process.kill()
+    fleet = Fleet(
+        engines.addresses,
+        tokenizer_fingerprint=fingerprint,
+        metrics=RequestMetrics(),
+        timings=Timings(wait_for_ready=0.1),
+    )
+    fleet.start()
+    try:
+        with pytest.raises(Unavailable, match="no scheduler is ready"):
+            await fleet.model(None)
+        engines.schedulers[0].start()
+        await eventually_async(lambda: "worker is not there" in fleet.trouble)
+        waits = asyncio.create_task(fleet.model(None))
+        await asyncio.wait([waits], timeout=0.5)  # longer than for nobody
+        assert not waits.done()
+        engines.workers[0].start()
+        async with asyncio.timeout(60):
+            assert (await waits).id == "tokasaurus-builtin"
+    finally:
+        await fleet.stop()
+        engines.stop()
+
+
+async def test_who_waits_for_a_scheduler_when_the_gateway_ends_hears_why(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 1)
+    async with fleet_of(engines, fingerprint) as fleet:
+        engines.schedulers[0].kill()
+        await eventually_async(lambda: not fleet.replicas[0].ready)
+        [waiting] = some(fleet, 1)
+        unknown = asyncio.create_task(fleet._once(lambda: None))
+        await asyncio.sleep(0)
+        fleet.fail_all(end := Unavailable("the gateway is shutting down"))
+        for asked in (waiting.news(), unknown, fleet.model("x")):
+            with pytest.raises((Unavailable, NotFound)) as caught:
+                await asked
+            assert caught.value is end or isinstance(caught.value, NotFound)
+        with pytest.raises(Unavailable, match="shutting down"):
+            some(fleet, 1)
+
+
+async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(tmp_path, fingerprint):
+    """Some had a token at the second scheduler when its worker went, and others had none: those stay."""
+    engines = Engines(tmp_path, 2, worker={"step_ms": 20, "max_slots": 2})
+    async with fleet_of(engines, fingerprint, move_after=1e6) as fleet:
+        [running] = some(fleet, 1, n=6)
+        await first_tokens([running])
+        owner = next(replica for replica in fleet.replicas if replica._session._samples)
+        other = next(replica for replica in fleet.replicas if replica is not owner)
+        for choice in running.choices:
+            choice.setbacks = int(choice.index % 2)  # as if lost before, and without a token since
+        owner.hand_over()
+        assert {choice.index for choice in other._session._samples.values() if choice} <= {0, 2, 4}
+        engines.schedulers[fleet.replicas.index(owner)].kill()
+        await ends([running])
+
+
+async def test_schedulers_that_cannot_resume_are_not_asked_to(tmp_path, fingerprint):
+    engines = Engines(tmp_path, 2, worker={"step_ms": 20})
+    async with fleet_of(engines, fingerprint) as fleet:
+        running = some(fleet, 4)
+        await first_tokens(running)
+        old = fleet.replicas[1]
+        old.model = replace(old.model, contract_version="1.4")
+        engines.schedulers[0].kill()
+        await eventually_async(lambda: not fleet.replicas[0].ready)
+        engines.schedulers[0].start()
+        await ends(running)

@@ -99,7 +99,7 @@ def test_a_new_request_waits_a_moment_for_a_scheduler_that_is_coming(fragile):
 
 
 async def test_a_hung_scheduler_is_found_by_its_heartbeat(fragile, tokenizer):
-    timings = Timings(heartbeat_interval=0.1, heartbeat_timeout=1.0, wait_for_ready=0.1)
+    timings = Timings(heartbeat_interval=0.1, heartbeat_timeout=1.0, wait_for_ready=0.1, failover=0)
     fleet = Fleet(
         [fragile.scheduler_address],
         tokenizer_fingerprint=tokenizer.fingerprint,

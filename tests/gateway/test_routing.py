@@ -59,8 +59,23 @@ def test_a_lost_replica_is_not_waited_for():
     assert router.choose([second, Target("c", 1)], prompt(0)).address == "c"
 
 
-def test_what_the_router_remembers_is_bounded():
-    router, targets = PrefixRouter(), [Target("a"), Target("b")]
-    for first in range(0, 3 * MAX_BLOCKS, 256):
-        router.choose(targets, prompt(first, 256 * BLOCK_TOKENS))
-    assert len(router._owners) <= MAX_BLOCKS
+def test_the_last_of_many_prompts_is_remembered_in_as_much_memory_as_the_first():
+    router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
+    size = router._seen.nbytes
+    for start in range(0, 3 * MAX_BLOCKS, 256):
+        router.choose([first, second], prompt(start, 256 * BLOCK_TOKENS))
+    assert router._seen.nbytes == size
+    first.outstanding_tokens = 1000
+    assert router.choose([first, second], prompt(start, 256 * BLOCK_TOKENS)) is first
+
+
+def test_the_longer_of_two_cached_prefixes_counts():
+    router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
+    router.choose([first, second], prompt(0))
+    longer = np.concatenate([prompt(0), prompt(9000)])
+    first.outstanding_tokens = SLACK_TOKENS + 100
+    assert router.choose([first, second], longer) is second  # and now it has the short one, too
+    first.outstanding_tokens = 0
+    router.choose([first, Target("c", 5)], prompt(0))
+    assert router.choose([first, second], prompt(0)) is first
+    assert router.choose([first, second], longer) is second

@@ -35,8 +35,8 @@ class Timings:
     heartbeat_timeout: float = 10.0  # without an answer the scheduler counts as hung
     first_backoff: float = 0.1
     last_backoff: float = 2.0
-    wait_for_ready: float = 10.0  # how long a new request waits for a scheduler: a worker restarts in less
-    failover: float = 120.0  # how long one that lost its scheduler waits for another; 0: it ends
+    wait_for_ready: float = 10.0  # how long a request waits while no scheduler was ever there, or without failover
+    failover: float = 120.0  # how long one waits for a scheduler, new or lost with another one; 0: it does not
     # How long requests stay with a scheduler that says it is not ready while another one is. What its worker had
     # computed is lost anyway; so this is the time to find it back by a new connection, and no more.
     move_after: float = 3.0
@@ -262,7 +262,7 @@ class Session:
             if before:
                 self._metrics.inter_token.observe((now - before) / count, count)
                 continue
-            choice.setbacks = 0
+            choice.setbacks = choice.strikes = 0
             if choice.generation.first_token_at is None:
                 choice.generation.first_token_at = now
 

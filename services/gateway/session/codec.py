@@ -12,7 +12,7 @@ from services.common.rpc.status import from_status
 from services.gateway.job import Grammar, Part, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
-CONTRACT_MAJOR = "1"
+CONTRACT_MAJOR, RESUME_MINOR = "1", 5
 
 # Those that a scheduler has a default for.
 _SAMPLING = (
@@ -47,6 +47,12 @@ class ModelFacts:
     contract_version: str
     prompt_logprobs: bool = False  # whether it has them
     grammars: bool = False  # whether answers can be held to one
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether its scheduler knows ``Resume``: an older one would take an answer's tokens for its prompt."""
+        minor = self.contract_version.split(".")[1:2]
+        return bool(minor) and minor[0].isdecimal() and int(minor[0]) >= RESUME_MINOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Replica:
         self._dialer = dialer
         self._session: Session | None = None
         self._trouble = "not connected yet"
+        self._boots = False
         self._stalled_since: float | None = None
 
     @property
@@ -80,6 +81,11 @@ class Replica:
         if self._session is None:
             return self._trouble
         return (self.load.not_ready_reason if self.load is not None else "") or "its worker does not answer yet"
+
+    @property
+    def expected(self) -> bool:
+        """It was ready once, or answers, and its worker is still to come."""
+        return self.model is not None or self._boots
 
     @property
     def stalled_s(self) -> float:
@@ -212,7 +218,7 @@ class Replica:
         reason = error.message
         if reason != self._trouble or self._session is not None:
             log.warning("scheduler not available", scheduler=self.address, reason=reason)
-        self._trouble = reason
+        self._trouble, self._boots = reason, error.reason == "NO_WORKER"
         lost = Unavailable(f"the scheduler was lost: {reason}; send the request again")
         self._drop_session(lost, self._kind_of_loss(error))
 

@@ -35,7 +35,7 @@ class ServedModel:
     def shape(self) -> WorkerShape:
         """Raises ``Unavailable`` until a worker was there."""
         if self._shape is None:
-            raise Unavailable("the worker is not there yet; try again")
+            raise Unavailable("the worker is not there yet; try again", reason="NO_WORKER")
         return self._shape
 
     def set_shape(self, shape: WorkerShape) -> None:

@@ -257,3 +257,101 @@ async def test_the_admin_sockets_have_an_application_of_their_own():
             await client.send(HEAD + b"content-length: 0\r\n\r\n")
             assert status in await client.head()
             client.writer.close()
+
+
+async def test_operators_get_in_when_clients_have_all_connections():
+    async with serving(answer, max_connections=1) as server:
+        clients = [await Client.of(server.port) for _ in range(2)]
+        assert b" 503 " in await clients[1].head()
+        operator = await Client.of(server.admin_port)
+        await operator.send(HEAD + b"content-length: 0\r\n\r\n")
+        assert b" 200 " in await operator.head()
+        operator.writer.close()
+        for client in clients:
+            client.writer.close()
+
+
+@pytest.mark.parametrize("trailer", [b"x-more: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
+async def test_trailers_are_bounded_as_heads_are(trailer):
+    async with serving(answer, max_header_bytes=20_000) as server:
+        client = await Client.of(server.port)
+        await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nx-first: ")
+        ended = asyncio.create_task(client.rest())
+        try:
+            for _ in range(1000):
+                if ended.done():
+                    break
+                await client.send(trailer)
+                await asyncio.sleep(0)
+        except ConnectionError:
+            pass
+        assert b" 431 " in await ended or not ended.result()
+
+
+async def test_chunks_of_one_byte_are_no_trailers():
+    async with serving(answer, max_header_bytes=20_000) as server:
+        client = await Client.of(server.port)
+        await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
+        assert b" 200 " in await client.head()
+        assert await client.body(5) == b"20000"
+        client.writer.close()
+
+
+async def test_a_trailer_is_no_header():
+    headers = []
+
+    async def endpoint(scope, receive, send):
+        await answer(scope, receive, send)
+        headers.extend(scope["headers"])
+
+    async with serving(endpoint) as server:
+        client = await Client.of(server.port)
+        await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nauthorization: Bearer tk-x\r\n\r\n")
+        assert b" 200 " in await client.head()
+        client.writer.close()
+    assert headers == [(b"host", b"test"), (b"transfer-encoding", b"chunked")]
+
+
+FRAMED = {
+    "length": (b"content-length: 10\r\n", b"0123456789"),
+    "chunks": (b"transfer-encoding: chunked\r\n", b"4\r\n0123\r\n6\r\n456789\r\n0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("framing", FRAMED)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_request_for_another_protocol_keeps_its_body(framing, at_once):
+    """As Java's client sends it, which would speak HTTP/2; a body that were taken for the next request could be one
+    that its sender's proxy never saw."""
+    asked = []
+
+    async def endpoint(scope, receive, send):
+        asked.append((scope["method"], scope["path"]))
+        await answer(scope, receive, send)
+
+    header, body = FRAMED[framing]
+    head = HEAD + header + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAEA\r\n\r\n"
+    async with serving(endpoint) as server:
+        client = await Client.of(server.port)
+        for _ in range(2):
+            for part in [head + body] if at_once else [head, body[:5], body[5:]]:
+                await client.send(part)
+                await asyncio.sleep(0.02)
+            assert b" 200 " in await client.head()
+            assert await client.body(2) == b"10"
+        await client.send(b"GET /next HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n" * 2)
+        for _ in range(2):
+            assert b" 200 " in await client.head()
+            assert await client.body(1) == b"0"
+        client.writer.close()
+    assert asked == [("POST", "/")] * 2 + [("GET", "/next")] * 2
+
+
+async def test_what_cannot_be_read_leaves_nothing_in_the_log(caplog):
+    async with serving(answer) as server:
+        for sent in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"):
+            client = await Client.of(server.port)
+            await client.send(sent)
+            assert (await client.head()).startswith(b"HTTP/1.1 ")
+            client.writer.close()
+    assert not caplog.records

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from services.common.config import GatewayConfig
+from services.gateway.access.guard import exposure
 from tests.gateway.access.conftest import start
 from tests.gateway.deployment import PATIENCE_S, Process, eventually
 
@@ -112,6 +114,37 @@ def test_two_authorizations_are_none(guarded):
     assert answer.status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [(GET, "/health%0a"), (GET, "/v1/models%0A"), (POST, "/v1/completions%0a"), (GET, "/v1/models/%00")],
+)
+def test_a_path_with_a_control_character_leads_nowhere(guarded, method, path):
+    with guarded.http("team") as client:
+        body = {"json": BODY} if method == POST else {}
+        answer = client.request(method, path, **body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+
+
+def test_what_is_the_matter_with_schedulers_and_the_store_is_for_operators(tmp_path):
+    (tmp_path / "file").touch()
+    made = start(tmp_path, failover_seconds=0, admin_port=0, store_dir=tmp_path / "file" / "store")
+    try:
+        made.running.scheduler.kill()
+        with made.http("boss") as client:
+            eventually(lambda: client.get("/ready").status_code == 503)
+            assert made.running.scheduler_address in client.get("/ready").text
+        with made.http("team") as client:
+            answers = [client.post("/v1/completions", json=BODY), client.get("/v1/files")]
+            together = client.post("/v1/chat/completions/batch", json=[BODY])
+        assert [answer.status_code for answer in answers] == [503, 503]
+        for answer in (*answers, together):
+            assert "operators are told why" in answer.text
+            assert "127.0.0.1" not in answer.text
+            assert str(tmp_path) not in answer.text
+    finally:
+        made.running.stop()
+
+
 def test_probes_are_open_and_tell_little(guarded):
     with guarded.http(None) as client:
         assert client.get("/health").status_code == client.get("/ping").status_code == 200
@@ -137,6 +170,8 @@ def one_port(tmp_path_factory):
 
 
 def test_without_that_port_the_scope_admin_opens_it(one_port):
+    with one_port.http("team") as client:
+        assert client.get("/metrics%0a").status_code == 404
     for name, status, detail in ((None, 401, False), ("team", 403, False), ("boss", 200, True)):
         with one_port.http(name) as client:
             assert client.get("/metrics").status_code == status
@@ -162,6 +197,24 @@ def test_a_gateway_does_not_start_with_a_wrong_file(tmp_path):
     process = Process(tmp_path / "log", "services.gateway", api_keys_file=tmp_path / "none.toml", port=0)
     assert process.wait() == 1
     assert "api_keys_file=" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "reasons"),
+    [
+        ({"host": "127.0.0.1"}, []),
+        ({"host": "::1", "admin_port": 1}, []),
+        ({"host": "0.0.0.0"}, ["without a key"]),
+        ({"host": "::", "http_cert": "c", "http_key": "k"}, ["without a key"]),
+        ({"host": "0.0.0.0", "api_keys_file": "f"}, ["unencrypted"]),
+        ({"host": "0.0.0.0", "api_keys_file": "f", "http_cert": "c", "http_key": "k"}, []),
+        ({"admin_port": 1, "admin_host": "0.0.0.0"}, ["admin_port=1"]),
+    ],
+)
+def test_a_gateway_says_what_is_dangerous_about_its_addresses(given, reasons):
+    said = exposure(GatewayConfig(**given))
+    assert len(said) == len(reasons)
+    assert all(reason in sentence for reason, sentence in zip(reasons, said, strict=True))
 
 
 def test_files_and_batches_belong_to_the_key_that_made_them(guarded):

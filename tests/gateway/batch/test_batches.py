@@ -52,17 +52,18 @@ def test_a_batch_of_chats_whose_last_line_has_no_newline_and_others_are_empty(sd
 
 
 def test_a_bad_body_fails_alone(sdk):
-    lines = [line("good"), line("hot", temperature=-1), line("stream", stream=True), line("lost", model="other")]
+    deep = line("deep", prompt=["PROMPT"]).replace('"PROMPT"', "[" * 300 + "]" * 300)
+    lines = [line("good"), line("hot", temperature=-1), line("stream", stream=True), line("lost", model="other"), deep]
     done = ended(sdk, begin(sdk, lines))
     assert done.status == "completed"
-    assert (done.request_counts.completed, done.request_counts.failed) == (1, 3)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 4)
     assert [line["custom_id"] for line in results(sdk, done.output_file_id)] == ["good"]
     failed = results(sdk, done.error_file_id)
     said = [
         (line["custom_id"], line["response"]["status_code"], line["response"]["body"]["error"]["param"])
         for line in failed
     ]
-    assert said == [("hot", 400, "temperature"), ("stream", 400, "stream"), ("lost", 404, "model")]
+    assert said == [("hot", 400, "temperature"), ("stream", 400, "stream"), ("lost", 404, "model"), ("deep", 400, None)]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,14 @@ def test_many_conversations_in_one_request(deployment):
         answer["usage"]["completion_tokens"] if "usage" in answer else answer["error"]["param"] for answer in answers
     ]
     assert tokens == [1, 2, "max_tokens", 3, None, "stream"]
+
+
+def test_a_conversation_of_a_list_that_is_nested_too_deeply_fails_alone(deployment):
+    deep = b'{"messages": %b%b}' % (b"[" * 300, b"]" * 300)
+    good = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}'
+    answers = deployment.post("/v1/chat/completions/batch", b"[%b, %b]" % (deep, good)).json()
+    assert answers[0]["error"]["code"] == "invalid_json"
+    assert answers[1]["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[]", b"[", b"5"])

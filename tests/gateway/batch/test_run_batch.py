@@ -1,11 +1,14 @@
 """``toka-run-batch`` as its user runs it."""
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
 
+from tests.common.rpc.authority import Authority
+from tests.gateway.access.http_server import answer, serving
 from tests.gateway.batch.requests import CHAT, line
 
 
@@ -67,3 +70,27 @@ def test_a_missing_input_is_named(run):
     status, stderr = run()
     assert status == 1
     assert "in.jsonl" in stderr
+
+
+async def test_a_server_with_https_is_asked_and_verified(tmp_path):
+    authority = Authority(tmp_path)
+    pair = authority.issue("server")
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    async with serving(answer, http_cert=str(pair.cert), http_key=str(pair.key)) as server:
+
+        async def status(*flags: str) -> int:
+            files = (str(tmp_path / name) for name in ("in.jsonl", "out.jsonl"))
+            command = (sys.executable, "-m", "services.launcher.run_batch", *files, *flags)
+            url = f"url=https://localhost:{server.port}"
+            return await (await asyncio.create_subprocess_exec(*command, url, "retries=0")).wait()
+
+        assert await status() == 1
+        (tmp_path / "out.jsonl").unlink()
+        assert await status(f"ca={authority.cert}") == 0
+    assert told(tmp_path) == {"a": 200}
+
+
+@pytest.mark.parametrize("flags", [("ca=ca.pem", "url=http://127.0.0.1:1"), ("http_cert=a.pem", "http_key=a.key")])
+def test_flags_of_https_that_mean_nothing_are_refused(tmp_path, flags):
+    command = [sys.executable, "-m", "services.launcher.run_batch", "in.jsonl", str(tmp_path / "out.jsonl"), *flags]
+    assert subprocess.run(command, check=False, timeout=100).returncode == 2
