@@ -24,4 +24,4 @@ ENV TOKA_HOST=0.0.0.0 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1
 EXPOSE 10210
 HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:10210/ready', timeout=3)"]
-ENTRYPOINT ["toka-gateway"]
+ENTRYPOINT ["python", "-m", "services.common.init", "toka-gateway"]

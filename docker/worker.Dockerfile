@@ -44,4 +44,4 @@ ENV TOKA_WORKER_LISTEN=0.0.0.0:10410 TOKA_COMPILE_CACHE_DIR=/cache HF_HOME=/cach
 EXPOSE 10410
 HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10410"]
-ENTRYPOINT ["toka-worker"]
+ENTRYPOINT ["python", "-m", "services.common.init", "toka-worker"]

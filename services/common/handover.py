@@ -3,7 +3,7 @@ gateway's own.
 
 Several gateways share a port, each with a queue of connections of its own, among which the kernel spreads those who
 connect evenly (SO_REUSEPORT). ``toka`` holds all of these sockets, so who is in the queue of a gateway that died waits
-for the next.
+for the next; and who connects meanwhile gets to another one.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Unavailable
+from services.common.spreading import spread
 
 BACKLOG = 65_535  # connections in a queue; the kernel makes it net.core.somaxconn if that is less
 _VARIABLE = "TOKA_HANDOVER"
@@ -85,6 +86,36 @@ class Handover:
     def own_socket(self) -> Path:
         """A unix socket on which this gateway alone answers."""
         return Path(self.directory, f"gateway-{self.index}.sock")
+
+    def leave(self, listener: socket.socket) -> bool:
+        """From now on new connections get to other gateways: whether there are any. ``listener``: that of any gateway.
+        Called when this one is going, and when it has died."""
+        if self.count == 1:
+            return False
+        self._away(self.index).touch()
+        return self._spread(listener)
+
+    def join(self, listener: socket.socket) -> None:
+        """Undo what ``leave`` did for the gateway before."""
+        if self.count > 1:
+            self._away(self.index).unlink(missing_ok=True)
+            self._spread(listener)
+
+    def _away(self, index: int) -> Path:
+        """It exists while that gateway takes no connections."""
+        return Path(self.directory, f"gateway-{index}.away")
+
+    def _spread(self, listener: socket.socket) -> bool:
+        """Several processes may do this at the same time: who does it last sees what all others have done."""
+
+        def there() -> list[int]:
+            return [index for index in range(self.count) if not self._away(index).exists()]
+
+        while True:
+            some = 0 < len(found := there()) < self.count
+            done = spread(listener, found if some else None)
+            if there() == found:
+                return done and some
 
     @property
     def numbers(self) -> list[Path]:

@@ -1,10 +1,11 @@
-"""Process 1 of a container, in front of a service that would be it: ``init.py COMMAND...``.
+"""Process 1 of a container, in front of a service that would be it: ``python -m services.common.init COMMAND...``.
 
 The kernel spares process 1 all signals that its own container sends and that it does not handle, a watchdog's SIGKILL
 among them. So the service is a child of this one, which passes signals on, buries whoever died, and ends as its child
-does.
+does. Images begin with it, so that a SIGTERM that comes while a service is being loaded is not lost.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,15 +23,20 @@ def stand_in_front() -> None:
 def main() -> None:
     """The program. Exit status: the child's; 128 + N if signal N ended it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until there is somebody to pass them on to
-    child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, setsigmask=())
+    child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, setsigmask=())
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, lambda number, _: _pass_on(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     while True:
         pid, status = os.wait()
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
+
+
+def _pass_on(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(child, number)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,14 @@ def collect_seldom(after: int = _COLLECT_AFTER) -> None:
     gc.set_threshold(after, *_COLLECT_OLDER_AFTER)
 
 
+async def collect_every(seconds: float) -> None:
+    """For ever. What hangs together in a circle is freed: libraries leave some behind with each statement of a store
+    and each connection, which would pile up for hours where ``collect_seldom`` waits for many."""
+    while True:
+        await asyncio.sleep(seconds)
+        gc.collect()
+
+
 def allow_connections() -> None:
     """Raise this process's limit of open files as far as it may, for its children, too: a connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

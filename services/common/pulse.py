@@ -12,8 +12,7 @@ from services.common import watchdog
 from services.common.config import ServiceConfig
 from services.common.process import own_name
 
-# A boot may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
-_BOOT_S = 1800.0
+_BOOT_S = 300.0  # to begin; tokenizers are fetched and loaded
 _END_S = 60.0  # at least; what is loaded has to be let go
 _LONGEST_INTERVAL_S = 1.0
 
@@ -25,20 +24,20 @@ class Pulse:
     the process, as in tests, and with ``watchdog=F``, nobody feels it.
 
     A beat says that the event loop turns and, once the service is ``serving``, that its work gets done. The watchdog
-    kills the process when there was none for ``step_deadline`` seconds; for half an hour before it serves, since that
+    kills the process when there was none for ``step_deadline`` seconds; for ``boot_s`` before it serves, since that
     may take long; for a minute when it ends.
     """
 
-    def __init__(self, config: ServiceConfig, what: str) -> None:
+    def __init__(self, config: ServiceConfig, what: str, boot_s: float = _BOOT_S) -> None:
         """``what`` makes the progress, in the watchdog's words."""
-        self._limits = (_BOOT_S, config.step_deadline, max(_END_S, config.step_deadline))
+        self._limits = (max(boot_s, config.step_deadline), config.step_deadline, max(_END_S, config.step_deadline))
         self._interval_s = min(_LONGEST_INTERVAL_S, config.step_deadline / 8)
         self._what = what
         self._watched = config.watchdog and bool(own_name())
         self._serving = False
         self._progress: Callable[[], bool] = lambda: True
         self._pipe = -1  # never closed: the watchdog also sees to it that the process ends
-        self._pid = 0
+        self._pid = 0  # of the watchdog; 0 = there is none
 
     async def __aenter__(self) -> "Pulse":
         if self._watched:
@@ -70,18 +69,25 @@ class Pulse:
             pass  # it has more to read than it needs
         except OSError as error:
             log.warning("the watchdog is gone and is started again", reason=str(error))
-            with contextlib.suppress(OSError):
-                os.close(self._pipe)
-                self._pipe = -1  # not to write into what may have this number next
-                os.waitpid(self._pid, 0)  # it has closed all that it had
+            self._bury()
             with contextlib.suppress(OSError):  # such as too many processes: with the next beat
                 self._start()
+
+    def _bury(self) -> None:
+        """The watchdog is gone. Forget its numbers, which something else may have next."""
+        pipe, pid, self._pipe, self._pid = self._pipe, self._pid, -1, 0
+        if pipe >= 0:
+            os.close(pipe)
+        if pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # who is in its debugger's hands is not waited for
 
     def _start(self) -> None:
         """Spawned, not forked: gRPC and torch may be loaded."""
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        command = [sys.executable, "-I", "-S", watchdog.__file__, own_name(), self._what, *map(str, self._limits)]
+        command = [sys.executable, "-I", "-S", watchdog.__file__, own_name(), str(os.getpid()), self._what]
+        command += map(str, self._limits)
         files = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
         try:
             self._pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=files)

@@ -1,8 +1,8 @@
 """The watchdog of a service: its child, a process that loads next to nothing and kills it when it hangs.
 
-``services.common.pulse`` starts it, with this file alone: ``watchdog.py SERVICE WHAT BOOT_S STEP_S END_S``. Its stdin
-is a pipe from the service, which sends a byte whenever it has looked at itself. It ends when the pipe does, or with
-its parent.
+``services.common.pulse`` starts it, with this file alone: ``watchdog.py SERVICE PID WHAT BOOT_S STEP_S END_S``. Its
+stdin is a pipe from the service, which sends a byte whenever it has looked at itself. It ends when the pipe does, or
+with its parent, which the process PID has to be: it kills no other.
 """
 
 import json
@@ -21,14 +21,14 @@ _TICK_S = 0.25
 _WRITE_S = 0.5  # for what reads our last words
 
 
-def watch(pipe: int, limits: tuple[float, float, float], what: str, tick_s: float = _TICK_S) -> str:
-    """Until the service has made no progress for so long as its phase (boot, serving, end) allows: what is the matter.
-    Empty when there is nothing to watch any more.
+def watch(pipe: int, parent: int, limits: tuple[float, float, float], what: str, tick_s: float = _TICK_S) -> str:
+    """Until the service ``parent`` has made no progress for so long as its phase (boot, serving, end) allows: what is
+    the matter. Empty when there is nothing to watch any more.
 
     Only seconds count in which this process itself ran: where all were stopped together, as on a machine that sleeps or
     in a container that is paused, nobody hangs.
     """
-    parent, limit = os.getppid(), limits[0]
+    limit = limits[0]
     stuck_s = silent_s = 0.0  # since the last progress, and since the last sign of life
     last = time.monotonic()
     while os.getppid() == parent:
@@ -53,14 +53,14 @@ def watch(pipe: int, limits: tuple[float, float, float], what: str, tick_s: floa
     return ""
 
 
-def _tell(service: str, reason: str) -> None:
+def _tell(service: str, pid: int, reason: str) -> None:
     """A line as the service's own (``services.common.log``). If nobody takes it, it is lost: better than to wait."""
     event, now = "hung, and killed by its watchdog", time.time()
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
-    fields = {"reason": reason, "pid": os.getppid(), "event": event, "service": service, "level": "error"}
+    fields = {"reason": reason, "pid": pid, "event": event, "service": service, "level": "error"}
     line = json.dumps(fields | {"timestamp": timestamp})
     if os.isatty(2):
-        line = f"{timestamp} [error    ] {event} reason={reason!r} pid={os.getppid()} service={service}"
+        line = f"{timestamp} [error    ] {event} reason={reason!r} pid={pid} service={service}"
     if select.select([], [2], [], _WRITE_S)[1]:
         os.write(2, line.encode() + b"\n")
 
@@ -71,10 +71,10 @@ def main() -> None:
     os.setsid()  # neither Ctrl-C nor the end of the service's process group is for us
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    service, what, *limits = sys.argv[1:]
-    parent = os.getppid()
-    if reason := watch(0, tuple(map(float, limits)), what):
-        _tell(service, reason)
+    service, pid, what, *limits = sys.argv[1:]
+    parent = int(pid)
+    if reason := watch(0, parent, tuple(map(float, limits)), what):
+        _tell(service, parent, reason)
         if os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
     os._exit(0)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import random
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -38,7 +39,8 @@ class RunBatchConfig(DeploymentConfig):
     input: str = Field(description="JSON lines: custom_id, method, url and body of a request each")
     output: str = Field(description="JSON lines: results are appended as they come")
     url: str | None = Field(None, description="of a server that runs, such as http://127.0.0.1:10210")
-    api_key: str = Field("none", description="sent to that server")
+    ca: str | None = Field(None, min_length=1, description="PEM of who signed that server's certificate; with https:")
+    api_key: str = Field("none", description="sent to the server; better in the environment, as TOKA_API_KEY")
     concurrency: Int = Field(256, ge=1, le=65536, description="requests at once")
     retries: Int = Field(20, ge=0, description="times that a request is sent again when the server is busy or away")
     retry_failed: Bool = Field(False, description="run lines again whose result in the output is a failure")
@@ -65,6 +67,10 @@ def main() -> None:
     theirs = sorted(given & set(DeploymentConfig.model_fields))
     if config.url is not None and theirs:
         _exit(2, f"flag {theirs[0]}: the server at url={config.url} has its own; leave one of them out")
+    if config.ca is not None and not (config.url or "").startswith("https:"):
+        _exit(2, f"flag ca={config.ca}: has no effect without url=https://...; leave it out, or set both")
+    if config.url is None and config.http_cert is not None:
+        _exit(2, f"flag http_cert={config.http_cert}: nobody but this program asks the server it starts; leave it out")
     try:
         with contextlib.nullcontext(config.url) if config.url is not None else _own_server(config, theirs) as url:
             run = _Run(config, url.rstrip("/").removesuffix("/v1"))
@@ -100,10 +106,9 @@ class _Run:
             bar = progress.add_task("", total=total, failed=self._tally.failed)
             limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
             headers = {"authorization": f"Bearer {config.api_key}"}
-            async with (
-                httpx.AsyncClient(timeout=config.timeout_s, limits=limits, headers=headers, trust_env=False) as client,
-                asyncio.TaskGroup() as group,
-            ):
+            verify = ssl.create_default_context(cafile=config.ca)
+            settings = {"timeout": config.timeout_s, "limits": limits, "headers": headers, "verify": verify}
+            async with httpx.AsyncClient(**settings, trust_env=False) as client, asyncio.TaskGroup() as group:
 
                 def advance() -> None:
                     progress.update(bar, advance=1, failed=self._tally.failed)

@@ -73,6 +73,7 @@ class Child:
         self.ready = asyncio.Event()
         self._ready_at = 0.0
         self._forwarding: asyncio.Task | None = None
+        self._stderr: asyncio.ReadTransport | None = None
         self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
 
     async def live(self) -> Death:
@@ -83,6 +84,8 @@ class Child:
         try:
             status = await self.process.wait()
             at = time.monotonic()
+            if self._listener is not None:
+                self.spec.handover.leave(self._listener)
             await self._end_group()
         finally:
             readiness.cancel()
@@ -112,6 +115,7 @@ class Child:
         await self.process.wait()
         await asyncio.wait({self._forwarding}, timeout=_READ_S)
         self._forwarding.cancel()
+        self._stderr.close()  # somebody may have left the group and have its other end
 
     async def _start(self) -> None:
         environment = child_environment(self.spec, dict(os.environ)) | {PARENT_PID: str(os.getpid())}
@@ -125,7 +129,7 @@ class Child:
         reading, writing = os.pipe()
         try:
             stderr = asyncio.StreamReader(limit=_LONGEST_LINE)
-            await asyncio.get_running_loop().connect_read_pipe(
+            self._stderr, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(reading, "rb")
             )
             self.process = await asyncio.create_subprocess_exec(
@@ -142,10 +146,20 @@ class Child:
 
     async def _forward_errors(self, stderr: asyncio.StreamReader) -> None:
         """Pass the child's stderr on, and keep its end for the reason."""
-        while line := await stderr.readline():
+        while line := await _read_line(stderr):
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             self._last_lines.append(line.decode(errors="replace").rstrip())
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, or a piece of one that is very long; empty at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(error.consumed)
 
 
 class Unit:

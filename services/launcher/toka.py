@@ -14,12 +14,14 @@ from services.common.model_files import read_card
 from services.common.process import Stop, run_service, unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
+from services.launcher.relay import relay_stderr
 from services.launcher.supervisor import supervise
 
 ADDRESSES = "scheduler_addresses"
 
 
 def main() -> None:
+    relay_stderr()
     run_service("toka", DeploymentConfig, serve)
 
 

@@ -7,6 +7,9 @@ from services.common.process import Stop, run_service
 from services.common.pulse import Pulse
 from services.worker.caches import keep_compiled_code_in
 
+# It may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
+BOOT_S = 1800.0
+
 
 def main() -> None:
     """Run one worker until it is told to stop."""
@@ -22,7 +25,7 @@ def main() -> None:
 
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
-    async with Pulse(config, "compute thread") as pulse:
+    async with Pulse(config, "compute thread", BOOT_S) as pulse:
         if _compiles(config):
             keep_compiled_code_in(config.compile_cache_dir)
         from services.worker.server import serve  # loads torch, and compilers behind it

@@ -55,9 +55,10 @@ async def serve(
         await asyncio.wait((booted, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             return
-        servicer.info = describe(await booted, config)
+        info = describe(await booted, config)
         collect_seldom()
         on_serving(engine.progresses)
+        servicer.info = info  # from here on there may be work
         watch = asyncio.create_task(_watch(engine, server, config.step_deadline))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)
         if watch.done():
@@ -78,8 +79,8 @@ async def serve(
         stopping.cancel()
         await asyncio.to_thread(server.stop)
         engine.stop()
-        # A step in progress may end; a model that is still loading goes with the process.
-        await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
+        if booted.done():  # a step in progress may end; a model that is still loading goes with the process
+            await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
         if config.tp_size * config.pp_size > 1:
             _exit_past_connections(0 if stopped else getattr(sys.exception(), "exit_status", 1))
         for future in (booted, ended):

@@ -1,11 +1,14 @@
 """A port is one deployment's, however many sockets listen on it; and a gateway reads what it was handed."""
 
+import contextlib
 import socket
+import sys
 
 import pytest
 
 from services.common.errors import Unavailable
 from services.common.handover import Handover, listen
+from services.common.spreading import spread
 
 
 @pytest.fixture
@@ -50,6 +53,60 @@ def test_connections_are_spread_over_all_and_wait_in_the_queue_of_one_that_nobod
     assert len(accepted) == len(clients)
     for connection in clients + accepted:
         connection.close()
+
+
+def shares(listeners: list[socket.socket]) -> list[int]:
+    """Of 64 new connections those that each socket gets."""
+    clients = [socket.create_connection(address_of(listeners)) for _ in range(64)]
+    counts = []
+    for listener in listeners:
+        listener.setblocking(False)
+        counts.append(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                listener.accept()[0].close()
+                counts[-1] += 1
+    for client in clients:
+        client.close()
+    return counts
+
+
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other kernels spread as they like")
+
+
+@needs_linux
+def test_new_connections_get_to_those_that_are_there(listening, tmp_path):
+    listeners = listening("127.0.0.1", 0, 3)
+    gateways = [Handover(str(tmp_path), index, 3) for index in range(3)]
+
+    assert gateways[1].leave(listeners[0])
+    first, second, third = shares(listeners)
+    assert (bool(first), second, bool(third)) == (True, 0, True)
+    assert gateways[0].leave(listeners[0])
+    assert shares(listeners) == [0, 0, 64]
+    assert not gateways[2].leave(listeners[2])  # there is nobody to take them: they wait for whoever comes first
+    assert all(shares(listeners))
+    gateways[0].join(listeners[0])
+    assert shares(listeners) == [64, 0, 0]
+    for gateway in gateways:
+        gateway.join(listeners[0])
+    assert all(shares(listeners))
+
+
+@needs_linux
+def test_who_waits_in_the_queue_of_one_that_leaves_stays_there(listening):
+    first, second = listening("127.0.0.1", 0, 2)
+    assert spread(first, [1])
+    with socket.create_connection(first.getsockname()) as client:
+        assert spread(first, [0])
+        second.settimeout(10)
+        with second.accept()[0] as accepted:
+            assert accepted.getpeername() == client.getsockname()
+
+
+def test_a_gateway_alone_leaves_to_nobody(listening, tmp_path):
+    [alone] = listening("127.0.0.1", 0, 1)
+    assert not Handover(str(tmp_path), 0, 1).leave(alone)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1), (2, 2)])

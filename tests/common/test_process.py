@@ -1,15 +1,17 @@
 """Signals end a service: first in good order, then at once."""
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
+import weakref
 
 import psutil
 import pytest
 
 from services.common import init
-from services.common.process import PARENT_PID, Stop
+from services.common.process import PARENT_PID, Stop, collect_every
 from tests.common.test_watchdog import BEATING, PATIENCE_S, beating
 from tests.gateway.deployment import eventually
 
@@ -76,12 +78,29 @@ def test_process_1_ends_as_its_child_does(code, status):
         assert front.wait(PATIENCE_S) == status
 
 
+def test_process_1_finds_its_command_as_a_shell_does():
+    with run_behind_init("true") as front:
+        assert front.wait(PATIENCE_S) == 0
+
+
 def test_process_1_passes_signals_on():
     with run_behind_init(*BEATING) as front:
         while front.stdout.readline() != "serving\n":
             assert front.poll() is None
         front.send_signal(signal.SIGTERM)
         assert front.wait(PATIENCE_S) == 0
+
+
+def test_a_signal_that_comes_while_a_service_is_loaded_is_not_lost():
+    """Python has no handler for it yet, so a service that were process 1 itself would not see it."""
+    if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no process namespaces here")
+    loading = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen([*UNSHARE, sys.executable, "-m", "services.common.init", *loading]) as namespace:
+        descendants = psutil.Process(namespace.pid).children
+        eventually(lambda: any("600" in child.cmdline()[-1:][0] for child in descendants(recursive=True)[1:]))
+        descendants()[0].send_signal(signal.SIGTERM)
+        assert namespace.wait(PATIENCE_S) == 128 + signal.SIGTERM
 
 
 def test_a_service_that_would_be_process_1_gets_one_in_front_of_it():
@@ -99,3 +118,23 @@ def test_a_service_that_would_be_process_1_gets_one_in_front_of_it():
         _, errors = namespace.communicate(timeout=PATIENCE_S)
         assert namespace.returncode == 128 + signal.SIGKILL
         assert "no sign of life" in errors
+
+
+async def test_circles_are_freed_though_the_collector_waits_for_many():
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    freed = asyncio.Event()
+    gc.disable()
+    try:
+        circle = Circle()
+        known = weakref.ref(circle, lambda _: freed.set())
+        gc.collect()  # it has lived for a while
+        del circle
+        assert known() is not None
+        collecting = asyncio.create_task(collect_every(0.01))
+        await asyncio.wait_for(freed.wait(), PATIENCE_S)
+        collecting.cancel()
+    finally:
+        gc.enable()

@@ -102,6 +102,14 @@ def test_a_watchdog_that_dies_is_replaced():
         assert "no sign of life" in reason(process)
 
 
+def test_it_kills_nobody_but_its_parent():
+    """The one that it was started for may have died, and its number be another's."""
+    with beating() as other:
+        command = [sys.executable, watchdog.__file__, "beating", str(other.pid), "work", "0.1", "0.1", "0.1"]
+        assert subprocess.run(command, stdin=subprocess.PIPE, timeout=PATIENCE_S, check=False).returncode == 0
+        beats(other, 12)
+
+
 def test_who_was_stopped_together_with_its_watchdog_does_not_hang():
     """As a machine that sleeps, or a container that is paused."""
     with beating() as process:
@@ -121,7 +129,9 @@ def watched():
     outcome: list[str] = []
 
     def begin(*limits: float) -> tuple[Callable[[bytes], int], Callable[[], str]]:
-        thread = threading.Thread(target=lambda: outcome.append(watch(reading, limits, "loop", 0.02)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: outcome.append(watch(reading, os.getppid(), limits, "loop", 0.02)), daemon=True
+        )
         thread.start()
 
         def result() -> str:

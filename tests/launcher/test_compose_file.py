@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config import Config, GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from services.launcher.supervisor import STOP_GRACE_S
+from services.common.config import GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from services.common.flags import Config
+from services.launcher.supervisor import LAST_WORDS_S, STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -39,7 +40,13 @@ def test_a_service_has_a_place_of_its_own_to_write_to(name: str, volume: str):
 def test_there_is_time_to_drain():
     period = COMPOSE["x-service"]["stop_grace_period"]
     seconds = int(re.fullmatch(r"\$\{STOP_GRACE_PERIOD:-(\d+)s\}", period)[1])
-    assert seconds >= ServiceConfig().drain_seconds + STOP_GRACE_S
+    assert seconds >= ServiceConfig().drain_seconds + LAST_WORDS_S + STOP_GRACE_S
+
+
+@pytest.mark.parametrize("name", ["gateway", "scheduler", "worker"])
+def test_process_1_listens_to_signals_while_a_service_is_loaded(name: str):
+    dockerfile = (ROOT / COMPOSE["services"][name]["build"]["dockerfile"]).read_text()
+    assert dockerfile.endswith(f'ENTRYPOINT ["python", "-m", "services.common.init", "toka-{name}"]\n')
 
 
 @pytest.mark.parametrize("name", ["gateway", "scheduler", "worker"])

@@ -8,8 +8,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.common.config import Config, GatewayConfig, SchedulerConfig, WorkerConfig
-from services.common.flags import ENV_PREFIX, load
+from services.common.config import GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.flags import ENV_PREFIX, Config, load
 from services.launcher.supervisor import STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]

@@ -22,6 +22,18 @@ class ForkingSpec(ChildSpec):
     module = "tests.launcher.forking"
 
 
+class WordySpec(ChildSpec):
+    """Its process writes more into a line than fits one, another line, and ends."""
+
+    module = "tests.launcher.wordy"
+
+
+class EscapingSpec(ChildSpec):
+    """Its process leaves one behind that is not of its group and has its stderr."""
+
+    module = "tests.launcher.escaping"
+
+
 class RankSpec(ChildSpec):
     module = "tests.launcher.rank"
 
@@ -77,6 +89,27 @@ async def test_a_dead_child_is_noticed_though_what_it_started_lives(child):
     with pytest.raises(Unavailable, match="was ended by SIGKILL before it was ready"):
         await asyncio.wait_for(run, 30)
     await eventually_async(lambda: is_gone(inner))
+
+
+async def test_a_line_that_does_not_end_holds_nobody_up(child, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(supervisor, "_LONGEST_LINE", 1000)
+    child.spec = WordySpec("wordy", "worker", f"unix:{tmp_path}/nobody.sock", ())
+    death = await asyncio.wait_for(child.live(), 30)
+    assert death.status == 7
+    assert death.last_lines[-1] == "the end"
+    assert capfd.readouterr().err.count("x") == 1_000_000
+
+
+async def test_the_stderr_of_a_dead_child_is_closed_though_somebody_has_it(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_READ_S", 0.1)
+    child.spec = EscapingSpec("escaping", "worker", f"unix:{tmp_path}/nobody.sock", ())
+    death = await asyncio.wait_for(child.live(), 30)
+    escaped = psutil.Process(int(death.last_lines[0]))
+    try:
+        assert escaped.is_running()
+        assert child._stderr.is_closing()
+    finally:
+        escaped.kill()
 
 
 async def test_stopping_a_child_ends_what_it_started(child):

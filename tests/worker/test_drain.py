@@ -7,7 +7,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import WorkerConfig
+from services.common.errors import Unavailable
 from services.common.process import Stop
+from services.worker.api.servicer import WorkerServicer
+from services.worker.engine import Engine
 from services.worker.server import SERVICE, serve
 from tests.gateway.deployment import eventually_async
 from tests.worker.scheduler import Scheduler, admission, status_of
@@ -81,6 +84,16 @@ async def test_an_idle_worker_leaves_at_once(leaving):
     assert await leaving.scheduler.call.read() is grpc.aio.EOF
     assert await leaving.scheduler.call.code() is grpc.StatusCode.OK
     await leaving.ended
+
+
+async def test_a_scheduler_that_comes_while_it_leaves_is_refused_and_not_waited_for():
+    """Behind the first look at whether it leaves, and before its stream is open."""
+    servicer, info = WorkerServicer(Engine(lambda: None)), worker_pb2.WorkerInfo(max_plans_in_flight=1)
+    servicer.drain(0)
+    hello = worker_pb2.RunStepsRequest(hello=worker_pb2.Hello(plans_in_flight=1))
+    with pytest.raises(Unavailable, match="going away"):
+        servicer._open(hello, info)
+    servicer.drain(1e6)
 
 
 async def test_it_does_not_wait_when_it_has_to_be_at_once(leaving, gate, monkeypatch):

@@ -66,6 +66,7 @@ WRONG_WHATEVER_THE_STATE = {
     ),
     "bias value": (new(bias_token_ids=np.array([4]), bias_values=np.array([NAN], np.float32)), "not finite"),
     "append lengths": ({"append_slots": [0], "append_pages": [1, 2]}, "1 append_slots and 2 append_pages"),
+    "append to no slot": ({"append_pages": [1]}, "0 append_slots and 1 append_pages"),
     "append page": ({"append_slots": [0], "append_pages": [9]}, "page 9 is out of range"),
     "append too much": ({"append_slots": [0] * 7, "append_pages": [4] * 7}, "slot 0 would have 8 pages: at most 7"),
     "copy lengths": ({"copy_sources": [0], "copy_targets": []}, "1 copy_source_pages and 0 copy_target_pages"),

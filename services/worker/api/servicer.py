@@ -65,11 +65,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._closed.wait_for(lambda: self._current is None, patience_s)
 
     def _ready_info(self) -> worker_pb2.WorkerInfo:
-        if self._draining:
-            raise Unavailable("the worker is going away", reason="DRAINING")
+        self._refuse_when_draining()
         if self.info is None:
             raise Unavailable("the model is still loading")
         return self.info
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise Unavailable("the worker is going away", reason="DRAINING")
 
     def _open(self, first: worker_pb2.RunStepsRequest | None, info: worker_pb2.WorkerInfo) -> Stream:
         if first is None or not first.HasField("hello"):
@@ -93,6 +96,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         stream = Stream(hello)
         with self._lock:
+            self._refuse_when_draining()
             if self._current is not None:
                 self._current.closed = True
                 self._current.end(Superseded(f"scheduler {stream.scheduler_id!r} has taken this worker over"))

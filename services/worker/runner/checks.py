@@ -28,7 +28,7 @@ def check_plan(
     if plan.groups is not None and len(plan.groups) and not limits.hydragen:
         raise InvalidRequest("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
     _check_micro_batches(plan, limits)
-    if not (plan.releases.size or plan.admissions or plan.append_slots.size):
+    if not (plan.releases.size or plan.admissions or plan.append_slots.size or plan.append_pages.size):
         after = slots.used, slots.known, slots.computed, slots.page_counts
     else:
         after = _after_changes(plan, slots, limits)
