@@ -19,7 +19,8 @@ def configure(service: str, level: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if sys.stderr.isatty():
-        renderers = [structlog.dev.ConsoleRenderer()]
+        # Rich tracebacks would show local variables: prompts, keys.
+        renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     else:
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     handler = logging.StreamHandler(sys.stderr)

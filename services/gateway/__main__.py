@@ -12,7 +12,7 @@ import uvicorn
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
 from services.common.handover import Handover, listen
-from services.common.process import Stop, allow_connections, collect_seldom, run_service
+from services.common.process import Stop, allow_connections, collect_every, collect_seldom, run_service
 from services.common.pulse import Pulse
 from services.gateway.access.admin import make_admin_app
 from services.gateway.access.server import Server
@@ -24,10 +24,13 @@ log = structlog.get_logger(__name__)
 
 # What still runs at the end of the drain is told that the gateway is going, and has so long to hear.
 LAST_WORD_S = 2.0
+# One of several leaves new connections to the others, and goes on to take those that are on their way to it.
+LAST_CALL_S = 0.5
 # Who asks a gateway that has just started is answered when it knows its schedulers, or after so long.
 FIRST_LOOK_S = 1.0
-# A request holds some 100 objects while it runs, and leaves no cycles of them behind.
+# A request holds some 100 objects while it runs, and leaves no cycles of them behind. A line of a batch leaves 7.
 COLLECT_AFTER = 1_000_000
+COLLECT_EVERY_S = 60.0
 
 
 async def serve(
@@ -49,17 +52,20 @@ async def serve(
         make_admin_app(gateway),
         _admin_listeners(config, handover),
         drain_s=config.drain_seconds + LAST_WORD_S,
-        on_listening=lambda: _announce(sockets[0], config.http_cert is not None, on_listening),
+        on_listening=lambda: _announce(config, sockets[0], handover, on_listening),
     )
     gateway.fleet.start()
     gateway.batches.start(gateway)
     collect_seldom(COLLECT_AFTER)
-    drain = asyncio.create_task(_drain(stop, gateway, server, config.drain_seconds))
+    collecting = asyncio.create_task(collect_every(COLLECT_EVERY_S))
+    leave = partial(handover.leave, sockets[0]) if handover is not None else lambda: False
+    drain = asyncio.create_task(_drain(stop, leave, gateway, server))
     try:
         await gateway.fleet.known(FIRST_LOOK_S)
         await server.serve(sockets=sockets)
     finally:
         drain.cancel()
+        collecting.cancel()
         await gateway.batches.stop()
         await gateway.batches.close()
         await gateway.fleet.stop()
@@ -89,22 +95,29 @@ def _admin_listeners(config: GatewayConfig, handover: Handover | None) -> list[s
     return listeners
 
 
-def _announce(listener: socket.socket, secure: bool, on_listening: Callable[[str], None]) -> None:
+def _announce(
+    config: GatewayConfig, listener: socket.socket, handover: Handover | None, on_listening: Callable[[str], None]
+) -> None:
+    if handover is not None:
+        handover.join(listener)
     host, port = listener.getsockname()[:2]
-    scheme = "https" if secure else "http"
+    scheme = "http" if config.http_cert is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     log.info("listening", url=url)
     on_listening(url)
 
 
-async def _drain(stop: Stop, gateway: Gateway, server: uvicorn.Server, drain_s: float) -> None:
+async def _drain(stop: Stop, leave: Callable[[], bool], gateway: Gateway, server: uvicorn.Server) -> None:
     """At ``stop``: no new connections, time for what runs, then an error for what still runs. Ends with ``server``,
-    which ends when nothing runs any more."""
+    which ends when nothing runs any more. ``leave`` tells whether other gateways take what comes to this one's port."""
     await stop.wait()
+    drain_s, never = gateway.config.drain_seconds, asyncio.Event()
     log.info("draining", seconds=drain_s)
+    called_s = min(LAST_CALL_S, drain_s) if leave() else 0.0
+    await stop.within(called_s, never.wait)
     gateway.fleet.draining = True
     server.should_exit = True
-    await asyncio.gather(gateway.batches.stop(), stop.within(drain_s, asyncio.Event().wait))
+    await asyncio.gather(gateway.batches.stop(), stop.within(drain_s - called_s, never.wait))
     gateway.fleet.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
 

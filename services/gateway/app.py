@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import Internal, TokaError
+from services.common.errors import Internal, NotFound, TokaError
 from services.gateway import probes
 from services.gateway.access import admin
 from services.gateway.access.guard import KEY, METRICS
@@ -110,6 +110,7 @@ class _Application:
             return
         scope["app"] = self._api
         try:
+            _check_path(scope)
             self._guard.admit(scope)
         except TokaError as error:
             await self._refuse(error, scope, receive, send)
@@ -149,6 +150,13 @@ class _Application:
         return counting
 
 
+def _check_path(scope: Scope) -> None:
+    """Raises ``NotFound``. A route's pattern may end before a newline, so that "/metrics" with one behind it is another
+    path to whoever compares, and the same to the router."""
+    if not scope["path"].isprintable():
+        raise NotFound(f"there is no {scope['method']} {scope['path']} here", reason="UNKNOWN_URL")
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         request.app.state.gateway.metrics.count_disconnect()
@@ -157,7 +165,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         error = Internal("internal error; the server's log has the details")
     elif isinstance(error, Internal):
         log.error("request failed", path=request.url.path, reason=error.message)
-    return errors.to_response(error)
+    return errors.to_response(request.app.state.gateway.guard.told(error))
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

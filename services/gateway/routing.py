@@ -1,14 +1,13 @@
 """Which replica gets a prompt: the one that has its prefix in cache, unless it has far more to do than another."""
 
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 BLOCK_TOKENS = 64
-MAX_BLOCKS = 65_536
+MAX_BLOCKS = 131_072  # a power of two
 # A warm prefix is worth a wait of the least loaded replica's work again and this many tokens, not more.
 SLACK_TOKENS = 16_384
 
@@ -29,11 +28,12 @@ T = TypeVar("T", bound=Target)
 class PrefixRouter:
     """Remembers which replica saw which prefix last: hashes of blocks of tokens, each chained to the one before.
 
-    A hint and no more: what a replica has evicted is merely computed again. Bounded; the oldest blocks are forgotten.
+    A hint and no more: what a replica has evicted is merely computed again. A block has one place in a table of fixed
+    size, by its hash, which the last one that came there keeps: 8 bytes each, and as much from the begin as ever.
     """
 
     def __init__(self) -> None:
-        self._owners: OrderedDict[int, str] = OrderedDict()  # chained hash of a prefix -> address
+        self._seen = np.full(MAX_BLOCKS, -1, np.int64)  # hash of a prefix, mixed with that of its replica's address
 
     def choose(self, targets: Sequence[T], prompt_ids: np.ndarray, cache_salt: str = "") -> T:
         """One of ``targets`` (at least one) for ``prompt_ids``, and remember it."""
@@ -45,25 +45,23 @@ class PrefixRouter:
         chosen = self._warmest(targets, blocks) or least
         if chosen.outstanding_tokens > 2 * least.outstanding_tokens + SLACK_TOKENS:
             chosen = least
-        for block in blocks:
-            self._owners[block] = chosen.address
-            self._owners.move_to_end(block)
-        while len(self._owners) > MAX_BLOCKS:
-            self._owners.popitem(last=False)
+        self._seen[blocks % MAX_BLOCKS] = blocks ^ hash(chosen.address)
         return chosen
 
-    def _warmest(self, targets: Sequence[T], blocks: list[int]) -> T | None:
-        by_address = {target.address: target for target in targets}
-        for block in reversed(blocks):
-            owner = by_address.get(self._owners.get(block, ""))
-            if owner is not None:
-                return owner
-        return None
+    def _warmest(self, targets: Sequence[T], blocks: np.ndarray) -> T | None:
+        """The one that saw most of the blocks."""
+        seen, warmest, most = self._seen[blocks % MAX_BLOCKS], None, 0
+        for target in targets:
+            known = np.flatnonzero(seen == blocks ^ hash(target.address))
+            if len(known) and known[-1] >= most:
+                warmest, most = target, known[-1] + 1
+        return warmest
 
 
-def _block_hashes(prompt_ids: np.ndarray, cache_salt: str) -> list[int]:
+def _block_hashes(prompt_ids: np.ndarray, cache_salt: str) -> np.ndarray:
+    """Of each whole block and all before it: int64."""
     hashes, chained = [], hash(cache_salt)
     for start in range(0, len(prompt_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         chained = hash((chained, prompt_ids[start : start + BLOCK_TOKENS].tobytes()))
         hashes.append(chained)
-    return hashes
+    return np.array(hashes, np.int64)

@@ -14,6 +14,7 @@ from services.common.text.tokenizer import Tokenizer
 THREADS = 4
 INLINE_BYTES = 64 * 1024  # work on more is for a thread: the event loop has streams to feed
 BATCH_CHARACTERS = 64 * 1024  # a larger request does not wait in, nor hold up, the common batch
+_TOKEN_TEXTS = 16_384  # kept, some 300 bytes each
 _LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
 
 R = TypeVar("R")
@@ -29,7 +30,7 @@ class TextEngine:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[int]]]]] = []
         self._batcher: asyncio.Task | None = None
-        self.token_text = lru_cache(maxsize=65_536)(self._token_text)
+        self.token_text = lru_cache(maxsize=_TOKEN_TEXTS)(self._token_text)
 
     async def encode(
         self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True

@@ -109,8 +109,8 @@ def _check_pair(cert: str, key: str) -> None:
     try:  # without a password it would ask for one on the terminal
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password="")
-    except ssl.SSLError as error:
-        if "MISMATCH" in (error.reason or ""):
+    except OSError as error:  # ``SSLError`` is one; so is what comes of a file that is gone meanwhile
+        if "MISMATCH" in (getattr(error, "reason", "") or ""):
             why = f"is not the key of grpc_cert={cert}; give the two that were made together"
         else:
             why = "holds no private key in PEM, or one with a password; write it without"

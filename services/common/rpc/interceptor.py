@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
+from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services.common import errors
@@ -109,6 +110,8 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: st
 
 def status_of(error: Exception, method: str) -> grpc.Status:
     """What a client is told of ``error``, which ended a call of ``method``."""
+    if isinstance(error, NotImplementedError):  # a method of the contract, such as Health.List, that nobody wrote
+        return rpc_status.to_status(status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="not served here"))
     if not isinstance(error, errors.TokaError):
         log.error("rpc failed", method=method, exc_info=error)
         error = errors.Internal.logged()

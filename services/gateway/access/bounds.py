@@ -5,13 +5,11 @@ import time
 from collections.abc import Sequence
 
 from services.common.errors import DeadlineExceeded
-from services.gateway.access.limits import Limits
+from services.common.limits import UNSAID_TOKENS, Limits
 from services.gateway.generation import Generation
 from services.gateway.http import Caller
 from services.gateway.job import Job
 
-# Of an answer whose request does not say how long it may be, and which is rarely as long as the context.
-_UNSAID_TOKENS = 1024
 # Schedulers keep deadlines; one that cannot be heard has so long to say so.
 _GRACE_S = 1.0
 
@@ -55,7 +53,7 @@ class Bounds:
 
 def _answer_tokens(job: Job) -> int:
     settings = job.settings
-    return settings.n * (min(job.max_tokens, _UNSAID_TOKENS) if settings.open_ended else job.max_tokens)
+    return settings.n * (min(job.max_tokens, UNSAID_TOKENS) if settings.open_ended else job.max_tokens)
 
 
 def _overdue() -> DeadlineExceeded:

@@ -3,6 +3,7 @@
 import sys
 from typing import NamedTuple
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -49,6 +50,8 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._body_bytes = self._body_mark = 0  # received; of them when it last went on
         self._body_since = 0.0  # it went on
+        self._framing_bytes = 0  # received since then: chunks' heads and trailers, of which the parser keeps all
+        self._resuming = False  # the parser is told again what it knew
         self._unsent = 0  # bytes, when the client last took some
         self._unsent_since = 0.0
 
@@ -71,27 +74,62 @@ class Connection(HttpToolsProtocol):
         self._heard = True
         if self._head_since is None and not self._in_body:
             self._head_since = self._clock.now
-        in_head = self._in_head
-        super().data_received(data)
+        in_head, in_body, body_bytes = self._in_head, self._in_body, self._body_bytes
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            if not self._refused:
+                self._refuse(400, "this is no HTTP request that can be read", "invalid_http")
+            return
         if in_head and self._in_head:
             self._head_bytes += len(data)
-        if self._in_head and self._head_bytes > self._patience.max_header_bytes:
+        if in_body and self._in_body:
+            self._framing_bytes = self._framing_bytes + len(data) if self._body_bytes == body_bytes else 0
+        if max(self._head_bytes if self._in_head else 0, self._framing_bytes) > self._patience.max_header_bytes:
             self._refuse_head()
 
-    def send_400_response(self, msg: str) -> None:
-        if not self._refused:
-            self._refuse(400, "this is no HTTP request that can be read", "invalid_http")
+    def _parse(self, data: bytes) -> None:
+        """A request that asks for another protocol is answered in this one, as if it had not asked. The parser takes
+        what comes behind its head for that protocol, body and all, so another parser goes on there: else the body
+        would be lost, or be the next request."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            self.parser = httptools.HttpRequestParser(self)
+            if self._in_body:
+                self._resuming = True
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % self._framing())
+                self._resuming = False
+
+    def _framing(self) -> bytes:
+        """Of the request's head, what says where its body ends; empty: it has none."""
+        names = (b"content-length", b"transfer-encoding")
+        return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in names)
 
     # The parser calls these.
 
     def on_message_begin(self) -> None:
+        if self._resuming:
+            return
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         if self._head_since is None:
             self._head_since = self._clock.now
 
+    def on_url(self, url: bytes) -> None:
+        if not self._resuming:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, or known: who reads the request's headers takes them for the head's
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        if self._refused:
+        if self._refused or self._resuming:
             return
         self._in_head, self._head_since = False, None
         if (
@@ -101,6 +139,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
             return
         self._in_body, self._body_bytes, self._body_mark, self._body_since = True, 0, 0, self._clock.now
+        self._framing_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -109,7 +148,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refused:
+        if self._refused or (self.parser.should_upgrade() and self._framing()):  # its body is still to come
             return
         self._in_body = False
         super().on_message_complete()

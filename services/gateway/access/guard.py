@@ -3,10 +3,15 @@
 from collections.abc import MutableMapping
 from typing import Any
 
+import structlog
+
+from services.common.addresses import is_loopback
 from services.common.config import GatewayConfig
-from services.common.errors import PermissionDenied, TokaError, Unauthenticated
+from services.common.errors import Internal, PermissionDenied, TokaError, Unauthenticated, Unavailable
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing
-from services.gateway.access.limits import Limits
+from services.common.limits import Limits
+
+log = structlog.get_logger(__name__)
 
 # In the scope of a request whose caller has shown it: the ``Key``.
 KEY = "toka.key"
@@ -21,6 +26,8 @@ class Guard:
     def __init__(self, config: GatewayConfig, gateways: int = 1) -> None:
         """``gateways``: so many share what a key may use. Raises ``InvalidRequest`` for a wrong file of keys."""
         self._ring = None if config.api_keys_file is None else KeyRing.load(config.api_keys_file)
+        for reason in exposure(config):
+            log.warning("exposed", reason=reason)
         self._admin_elsewhere = bool(config.admin_port)
         self.isolates = config.isolate_keys
         self.limits = Limits(gateways)
@@ -49,6 +56,15 @@ class Guard:
         except TokaError:
             return False
 
+    def told(self, error: TokaError) -> TokaError:
+        """``error`` as clients hear it: where there are keys, what is the matter with schedulers and the store, and
+        where these are, is for operators."""
+        if self._ring is None or not isinstance(error, (Internal, Unavailable)):
+            return error
+        log.warning("not available", reason=error.message)
+        what = "it cannot be done now; send it again" if isinstance(error, Unavailable) else "internal error"
+        return type(error)(f"{what}; operators are told why", reason=error.reason)
+
     def _find(self, scope: MutableMapping[str, Any]) -> Key:
         self._ring.refresh()
         presented = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
@@ -58,3 +74,19 @@ class Guard:
         if (key := self._ring.find(token.strip())) is None:
             raise Unauthenticated("this API key is not known here, or has expired")
         return key
+
+
+def exposure(config: GatewayConfig) -> list[str]:
+    """What is dangerous about where it listens."""
+    reasons = []
+    if not is_loopback(config.host):
+        if config.api_keys_file is None:
+            reasons.append("other hosts may ask without a key; set api_keys_file=")
+        elif config.http_cert is None:
+            reasons.append(
+                "keys, prompts and answers cross the network unencrypted, unless a proxy in front has TLS; set"
+                " http_cert= and http_key="
+            )
+    if config.admin_port and not is_loopback(config.admin_host):
+        reasons.append(f"whoever reaches admin_port={config.admin_port} is an operator; keep others from it")
+    return reasons

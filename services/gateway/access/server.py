@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,9 +35,8 @@ class Server(uvicorn.Server):
         on_listening: Callable[[], None],
     ) -> None:
         self._clock, self._ticked_at = Clock(), time.monotonic()
-        protocol = partial(Connection, patience=Patience.of(config), clock=self._clock)
+        patience = Patience.of(config)
         settings = {
-            "http": protocol,
             "ws": "none",
             "loop": "none",
             "lifespan": "off",
@@ -53,8 +53,11 @@ class Server(uvicorn.Server):
         if config.http_cert is not None and config.http_key is not None:
             certificate = Certificate(config.http_cert, config.http_key)
             tls["ssl_context_factory"] = lambda *_: certificate.context
-        super().__init__(uvicorn.Config(app, **settings, **tls))
-        self._admin = uvicorn.Config(admin, **settings)
+        protocol = partial(Connection, patience=patience, clock=self._clock)
+        super().__init__(uvicorn.Config(app, http=protocol, **settings, **tls))
+        # Clients that take all places do not shut out operators and probes.
+        protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), clock=self._clock)
+        self._admin = uvicorn.Config(admin, http=protocol, **settings)
         self._admin_sockets = admin_sockets
         self._on_listening = on_listening
         self._unswept: list[Connection] = []

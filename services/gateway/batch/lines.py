@@ -138,14 +138,22 @@ def sort_key(body: dict[str, Any]) -> bytes:
     """Bodies whose prompts begin alike have keys that begin alike, whatever else they ask for."""
     head = [body.get("model"), body.get("cache_salt"), body.get("instructions"), body.get("tools")]
     prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name) is not None), None)
-    parts = [orjson.dumps(value, option=orjson.OPT_SORT_KEYS)[:_KEY_BYTES] for value in head if value is not None]
+    parts = [_beginning(value) for value in head if value is not None]
     if isinstance(prompt, list):
         size = 0
         for item in prompt[:_KEY_BYTES]:
-            parts.append(orjson.dumps(item, option=orjson.OPT_SORT_KEYS)[:_KEY_BYTES])
+            parts.append(_beginning(item))
             size += len(parts[-1])
             if size >= _KEY_BYTES:
                 break
     elif isinstance(prompt, str):
         parts.append(prompt[:_KEY_BYTES].encode())
     return b"\0".join(parts)[: 2 * _KEY_BYTES]
+
+
+def _beginning(value: Any) -> bytes:
+    """Of its JSON; of what is nested too deeply to be written, nothing."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)[:_KEY_BYTES]
+    except TypeError:
+        return b""

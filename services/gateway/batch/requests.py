@@ -16,6 +16,7 @@ from services.gateway.batch.leases import Outcome
 from services.gateway.batch.lines import parse_line
 from services.gateway.http import CALLER, Caller
 from services.gateway.openai.errors import to_response
+from services.gateway.openai.json_value import write_again
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +54,12 @@ class Requests:
                 body.setdefault("store", False)  # the batch keeps it
             # Its key's limits are for those who wait; a batch runs when there is room.
             caller = Caller("", fairness_key, key_name, isolated=self._gateway.guard.isolates)
-            response = await self._persistently(endpoint, orjson.dumps(body), caller)
+            try:
+                raw = write_again(body)
+            except InvalidRequest as error:
+                response = to_response(error)
+            else:
+                response = await self._persistently(endpoint, raw, caller)
         return outcome(number, request["custom_id"], response)
 
     async def _persistently(self, endpoint: str, raw: bytes, caller: Caller) -> Response:
@@ -95,7 +101,10 @@ class Requests:
             "app": self._app,
             CALLER: caller,
         }
-        return await self._endpoints[endpoint](Request(scope, receive))
+        try:
+            return await self._endpoints[endpoint](Request(scope, receive))
+        except TokaError as error:
+            raise self._gateway.guard.told(error) from None
 
 
 def outcome(number: int, custom_id: str, response: Response) -> Outcome:

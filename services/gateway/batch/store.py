@@ -24,6 +24,7 @@ from services.gateway.batch.tables import Base, SchemaVersion, StoredBatch, Stor
 
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 _LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
+_STATEMENTS = 32  # kept prepared by each connection: those of lists are as many as lists are long, 10 KB each
 # SQL states of what may go well the next time: lost connections, deadlocks, a full or stopping server.
 _PASSING = ("08", "40", "53", "57")
 _MIGRATION_LOCK = 0x746F6B61  # PostgreSQL's advisory locks have numbers
@@ -100,7 +101,8 @@ def _make_engine(url: str) -> AsyncEngine:
             return create_async_engine(parsed, pool_pre_ping=True)
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        engine = create_async_engine(parsed, connect_args={"timeout": _LOCK_WAIT_S})
+        arguments = {"timeout": _LOCK_WAIT_S, "cached_statements": _STATEMENTS}
+        engine = create_async_engine(parsed, connect_args=arguments)
     except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError) as error:
         raise InvalidRequest(
             f"flag store_url={url.partition(':')[0]}...: {error}; expected an SQLAlchemy URL with an asynchronous"

@@ -12,6 +12,7 @@ from services.gateway.batch.requests import Requests
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.errors import to_body
 from services.gateway.openai.jobs import seed_of
+from services.gateway.openai.json_value import write_again
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +71,7 @@ async def _answer(requests: Requests, number: int, body: Any, caller: Caller) ->
     try:
         if isinstance(body, dict) and body.get("stream"):
             raise InvalidRequest(f"[{number}]: stream: not in a list; leave it out", field="stream")
-        return bytes((await requests.ask(CHAT, orjson.dumps(body), caller)).body)
+        return bytes((await requests.ask(CHAT, write_again(body), caller)).body)
     except TokaError as error:
         return orjson.dumps(to_body(error))
     except Exception:

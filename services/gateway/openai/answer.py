@@ -66,7 +66,9 @@ class Answer:
                 await generation.wait_accepted()
                 handed_over = True
                 return EventStream(
-                    self.shape.until_error(self._events(generation)), partial(self._close, generation, bounds), headers
+                    self.shape.until_error(self._told(self._events(generation))),
+                    partial(self._close, generation, bounds),
+                    headers,
                 )
             written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)
@@ -124,6 +126,13 @@ class Answer:
         said = transcript.push(ids, logprobs)
         rest = transcript.finish(choice.ending)
         return self._behind_prompt(choice, Piece(said.text + rest.text, said.entries + rest.entries, token_ids))
+
+    async def _told(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield event
+        except TokaError as error:
+            raise self.gateway.guard.told(error) from None
 
     async def _events(self, generation: Generation) -> AsyncIterator[bytes]:
         shape = self.shape

@@ -44,6 +44,7 @@ _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.TokaError, _Kind(500, "server_error")),
 )
 _UNAVAILABLE_RETRY_S = 1
+_FATAL = frozenset({"QUARANTINED", "SCHEDULERS_LOST"})  # what processes died of
 
 
 def body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def to_response(error: errors.TokaError) -> Response:
         headers["connection"] = "close"
     elif isinstance(error, errors.Unauthenticated):
         headers["www-authenticate"] = 'Bearer realm="tokasaurus"'
-    elif isinstance(error, errors.DeadlineExceeded):
+    elif isinstance(error, errors.DeadlineExceeded) or error.reason in _FATAL:
         headers["x-should-retry"] = "false"  # OpenAI's clients would begin it again
     return response(_kind(error).status, to_body(error), headers)
 

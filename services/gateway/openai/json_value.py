@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import orjson
+
+from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
 
 # Python's own recursion, which writes and changes such values, ends at some 300 levels of them.
@@ -32,6 +35,23 @@ def json_size(value: Any, most: int) -> int:
             return size
         level = deeper
     raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; make it flatter")
+
+
+def write_again(value: Any) -> bytes:
+    """``value``, which was read from JSON, as JSON. It may have more levels than can be written: ``InvalidRequest``."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        raise InvalidRequest("the body is nested too deeply; make it flatter", reason="INVALID_JSON") from None
+
+
+def shown(value: Any, most: int) -> str:
+    """``value`` in an error's message, in ``most`` characters."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"{type(value).__name__} that is nested too deeply"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def check_schema(schema: Any) -> None:

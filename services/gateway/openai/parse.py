@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body
+from services.gateway.openai.json_value import shown
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
 from services.gateway.text import TextEngine
 
@@ -99,5 +100,4 @@ def _path(steps: tuple[int | str, ...]) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, (str, list, dict)) and len(value) > 64:
         return f"{type(value).__name__} of length {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 64 else text[:61] + "..."
+    return shown(value, 64)

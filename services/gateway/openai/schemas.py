@@ -12,6 +12,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from services.gateway.openai.body import Body
 from services.gateway.openai.grammar.body import GrammarBody
+from services.gateway.openai.json_value import shown
 from services.gateway.openai.messages import ConversationBody, ReasoningEffort, ToolChoice
 
 MAX_STOPS = 16
@@ -53,7 +54,7 @@ def _token_ids(prompt: list[Any]) -> np.ndarray:
         if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
             raise ValueError(
                 "expected a string, a list of strings, a list of token ids, or a list of lists of token ids;"
-                f" found {_short(item)} among them"
+                f" found {shown(item, 40)} among them"
             )
     return np.array(prompt, np.uint32)
 
@@ -70,11 +71,6 @@ def _stops(value: Any) -> tuple[str, ...]:
     if "" in stops:
         raise ValueError("a stop string must not be empty")
     return tuple(stops)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 Prompts = Annotated[

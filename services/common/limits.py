@@ -1,4 +1,4 @@
-"""What a key may use: so many requests at once, and so many tokens a minute. Of one gateway: nothing is shared, so each
+"""What a key may use: so many requests at once, and so many tokens a minute. Of one process: nothing is shared, so each
 of ``toka``'s gateways has its part of both."""
 
 import math
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.keys import Key
 
+# Of an answer whose request does not say how long it may be, and which is rarely as long as the context.
+UNSAID_TOKENS = 1024
 _BUSY_RETRY_S = 1.0
 
 
@@ -37,7 +39,7 @@ class Reservation:
 
 
 class Limits:
-    """Lives on the gateway's event loop. Keys are few, so nothing is forgotten."""
+    """Lives on one event loop. Keys are few, so nothing is forgotten."""
 
     def __init__(self, gateways: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         """``gateways``: a key's limits are divided by so many, rounded up. ``clock``: seconds."""
@@ -61,9 +63,9 @@ class Limits:
         finally:
             use.running -= 1
 
-    def reserve(self, key: Key | None, tokens: int) -> Reservation | None:
+    def reserve(self, key: Key | None, tokens: int, *, field: str = "max_tokens") -> Reservation | None:
         """``tokens`` for a request; None: nobody counts. Raises ``Overloaded`` when there are not so many now, and
-        ``InvalidRequest`` when there never will be."""
+        ``InvalidRequest``, which names ``field``, when there never will be."""
         if key is None or key.tokens_per_minute is None:
             return None
         rate, use = self._part(key.tokens_per_minute), self._use(key)
@@ -71,7 +73,7 @@ class Limits:
             raise InvalidRequest(
                 f"prompt and max_tokens are {tokens} tokens together, and this API key has {rate} a minute here; ask"
                 " for less at once",
-                field="max_tokens",
+                field=field,
                 reason="RATE_LIMIT_EXCEEDED",
             )
         if use.tokens < tokens:

@@ -1,0 +1,23 @@
+"""Every flag of every program, in one place. A config is frozen and valid once made; an error names flag and fix."""
+
+from services.common.config.command_line import from_command_line, usage
+from services.common.config.deployment import DeploymentConfig
+from services.common.config.gateway import GatewayConfig
+from services.common.config.grpc import GrpcConfig
+from services.common.config.keys import KeysConfig
+from services.common.config.scheduler import PRIORITY_CLASSES, SchedulerConfig
+from services.common.config.service import ServiceConfig
+from services.common.config.worker import WorkerConfig
+
+__all__ = [
+    "PRIORITY_CLASSES",
+    "DeploymentConfig",
+    "GatewayConfig",
+    "GrpcConfig",
+    "KeysConfig",
+    "SchedulerConfig",
+    "ServiceConfig",
+    "WorkerConfig",
+    "from_command_line",
+    "usage",
+]

@@ -1,0 +1,81 @@
+"""The flags of ``toka``."""
+
+import sys
+
+from pydantic import Field, model_validator
+
+from services.common.config.gateway import GatewayConfig
+from services.common.config.scheduler import SchedulerConfig
+from services.common.config.worker import WorkerConfig
+from services.common.flags import Int
+
+
+class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
+    """What ``toka`` takes: everything its children take, and how many of them there are."""
+
+    dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
+    gateways: Int = Field(
+        1, ge=0, le=64, description="gateway processes, which share one host and port; 0: only gRPC is served"
+    )
+    grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
+
+    @model_validator(mode="after")
+    def _refuse_what_a_cpu_has_not(self) -> "DeploymentConfig":
+        """A flag is honoured or refused, never ignored."""
+        if self.use_hydragen and self.device == "cpu":
+            raise ValueError(
+                "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
+                " the flag out, or use device=cuda"
+            )
+        if self.async_tp_threshold is not None and self.device == "cpu":
+            raise ValueError(
+                f"flag async_tp_threshold={self.async_tp_threshold}: only on cuda, and device is cpu; leave it out, or"
+                " use device=cuda"
+            )
+        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
+            raise ValueError(
+                "flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at kv_cache_dtype=auto, or use"
+                " device=cuda"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_for_everybody(self) -> "DeploymentConfig":
+        """In the place of a worker's own: these listen on unix sockets."""
+        if self.insecure_worker:
+            raise ValueError("flag insecure_worker=T: the workers of toka listen on unix sockets; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _children_are_not_placed_by_hand(self) -> "DeploymentConfig":
+        addresses = ("worker_listen", "worker_addresses", "scheduler_listen", "scheduler_addresses")
+        for name in (*addresses, "master_addr", "master_port", "dp_rank", "tp_rank", "pp_rank"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"flag {name}: toka chooses the addresses and ranks of its children itself; leave it out, or start"
+                    " toka-worker, toka-scheduler and toka-gateway yourself"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _gateways_can_share_a_port(self) -> "DeploymentConfig":
+        if self.gateways > 1 and not sys.platform.startswith("linux"):
+            raise ValueError(
+                f"flag gateways={self.gateways}: only Linux spreads connections over the processes that share a port;"
+                " leave it at its default (gateways=1)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_for_gateways_that_are_not_there(self) -> "DeploymentConfig":
+        for name in GatewayConfig.model_fields.keys() - SchedulerConfig.model_fields.keys():
+            value = getattr(self, name)
+            if not self.gateways and value != GatewayConfig.model_fields[name].default:
+                raise ValueError(f"flag {name}={value}: has no effect with gateways=0; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> "DeploymentConfig":
+        if self.gateways and self.port and self.port in range(self.grpc_port, self.grpc_port + self.dp_size):
+            raise ValueError(f"flag port={self.port}: a scheduler has it (grpc_port={self.grpc_port}); choose another")
+        return self

@@ -1,0 +1,84 @@
+"""The flags of a gateway."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from services.common.config.keys import KeysConfig
+from services.common.flags import Float, Int, Strings
+
+
+class GatewayConfig(KeysConfig):
+    """One gateway: HTTP in, sessions to every scheduler out."""
+
+    host: str = "127.0.0.1"
+    port: Int = Field(10210, ge=0, le=65535)
+    scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
+    max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
+    max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
+    max_prompt_tokens: Int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
+    max_output_tokens: Int | None = Field(
+        None, ge=1, description="largest max_tokens, and its default in a chat; default: what the context holds"
+    )
+    max_connections: Int = Field(65_536, ge=1, description="open HTTP connections of a gateway; beyond it: 503")
+    max_header_bytes: Int = Field(64 * 1024, ge=1024, description="largest head of an HTTP request; beyond it: 431")
+    slow_request_seconds: Float = Field(
+        30.0, gt=0, le=3600, description="a request's head comes within so long, and 16 KiB of its body each time"
+    )
+    slow_client_seconds: Float = Field(
+        60.0, gt=0, le=3600, description="a client that takes nothing of its answer for so long is cut off"
+    )
+    keep_alive_seconds: Float = Field(
+        120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
+    )
+    http_cert: str | None = Field(None, min_length=1, description="PEM with the certificates of HTTPS")
+    http_key: str | None = Field(None, min_length=1, description="PEM with their key")
+    admin_host: str = Field("127.0.0.1", min_length=1, description="where admin_port listens")
+    admin_port: Int = Field(
+        0, ge=0, le=65535, description="/metrics and the replicas' state are served here, and not on port=; 0: there"
+    )
+    store_dir: str = Field(
+        "~/.local/share/tokasaurus", min_length=1, description="files, batches, responses: a directory, or fsspec's URL"
+    )
+    store_url: str | None = Field(
+        None, description="SQLAlchemy URL of their database; default: SQLite in store_dir; none: nothing is stored"
+    )
+    failover_seconds: Float = Field(
+        120.0,
+        ge=0,
+        le=86400,
+        description="a request waits so long for a scheduler, lost with its own or new; 0 = it ends",
+    )
+    batch_concurrency: Int = Field(512, ge=1, le=65536, description="lines of batches that one gateway runs at once")
+    tool_call_parser: Literal["auto", "llama3", "hermes", "none"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template does; none: they stay text"
+    )
+    reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
+        "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
+    )
+
+    @model_validator(mode="after")
+    def _schedulers_are_verified(self) -> "GatewayConfig":
+        if self.grpc_cert is not None and self.grpc_ca is None:
+            raise ValueError(
+                f"flag grpc_cert={self.grpc_cert}: a gateway shows it to schedulers that it can verify; set grpc_ca=,"
+                " too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _certificates_come_with_their_key(self) -> "GatewayConfig":
+        for name, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ValueError(f"flag {name}={getattr(self, name)}: has no effect without {other}; set both")
+        return self
+
+    @model_validator(mode="after")
+    def _admin_port_is_its_own(self) -> "GatewayConfig":
+        if self.admin_port and self.admin_port == self.port:
+            raise ValueError(f"flag admin_port={self.admin_port}: port has it already; choose another, or leave it out")
+        if not self.admin_port and self.admin_host != GatewayConfig.model_fields["admin_host"].default:
+            raise ValueError(
+                f"flag admin_host={self.admin_host}: has no effect without admin_port; leave it out, or set both"
+            )
+        return self

@@ -1,0 +1,143 @@
+"""The flags of a worker."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.addresses import is_public
+from services.common.config.service import ServiceConfig
+from services.common.flags import Bool, Int, Ints
+
+
+class WorkerConfig(ServiceConfig):
+    """One worker: one device, its share of the weights, and the paged KV cache."""
+
+    worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
+    insecure_worker: Bool = Field(
+        False, description="other hosts may reach the worker without mTLS: a private network guards it"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
+    load_format: Literal["safetensors", "dummy"] = Field(
+        "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
+    )
+    quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
+    kv_cache_num_tokens: Int | Literal["auto"] = Field(
+        128 * 1024, description="size of the KV cache in tokens; auto (cuda): all memory that the model leaves"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="auto: the model's; fp8 (cuda): keys and values take half the memory, at a loss of accuracy that"
+        " docs/performance.md gives",
+    )
+    page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
+    max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
+    max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
+    max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
+    torch_compile: Bool = Field(False, description="compile the model; on cpu this needs a C++ compiler")
+    use_cudagraphs: Bool = Field(False, description="replay small decode steps as CUDA graphs; on cpu: refused")
+    cudagraph_max_size: Int = Field(1024, ge=8, le=8192, description="most sequences of a step that is a CUDA graph")
+    compile_cache_dir: str = Field(
+        "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
+    )
+    fail_on_recompile: Bool = Field(
+        False, description="a model graph that must be compiled after the start is an error; else the log tells"
+    )
+    torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
+    dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
+    tp_size: Int = Field(1, ge=1, le=64, description="tensor-parallel ranks of a replica")
+    tp_rank: Int = Field(0, ge=0, description="which of them this worker is")
+    pp_size: Int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
+    pp_rank: Int = Field(0, ge=0, description="which of them this worker is in")
+    pp_layers: Ints = Field((), description="layers of each pipeline stage, such as 10,11,11; default: equal times")
+    async_tp_threshold: Int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a step from which on tensor-parallel products overlap with their exchange (cuda);"
+        " default: never",
+    )
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="where a replica's workers meet: the host of tp_rank=0 pp_rank=0"
+    )
+    master_port: Int = Field(10510, ge=1, le=65535, description="the port there")
+
+    @field_validator("kv_cache_num_tokens")
+    @classmethod
+    def _a_size(cls, value: int | str) -> int | str:
+        if value != "auto" and not 1 <= value < 2**40:
+            raise ValueError("expected 1 or more tokens, or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> "WorkerConfig":
+        if self.kv_cache_num_tokens != "auto" and self.kv_cache_num_tokens < self.page_size:
+            raise ValueError(
+                f"flag kv_cache_num_tokens={self.kv_cache_num_tokens}: less than one page of page_size={self.page_size}"
+                " tokens; raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_worker_flag_without_effect(self) -> "WorkerConfig":
+        for name, needed in (("cudagraph_max_size", "use_cudagraphs"), ("fail_on_recompile", "torch_compile")):
+            value = getattr(self, name)
+            if not getattr(self, needed) and value != WorkerConfig.model_fields[name].default:
+                value = "T" if value is True else value
+                raise ValueError(f"flag {name}={value}: has no effect without {needed}=T; leave it out, or set both")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_are_there(self) -> "WorkerConfig":
+        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+            most = getattr(self, size)
+            if getattr(self, rank) >= most:
+                raise ValueError(
+                    f"flag {rank}={getattr(self, rank)}: ranks count from 0, and {size} is {most}; expected less, or a"
+                    f" larger {size}"
+                )
+        if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
+            raise ValueError(
+                f"flag pp_layers={','.join(map(str, self.pp_layers))}: expected a number of layers, 1 or more, for each"
+                f" of pp_size={self.pp_size} stages"
+            )
+        if self.async_tp_threshold is not None and self.tp_size == 1:
+            raise ValueError(
+                f"flag async_tp_threshold={self.async_tp_threshold}: has no effect without tp_size=2 or more; leave it"
+                " out, or set both"
+            )
+        if (self.async_tp_threshold or 0) > self.max_tokens_per_forward:
+            raise ValueError(
+                f"flag async_tp_threshold={self.async_tp_threshold}: no step has so many tokens with"
+                f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
+            )
+        for name in ("master_addr", "master_port"):
+            value = getattr(self, name)
+            if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:
+                raise ValueError(
+                    f"flag {name}={value}: has no effect without tp_size=2 or pp_size=2 or more; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _authorities_are_of_use(self) -> "WorkerConfig":
+        if self.grpc_ca is not None and self.grpc_cert is None:
+            raise ValueError(
+                f"flag grpc_ca={self.grpc_ca}: has no effect without grpc_cert= and grpc_key=; leave it out, or set all"
+                " three"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_for_everybody(self) -> "WorkerConfig":
+        if is_public(self.worker_listen) and not self.has_mutual_tls and not self.insecure_worker:
+            raise ValueError(
+                f"flag worker_listen={self.worker_listen}: whoever reaches a worker may read and change everybody's"
+                " requests; set grpc_cert=, grpc_key= and grpc_ca= (mTLS), listen on a loopback address or a unix"
+                " socket, or, if a private network guards it, set insecure_worker=T"
+            )
+        return self
+
+    @property
+    def page_count(self) -> int | None:
+        """Whole pages in the KV cache; None = as many as fit."""
+        return None if self.kv_cache_num_tokens == "auto" else self.kv_cache_num_tokens // self.page_size
