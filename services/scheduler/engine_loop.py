@@ -17,7 +17,7 @@ from services.scheduler.inbox import Call, Inbox
 from services.scheduler.news import HeartbeatAnswer, News, PlanNews, Rejected
 from services.scheduler.pace import Pace
 from services.scheduler.readiness import Readiness
-from services.scheduler.reception import take_in
+from services.scheduler.reception import log_failures, take_in
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.silence import Silence
 from services.scheduler.stats import Stats
@@ -26,11 +26,6 @@ from services.scheduler.workers.stream import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
-
-# Samples taken in between two looks at whether a plan can go out, when the worker waits for one and when it does not.
-# One takes about 10 us.
-_MOST_TAKEN_IN, _MOST_TAKEN_IN_AT_LEISURE = 64, 512
-_REST_S = 0.004  # while the worker has its plans, requests are taken in together, so often
 
 
 class EngineLoop:
@@ -62,7 +57,6 @@ class EngineLoop:
         self._stopping = False
         self._readiness = Readiness()
         self._silence = Silence(step_deadline_s)
-        self._rests_until = 0.0  # requests gather until then
         self._stats = Stats(stats_report_seconds, time.monotonic())
         self._pace = Pace()
         self._ahead = (1, 1)  # plans in flight: at least, at most
@@ -85,17 +79,7 @@ class EngineLoop:
 
     def ask(self, question: Callable[[Scheduler], Any]) -> Future:
         """``question(core)``, answered on the loop's thread."""
-        answer: Future = Future()
-
-        def event() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(question(self._core))
-                except Exception as error:  # the asker's trouble, not the loop's
-                    answer.set_exception(error)
-
-        self.post(event)
-        return answer
+        return self._inbox.ask(lambda: question(self._core))
 
     def submit(self, request: Request) -> None:
         """Queue ``request``; its sink is told Accepted or Rejected before anything else about it."""
@@ -141,7 +125,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._take_events()
+                self._stats.changed |= self._inbox.turn(self._until_due(), lambda: self._worker_waits)
                 self._core.end_overdue(time.time_ns() // 1_000_000)
                 self._abandon_silent_worker()
                 self._send_plans()
@@ -150,31 +134,6 @@ class EngineLoop:
         except BaseException as error:
             log.error("the step loop failed", exc_info=error)
             self._failed(error)
-
-    def _take_events(self) -> None:
-        """Wait until something happened or is due. The worker's answers come first; clients' requests are taken in as
-        long as the worker has its plans, and only a few of them when it waits for one."""
-        calls, taken = self._wait(), 0
-        for call in calls:
-            call()
-        while self._inbox.requests:
-            if taken >= (_MOST_TAKEN_IN if self._worker_waits else _MOST_TAKEN_IN_AT_LEISURE):
-                break
-            request, samples = self._inbox.next_request()
-            for call in self._inbox.urgent():  # now: what was posted before the request, such as its sink, is among it
-                call()
-            request()
-            taken += samples
-        self._stats.changed |= bool(calls) or taken > 0
-        if taken and not self._inbox.requests:
-            self._rests_until = time.monotonic() + _REST_S
-
-    def _wait(self) -> list[Call]:
-        """Until something is urgent or due, or a request is there; while the worker has its plans, requests gather."""
-        due, rest = self._until_due(), self._rests_until - time.monotonic()
-        if rest > 0 and not self._worker_waits:
-            return self._inbox.wait(rest if due is None else min(rest, due))
-        return self._inbox.wait(due, for_requests=True)
 
     @property
     def _worker_waits(self) -> bool:
@@ -221,11 +180,7 @@ class EngineLoop:
             self._news.append((None, PlanNews.of(plan, self._core)))
 
     def _hand_over(self) -> None:
-        for request_id, error in self._core.take_failures():
-            if isinstance(error, TokaError):
-                log.error("a request is ended", request_id=request_id, reason=error.message)
-            else:
-                log.error("a request failed", request_id=request_id, exc_info=error)
+        log_failures(self._core)
         self._news.extend(self._core.take_output())
         if self._news:
             self._deliver(self._news)
@@ -282,7 +237,9 @@ class EngineLoop:
         stream = self._stream
         if stream is not None and (step := self._core.oldest_step) is not None and self._silence.look(time.monotonic()):
             for_s = f"{self._silence.seconds:.0f} s"
-            self._abandon(stream, f"worker {stream.silent()} has not answered plan {step} for {for_s}")
+            self._abandon(
+                stream, f"worker {stream.silent()} has not answered plan {step} for {for_s} (flag step_deadline)"
+            )
 
     def _submit(self, request: Request) -> None:
         self._news.append((request.sink, take_in(self._core, request, draining=self._readiness.draining)))
@@ -296,7 +253,7 @@ class EngineLoop:
     @property
     def not_ready_reason(self) -> str:
         """Empty when it serves. On the loop's thread, as what follows."""
-        return self._readiness.not_ready_reason
+        return self._readiness.not_ready_reason or self._core.distrust
 
     @property
     def ready(self) -> bool:

@@ -1,26 +1,49 @@
 """What other threads want of the step loop: calls that it makes on its own thread."""
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 Call = Callable[[], None]
+
+# Samples taken in between two looks at whether a plan can go out, when the worker waits for one and when it does not.
+# One takes about 10 us.
+MOST_TAKEN_IN, _MOST_TAKEN_IN_AT_LEISURE = 64, 512
+_REST_S = 0.004  # while the worker has its plans, requests are taken in together, so often
 
 
 class Inbox:
     """Urgent calls, such as a worker's answer, wake the loop up. Clients' requests wait in a line of their own, and
     wake it up only where it says so.
 
-    Each kind keeps its order. The loop's thread alone calls ``wait``, ``urgent`` and ``next_request``.
+    Each kind keeps its order. The loop's thread alone calls ``turn``, ``wait``, ``urgent`` and ``next_request``.
     """
 
     def __init__(self) -> None:
         self._urgent: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._requests: deque[tuple[Call, int]] = deque()
         self._rings = False  # a request wakes the loop up
+        self._rests_until = 0.0  # requests gather until then
 
     def put(self, call: Call) -> None:
         self._urgent.put(call)
+
+    def ask(self, question: Callable[[], Any]) -> Future:
+        """Put a call whose result somebody waits for."""
+        answer: Future = Future()
+
+        def call() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question())
+                except Exception as error:  # the asker's trouble, not the loop's
+                    answer.set_exception(error)
+
+        self.put(call)
+        return answer
 
     def put_request(self, call: Call, samples: int = 1) -> None:
         """``samples``: how many it is about, so how long it may take."""
@@ -33,6 +56,33 @@ class Inbox:
     def requests(self) -> int:
         """Those that wait."""
         return len(self._requests)
+
+    def turn(self, due_s: float | None, worker_waits: Callable[[], bool]) -> bool:
+        """Wait until something happened, for ``due_s`` seconds at most, and make the calls; whether there were any.
+
+        The worker's answers come first; clients' requests are taken in as long as the worker has its plans, and only a
+        few of them when it waits for one."""
+        calls, taken = self._wait_for_all(due_s, worker_waits), 0
+        for call in calls:
+            call()
+        while self._requests:
+            if taken >= (MOST_TAKEN_IN if worker_waits() else _MOST_TAKEN_IN_AT_LEISURE):
+                break
+            request, samples = self.next_request()
+            for call in self.urgent():  # now: what was posted before the request, such as its sink, is among it
+                call()
+            request()
+            taken += samples
+        if taken and not self._requests:
+            self._rests_until = time.monotonic() + _REST_S
+        return bool(calls) or taken > 0
+
+    def _wait_for_all(self, due_s: float | None, worker_waits: Callable[[], bool]) -> list[Call]:
+        """Until something is urgent or due, or a request is there; while the worker has its plans, requests gather."""
+        rest_s = self._rests_until - time.monotonic()
+        if rest_s > 0 and not worker_waits():
+            return self.wait(rest_s if due_s is None else min(rest_s, due_s))
+        return self.wait(due_s, for_requests=True)
 
     def wait(self, timeout: float | None, *, for_requests: bool = False) -> list[Call]:
         """Urgent calls; if there are none, the first that comes within ``timeout`` seconds. With ``for_requests`` the

@@ -1,4 +1,4 @@
-"""A client's request meets the core; what comes of it is news."""
+"""A client's request meets the core; what comes of it is news, and trouble with it goes to the log."""
 
 import logging
 import time
@@ -36,3 +36,12 @@ def take_in(core: Scheduler, request: Request, *, draining: bool = False) -> Acc
             traceparent=request.traceparent,
         )
     return Accepted(request)
+
+
+def log_failures(core: Scheduler) -> None:
+    """Of requests that were taken in and ended because something went wrong with them. On the step loop's thread."""
+    for request_id, error in core.take_failures():
+        if isinstance(error, TokaError):
+            log.error("a request is ended", request_id=request_id, reason=error.message)
+        else:
+            log.error("a request failed", request_id=request_id, exc_info=error)

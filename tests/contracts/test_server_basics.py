@@ -83,6 +83,16 @@ async def test_health_follows_readiness(serving):
     watch.cancel()
 
 
+async def test_a_method_that_nobody_wrote_is_no_defect(serving, caplog):
+    _, _, channel = serving
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetModel(observe_pb2.GetModelRequest())
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_reflection_lists_the_service(serving):
     _, _, channel = serving
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -129,7 +139,8 @@ async def test_a_defect_does_not_leak_its_text(serving):
 async def test_bytes_that_are_no_message_are_the_clients_fault(serving, method):
     _, _, channel = serving
     path, data = f"/{SERVICE}/{method}", b"\x0a\xff\xff"
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+    async def send() -> None:
         match method:
             case "GetLoad":
                 await channel.unary_unary(path)(data)
@@ -139,6 +150,9 @@ async def test_bytes_that_are_no_message_are_the_clients_fault(serving, method):
                 call = channel.stream_stream(path)(iter([session_pb2.SessionRequest().SerializeToString(), data]))
                 assert await call.read() is not grpc.aio.EOF
                 await call.read()
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await send()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "cannot be read" in caught.value.details()
 

@@ -139,6 +139,49 @@ def test_a_killed_gateway_takes_its_own_connections_with_it_and_nothing_else(ser
     assert {metrics(server)[COMPLETIONS] for _ in range(16)} == {before + 2 * CLIENTS}
 
 
+class Unsent:
+    """A request whose body has not come yet: a gateway that ends waits for it."""
+
+    def __init__(self, server: Server) -> None:
+        address = urlsplit(server.base_url)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=60)
+        self.port = self._socket.getsockname()[1]
+        self._body = json.dumps({"model": "tokasaurus-builtin", "prompt": "x", "max_tokens": 2}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(self._body)}\r\n\r\n"
+        self._socket.sendall(head.encode())
+
+    def finish(self) -> bytes:
+        """The first line of the answer."""
+        with self._socket:
+            self._socket.sendall(self._body)
+            return self._socket.recv(65536).partition(b"\r\n")[0]
+
+
+def listens(gateway: psutil.Process) -> bool:
+    return any(connection.status == psutil.CONN_LISTEN for connection in gateway.net_connections("tcp"))
+
+
+def test_new_connections_get_to_others_while_one_drains(server):
+    unsent = [Unsent(server) for _ in range(CLIENTS)]
+    leaving, staying = gateways_of(server)
+    wait_for(lambda: len(ports_served_by(leaving) & {each.port for each in unsent}) > 0)
+    leaving.send_signal(signal.SIGTERM)
+    wait_for(lambda: not listens(leaving))
+    assert ask_many(server) == [200] * CLIENTS
+    assert not is_gone(leaving.pid)  # it waits for its clients
+    assert {each.finish() for each in unsent} == {b"HTTP/1.1 200 OK"}
+    wait_for(lambda: is_gone(leaving.pid) and len(gateways_of(server)) == GATEWAYS)
+    [successor] = [gateway for gateway in gateways_of(server) if gateway != staying]
+
+    def takes_some() -> bool:
+        again = [Unsent(server) for _ in range(CLIENTS)]
+        taken = ports_served_by(successor) & {each.port for each in again}
+        assert {each.finish() for each in again} == {b"HTTP/1.1 200 OK"}
+        return bool(taken)
+
+    wait_for(takes_some)
+
+
 def test_a_signal_ends_all_of_them():
     with serve(device="cpu", gateways=GATEWAYS) as server:
         pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]

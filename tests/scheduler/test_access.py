@@ -28,13 +28,14 @@ from tests.scheduler.service import PROMPT
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 OK, WHO, NO = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
-KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time")}
+KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time", "thrifty")}
 ENTRIES = {
     "team": "",
     "other": 'scopes = ["inference"]',
     "boss": 'scopes = ["admin"]',
     "late": "expires = 2020-01-01",
     "one-at-a-time": "max_concurrent = 1",
+    "thrifty": "tokens_per_minute = 1000",
 }
 
 
@@ -101,10 +102,11 @@ class Service:
         return (await self.stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=metadata)).load
 
 
-def request(**fields) -> generate_pb2.GenerateRequest:
+def request(max_tokens: int = 2, stop_token_ids=(), **fields) -> generate_pb2.GenerateRequest:
     prompt = generate_pb2.TokenPrompt(token_ids=PROMPT)
-    stopping = generate_pb2.Stopping(max_tokens=2, ignore_eos=True)
-    return generate_pb2.GenerateRequest(tokens=prompt, stopping=stopping, **fields)
+    stopping = generate_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True, token_ids=stop_token_ids)
+    sampling = generate_pb2.Sampling(temperature=0)
+    return generate_pb2.GenerateRequest(tokens=prompt, stopping=stopping, sampling=sampling, **fields)
 
 
 async def ends(call: grpc.aio.Call) -> grpc.StatusCode:
@@ -244,9 +246,47 @@ async def test_a_key_has_so_many_calls_at_once(keys):
         assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details)
         others = service.stub.Generate(request(), metadata=shown(KEYS["team"]))
         assert (await others.read()).HasField("accepted")
+        for name in ("Forecast", "Tokenize", "Detokenize"):  # which compute, too
+            assert await ends(service.calls(shown(KEYS["one-at-a-time"]))[name]) is grpc.StatusCode.RESOURCE_EXHAUSTED
         service.worker.release()
         assert await ends(first) is await ends(others) is OK
         assert await ends(service.stub.Generate(request(), metadata=shown(KEYS["one-at-a-time"]))) is OK
+
+
+async def test_a_key_has_so_many_tokens_a_minute_and_what_was_not_made_comes_back(keys):
+    async with serving(api_keys_file=str(keys)) as service:
+        mine = shown(KEYS["thrifty"])
+
+        async def code(**fields) -> grpc.StatusCode:
+            return await ends(service.stub.Generate(request(**fields), metadata=mine))
+
+        assert await code(max_tokens=2000) is grpc.StatusCode.INVALID_ARGUMENT
+        outputs = [each.outputs async for each in service.stub.Generate(request(), metadata=mine)]
+        first = next(sample.token_ids[0] for each in outputs for sample in each.samples if sample.token_ids)
+        most = 600 - len(PROMPT)
+        for _ in range(3):
+            assert await code(max_tokens=most, stop_token_ids=[first]) is OK
+        service.worker.hold()
+        held = service.stub.Generate(request(most), metadata=mine)
+        assert (await held.read()).HasField("accepted")
+        assert await code(max_tokens=most) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await code(max_tokens=most, model="another") is grpc.StatusCode.NOT_FOUND
+        service.worker.release()
+        assert await ends(held) is OK
+
+
+async def test_a_key_hears_of_its_own_requests_only(keys):
+    async with serving(api_keys_file=str(keys)) as service:
+        service.worker.hold()
+        call = service.stub.Generate(request(request_id="mine"), metadata=shown(KEYS["team"]))
+        assert (await call.read()).HasField("accepted")
+        asked = observe_pb2.ForecastRequest(request_id="mine")
+        await service.stub.Forecast(asked, metadata=shown(KEYS["team"]))
+        with pytest.raises(grpc.aio.AioRpcError, match="no unfinished request") as raised:
+            await service.stub.Forecast(asked, metadata=shown(KEYS["other"]))
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        service.worker.release()
+        assert await ends(call) is OK
 
 
 @pytest.mark.parametrize(("isolate_keys", "cached"), [(False, True), (True, False)])

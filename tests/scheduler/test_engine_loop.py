@@ -10,8 +10,8 @@ import pytest
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine_loop import _MOST_TAKEN_IN, EngineLoop
-from services.scheduler.inbox import Inbox
+from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.inbox import MOST_TAKEN_IN, Inbox
 from services.scheduler.news import Accepted, HeartbeatAnswer, Rejected
 from services.scheduler.workers.codec import decode_result
 from services.scheduler.workers.stream import Answer
@@ -97,8 +97,8 @@ def test_plans_go_out_between_submissions_and_not_behind_all_of_them(bench, monk
         bench.submit(handle)
     bench.run_until(lambda: len(bench.told(Accepted)) == 3000)
     steps = np.diff(bench.worker.accepted_before, prepend=0)
-    assert steps.max() <= _MOST_TAKEN_IN
-    assert len(steps) >= 3000 / _MOST_TAKEN_IN
+    assert steps.max() <= MOST_TAKEN_IN
+    assert len(steps) >= 3000 / MOST_TAKEN_IN
 
 
 def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, monkeypatch):
@@ -120,7 +120,7 @@ def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, mon
     assert len(answered_at) == 38
     waited = np.array(plans[:37]) - answered_at[:37]
     assert (waited >= 0).all()
-    assert (waited < _MOST_TAKEN_IN).all()
+    assert (waited < MOST_TAKEN_IN).all()
 
 
 def test_a_submission_of_many_samples_counts_as_many(bench, monkeypatch):

@@ -148,6 +148,33 @@ async def test_a_request_that_makes_the_worker_refuse_plans_or_fail_steps_is_no_
         assert worker.deaths <= 8
 
 
+class Broken(FakeWorker):
+    """Dies of every plan while it is broken."""
+
+    broken = True
+
+    def _is_poisoned(self, plan, result) -> bool:
+        return self.broken
+
+
+async def test_a_worker_that_dies_whatever_it_computes_is_not_ready_and_ends_nobody():
+    worker = Broken()
+    worker.poison = POISON
+    async with start(worker=worker) as service, session(service) as client:
+        for handle in range(20):
+            await client.submit(handle, **request(handle))
+        await service.until_load(lambda load: "in a row before it answered anything" in load.not_ready_reason)
+        await service.until_health(False)
+        await service.until_load(lambda load: load.counters.worker_restarts >= 12)
+        assert not any(sample.tokens or sample.finish for sample in client.samples.values())
+        worker.broken = False
+        await client.finished(*range(20))
+        for handle in range(20):
+            assert client.samples[handle].tokens == continuation(SHAPE, PROMPT, 60, seed=handle)
+        load = await service.load()
+        assert (load.ready, load.not_ready_reason) == (True, "")
+
+
 async def test_requests_wait_for_a_lost_worker_within_the_bounds_of_the_queue_and_their_deadlines():
     async with start(max_queued_sequences=5) as service, session(service) as client:
         worker = service.worker

@@ -1,16 +1,15 @@
 """Who may call what on the public service."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
 
 from services.common.addresses import is_public
 from services.common.config import SchedulerConfig
-from services.common.errors import Overloaded, PermissionDenied, TokaError, Unauthenticated
+from services.common.errors import PermissionDenied, TokaError, Unauthenticated
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing, salted
+from services.common.limits import Limits
 from services.common.rpc.token import TokenFile
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -21,7 +20,6 @@ _SESSION = f"{_SERVICE}Session"  # requests for anybody, under any name
 _OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}WatchPlans"})  # the latter tells everybody's request ids
 _OPEN = "/grpc.health.v1.Health/"
 _AUTHORIZATION = "authorization"
-_BUSY_RETRY_S = 1.0
 
 
 class Access(grpc.aio.ServerInterceptor):
@@ -44,7 +42,7 @@ class Access(grpc.aio.ServerInterceptor):
         self._token = token
         self._sessions_open = certified and token is None
         self._isolates = isolates
-        self._running: Counter[str] = Counter()  # calls by key
+        self.limits = Limits()
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "Access":
@@ -78,37 +76,18 @@ class Access(grpc.aio.ServerInterceptor):
                 reason="INSUFFICIENT_SCOPE",
             )
 
-    def sign(self, request: generate_pb2.GenerateRequest, metadata: Metadata) -> Key | None:
-        """Whose ``request`` it is, which is written into it; None: nobody's in particular. Of a call that was let
-        through."""
-        if not self._restricted:
+    def key_of(self, metadata: Metadata) -> Key | None:
+        """Who calls; None: nobody in particular. Of a call that was let through."""
+        if not self._restricted or self._is_service(presented := _presented(metadata)):
             return None
-        presented = _presented(metadata)
-        if self._is_service(presented):
-            return None
-        key = self._find(presented)
-        request.fairness_key = key.name
-        if self._isolates:
-            request.cache_salt = salted(key.name, request.cache_salt)
-        return key
+        return self._find(presented)
 
-    @contextmanager
-    def running(self, key: Key | None) -> Iterator[None]:
-        """Count a call while it runs. Raises ``Overloaded`` when as many run as the key may have."""
-        if key is None:
-            yield
-            return
-        if key.max_concurrent is not None and self._running[key.name] >= key.max_concurrent:
-            raise Overloaded(
-                f"{key.max_concurrent} requests of this API key run already, its limit; try again later",
-                retry_after_s=_BUSY_RETRY_S,
-                reason="RATE_LIMIT_EXCEEDED",
-            )
-        self._running[key.name] += 1
-        try:
-            yield
-        finally:
-            self._running[key.name] -= 1
+    def sign(self, request: generate_pb2.GenerateRequest, key: Key | None) -> None:
+        """Write into ``request`` whose it is."""
+        if key is not None:
+            request.fairness_key = key.name
+            if self._isolates:
+                request.cache_salt = salted(key.name, request.cache_salt)
 
     @property
     def _restricted(self) -> bool:

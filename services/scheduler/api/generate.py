@@ -18,6 +18,7 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.proofs import prove_in_time
 from services.scheduler.api.resume import ending_of
+from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta, ragged_rows
 from services.scheduler.core.request import Finish
@@ -32,10 +33,11 @@ log = structlog.get_logger(__name__)
 class Generation:
     """Owned by its RPC, on the asyncio loop. Handles are the samples' numbers."""
 
-    def __init__(self, hub: Hub, model: ServedModel, prover: Prover) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, prover: Prover, spending: Spending) -> None:
         self._hub = hub
         self._model = model
         self._prover = prover
+        self._spending = spending
         self._texts: dict[int, Detokenizer] = {}
         self._wants_logprobs = False
         self._include_stop = False
@@ -77,6 +79,7 @@ class Generation:
             yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
             yield generate_pb2.GenerateResponse(outputs=self._outputs(MergedDelta([Delta(0, finished=[finish])])))
             return
+        self._spending.reserve(request.prompt_tokens, request.n, request.max_tokens)
         request.sink, mailbox = self._hub.open(session=False)
         try:
             self._hub.engine.submit(request)
@@ -85,11 +88,13 @@ class Generation:
                 item = await mailbox.get()
                 match item:
                     case Rejected(error=error):
+                        self._spending.give_back()
                         raise error
                     case Accepted():
                         yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
                     case MergedDelta():
                         unfinished -= len(item.finished)
+                        self._spending.finished(item.finished, unfinished)
                         yield self._response(item, request.request_id)
         finally:
             self._hub.close(request.sink)

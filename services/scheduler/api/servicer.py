@@ -2,8 +2,11 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
+from services.common.keys import Key
 from services.common.packed import read_fixed32
 from services.scheduler.api.access import Access
 from services.scheduler.api.encoding import encode_curve, encode_load, encode_plan_news
@@ -12,6 +15,7 @@ from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens, encode_chat, read_prompt
 from services.scheduler.api.session import Session
+from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.intake import resolve_limit
 from services.scheduler.core.outlook import Outlook, look_ahead
@@ -36,9 +40,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._access = access or Access()
 
     async def Generate(self, request, context):
-        key = self._access.sign(request, context.invocation_metadata())
-        with self._access.running(key):
-            stream = Generation(self._hub, self._model, self._prover).run(request, context)
+        with self._running(context) as key:
+            self._access.sign(request, key)
+            spending = Spending(self._access.limits, key)
+            stream = Generation(self._hub, self._model, self._prover, spending).run(request, context)
             try:
                 async for response in stream:
                     yield response
@@ -62,6 +67,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.GetLoadResponse(load=encode_load(load))
 
     async def Forecast(self, request, context):
+        with self._running(context) as key:
+            return await self._forecast(request, key)
+
+    async def _forecast(self, request: observe_pb2.ForecastRequest, key: Key | None) -> observe_pb2.ForecastResponse:
         if request.horizon_steps > _LONGEST_HORIZON:
             raise InvalidRequest(
                 f"horizon_steps is {request.horizon_steps}: expected 0 to {_LONGEST_HORIZON}", field="horizon_steps"
@@ -69,9 +78,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         shape = self._model.shape
         match request.WhichOneof("subject"):
             case "request_id":
-                outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id))
+                outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id, key))
             case "request":
-                self._access.sign(request.request, context.invocation_metadata())
+                self._access.sign(request.request, key)
                 tokens = await asyncio.to_thread(read_prompt, request.request, self._model)
                 await keep_long_text(request.request.sampling)
                 subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
@@ -97,6 +106,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._hub.unwatch(plans)
 
     async def Tokenize(self, request, context):
+        with self._running(context):
+            return await self._tokenize(request)
+
+    async def Detokenize(self, request, context):
+        with self._running(context):
+            return await self._detokenize(request)
+
+    @contextmanager
+    def _running(self, context) -> Iterator[Key | None]:
+        """Count a call of its key while it runs."""
+        key = self._access.key_of(context.invocation_metadata())
+        with self._access.limits.running(key):
+            yield key
+
+    async def _tokenize(self, request: observe_pb2.TokenizeRequest) -> observe_pb2.TokenizeResponse:
         tokenizer = self._model.tokenizer
         match request.WhichOneof("input"):
             case "text":
@@ -108,7 +132,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 raise InvalidRequest("set text or chat", field="input")
         return observe_pb2.TokenizeResponse(token_ids=ids)
 
-    async def Detokenize(self, request, context):
+    async def _detokenize(self, request: observe_pb2.DetokenizeRequest) -> observe_pb2.DetokenizeResponse:
         tokens = read_fixed32(request.token_ids)
         check_tokens(tokens, self._model.card.vocab_size, "token_ids")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -116,9 +140,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.DetokenizeResponse(text=text)
 
 
-def _of_accepted(core: Scheduler, request_id: str) -> tuple[Outlook, float]:
+def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Outlook, float]:
     request = core.state.requests.get(request_id)
-    if request is None:
+    if request is None or (key is not None and request.fairness_key != key.name):
         raise NotFound(f"no unfinished request has the id {request_id!r}", field="request_id")
     return _look(core, request), core.step_s
 

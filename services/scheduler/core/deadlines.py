@@ -2,30 +2,32 @@
 
 import heapq
 from itertools import count
+from weakref import ref
 
 from services.scheduler.core.request import Request
 
 
 class Deadlines:
-    """A heap; entries of finished requests are skipped, and swept out when they are the most. Owned by the core."""
+    """A heap; entries of finished requests are skipped, and swept out when they are the most. It keeps no request
+    alive. Owned by the core."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[int, int, ref[Request]]] = []
         self._order = count()
         self._sweep_at = 1024
 
     def add(self, request: Request) -> None:
         if request.deadline_ms is None:
             return
-        heapq.heappush(self._heap, (request.deadline_ms, next(self._order), request))
+        heapq.heappush(self._heap, (request.deadline_ms, next(self._order), ref(request)))
         if len(self._heap) > self._sweep_at:
-            self._heap = [entry for entry in self._heap if entry[2].unfinished]
+            self._heap = [entry for entry in self._heap if _unfinished(entry[2])]
             heapq.heapify(self._heap)
             self._sweep_at = max(1024, 2 * len(self._heap))
 
     def next_ms(self) -> int | None:
         """The earliest deadline of an unfinished request, in milliseconds since the epoch."""
-        while self._heap and not self._heap[0][2].unfinished:
+        while self._heap and not _unfinished(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
@@ -33,5 +35,11 @@ class Deadlines:
         """Unfinished requests whose time has come; each is returned once."""
         found = []
         while (earliest := self.next_ms()) is not None and earliest <= now_ms:
-            found.append(heapq.heappop(self._heap)[2])
+            if (request := heapq.heappop(self._heap)[2]()) is not None:
+                found.append(request)
         return found
+
+
+def _unfinished(known: "ref[Request]") -> bool:
+    request = known()
+    return request is not None and request.unfinished > 0

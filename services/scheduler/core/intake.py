@@ -2,10 +2,19 @@
 
 from itertools import count
 
+import numpy as np
+
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.outlook import steps_until_released
-from services.scheduler.core.request import AdmissionMode, Request, Sample, WorkerShape
+from services.scheduler.core.request import (
+    AdmissionMode,
+    Priority,
+    Request,
+    Sample,
+    SamplingSettings,
+    WorkerShape,
+)
 from services.scheduler.core.state import State
 
 _SHORTEST_RETRY_S = 0.1
@@ -39,6 +48,17 @@ class Intake:
         state.counters.requests_accepted += 1
         state.counters.prompt_tokens += request.prompt_tokens
 
+    def canary(self) -> Sample:
+        """A sample of nobody's that waits: one token behind one token. What is told of it goes nowhere."""
+        request = Request("canary", np.zeros(1, np.uint32), SamplingSettings(), max_tokens=1, priority=Priority.HIGH)
+        request.limit = resolve_limit(request, self._state.shape)
+        self._resolve(request)
+        request.unfinished = 1
+        sample = Sample(request, 0, next(self._arrivals), 0)
+        request.samples.append(sample)
+        self._state.waiting.push(sample)
+        return sample
+
     def retry_after_s(self, places: int, step_s: float) -> float:
         """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
         if not self._state.slots.running:
@@ -65,6 +85,7 @@ class Intake:
             handles.pop(sample.handle, None)
             if sample in state.waiting:
                 state.waiting.remove(sample)
+        request.samples.clear()
         if request.automaton is not None:
             state.matcher.release(request.automaton)
 

@@ -160,6 +160,7 @@ class Lifecycle:
         state.counters.sequences_cancelled += reason is FinishReason.CANCELLED
         if not request.unfinished:
             state.requests.pop(request.request_id, None)
+            request.samples.clear()  # they know their request, and garbage in a circle stays for minutes
         try:
             if request.share is not None and not request.waiting:
                 self.shares.end(request)

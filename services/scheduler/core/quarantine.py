@@ -7,10 +7,12 @@ again. A group in which the worker is lost is divided by eight again, down to on
 few times more, alone and at the same place, its request ends with an error.
 
 Workers are also lost for reasons of their own. Somebody innocent would have to be met by each of these losses within
-the few steps of a trial.
+the few steps of a trial. And some are lost whatever they compute: when several losses in a row came before any answer,
+the next worker first computes a canary, a sample of nobody's. Until that is answered nobody else runs or is blamed.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 from services.common.errors import Internal
 from services.scheduler.core.ending import Ending
@@ -21,6 +23,7 @@ from services.scheduler.core.state import State
 _SUSPICIOUS = 2  # losses at the same place
 _PARTS = 8  # a restart takes longer than trials do, so more than two
 _PROVEN = 3  # losses at the same place, alone
+_MUTE = 3  # losses in a row without an answer between
 
 
 class Quarantine:
@@ -30,15 +33,45 @@ class Quarantine:
         self._state = state
         self._lifecycle = lifecycle
         self._groups: deque[list[Sample]] = deque()  # suspects; the first group is on trial
+        self._canary: Sample | None = None
+        self._mute = 0  # losses since the last answer
 
     @property
     def suspects(self) -> int:
-        return sum(map(len, self._groups))
+        found = (sample for group in self._groups for sample in group if not sample.finished)
+        return sum(sample is not self._canary for sample in found)
+
+    @property
+    def distrust(self) -> str:
+        """Why the worker is not to be relied on; empty when it is."""
+        if self._mute < _MUTE:
+            return ""
+        return f"the worker was lost {self._mute} times in a row before it answered anything"
+
+    @property
+    def is_over(self) -> bool:
+        """The present trial, since all who were on it have ended."""
+        return bool(self._groups) and all(sample.finished for sample in self._groups[0])
+
+    def note_answer(self) -> None:
+        """The worker answered a plan."""
+        self._mute = 0
+
+    def try_out(self, canary: Callable[[], Sample]) -> None:
+        """A new worker is there. If it is not to be relied on, it computes the ``canary``, which waits, before all
+        else."""
+        if not self.distrust or (self._canary is not None and not self._canary.finished):
+            return
+        self._canary = canary()
+        self._canary.strikes, self._canary.reach = 1, self._canary.known
+        self._groups.appendleft([self._canary])
+        self._state.apart = self._groups[0]
 
     def note_loss(self, computing: list[Sample]) -> None:
         """The worker is lost, and all who ran wait again. ``computing``: those in plans that it had not answered, in
         order of arrival. Ends the request of a sample that is found out."""
         self._let_go()
+        self._mute += bool(computing)
         for sample in computing:
             self._strike(sample)
         suspects = {sample for group in self._groups for sample in group}
@@ -80,13 +113,14 @@ class Quarantine:
 
     def _divide(self, group: list[Sample], computing: list[Sample]) -> None:
         """The worker was lost while ``group`` was on trial, or while others ran on who had got past theirs."""
-        guilty = [sample for sample in group if sample in computing]
-        if computing == guilty and len(guilty) == 1:
+        met = set(computing)
+        guilty = [sample for sample in group if sample in met]
+        if len(computing) == len(guilty) == 1 and guilty[0] is not self._canary:
             guilty[0].strikes_alone += 1
             if guilty[0].strikes_alone == _PROVEN:
                 self._end(guilty[0])
                 return
-        if spared := [sample for sample in group if sample not in computing]:
+        if spared := [sample for sample in group if sample not in met]:
             self._groups.appendleft(spared)
         self._groups.extendleft(reversed(_parts(guilty)))
 
@@ -97,7 +131,7 @@ class Quarantine:
             " it computed nothing else",
             reason="QUARANTINED",
         )
-        self._state.failures.append((sample.request.request_id, error))
+        self._state.failures[sample.request.request_id] = error
         samples = [each for each in sample.request.samples if not each.finished]
         self._lifecycle.finish([Ending(each, FinishReason.ERROR, error=error) for each in samples])
 

@@ -1,8 +1,6 @@
 """Takes in a worker's answer to one plan."""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -43,13 +41,15 @@ class Results:
         late_enough = known >= slots.min_known[rows]
         state.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
         for row in (matched & ~late_enough).nonzero()[0].tolist():
-            with self._isolated(int(rows[row])):
+            try:
                 self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
+            except Exception as error:
+                self._blame(int(rows[row]), error)
         by_token, by_string = in_set & late_enough, matched & late_enough
         endings = []
         for row in (by_token | by_string | (known >= slots.limit[rows])).nonzero()[0].tolist():
             sample, token = slots.samples[rows[row]], int(tokens[row])
-            with self._isolated(int(rows[row])):
+            try:
                 if by_token[row]:
                     endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
                 elif by_string[row]:
@@ -57,6 +57,8 @@ class Results:
                     endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
                 else:
                     endings.append(Ending(sample, FinishReason.LENGTH))
+            except Exception as error:
+                self._blame(int(rows[row]), error)
         if endings:
             self._lifecycle.finish(endings)
 
@@ -65,8 +67,10 @@ class Results:
         slots = self._state.slots
         for slot, scored in result.scored:
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
-                with self._isolated(slot):
+                try:
                     self._tell_scores(slots.samples[slot].request, scored)
+                except Exception as error:
+                    self._blame(slot, error)
 
     def _tell_scores(self, request: Request, scored: Scored) -> None:
         told = request.scored + 1 - scored.start
@@ -105,13 +109,9 @@ class Results:
         automaton = self._state.slots.samples[slot].request.automaton
         self._state.slots.stop_state[slot] = self._state.matcher.pass_over(automaton, state_before, token)
 
-    @contextmanager
-    def _isolated(self, slot: int) -> Iterator[None]:
-        """What goes wrong with one sequence is its own."""
-        try:
-            yield
-        except Exception as error:
-            self._state.broken.setdefault(self._state.slots.samples[slot].request, error)
+    def _blame(self, slot: int, error: Exception) -> None:
+        """What went wrong with one sequence is its own."""
+        self._state.broken.setdefault(self._state.slots.samples[slot].request, error)
 
     def _fail(self, result: Result) -> None:
         slots = self._state.slots

@@ -73,6 +73,7 @@ class Scheduler:
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
                 error = Internal("the worker came back smaller than the one that accepted this request; send it again")
                 self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
+        self._quarantine.try_out(self._intake.canary)
 
     def detach(self) -> None:
         """The worker is gone and its pages with it: running samples go back to the head of the queue, tokens kept."""
@@ -91,6 +92,11 @@ class Scheduler:
     def suspects(self) -> int:
         """Sequences that the worker may have died of."""
         return self._quarantine.suspects
+
+    @property
+    def distrust(self) -> str:
+        """Why the worker that is there is not to be relied on; empty when it is."""
+        return self._quarantine.distrust
 
     def _computing(self) -> list[Sample]:
         """Those in plans that the worker has not answered, in order of arrival."""
@@ -144,21 +150,23 @@ class Scheduler:
     def take_failures(self) -> list[tuple[str, Exception]]:
         """Requests that ended since the last call because something went wrong with them, for the log: (id, what). A
         ``TokaError`` says it all."""
-        failures, self.state.failures = self.state.failures, []
-        return failures
+        failures, self.state.failures = self.state.failures, {}
+        return list(failures.items())
 
     def _end_broken(self) -> bool:
         """End requests that something went wrong with; whether there were any."""
-        broken, self.state.broken = self.state.broken, {}
-        for request, error in broken.items():
-            self.state.failures.append((request.request_id, error))
+        any_broken, failures = bool(self.state.broken), self.state.failures
+        while self.state.broken:  # ending them may go wrong, too
+            request, error = self.state.broken.popitem()
+            failures.setdefault(request.request_id, error)
             live = [sample for sample in request.samples if not sample.finished]
             self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=Internal.logged()) for sample in live])
-        return bool(broken)
+        return any_broken
 
     def _end(self, samples: Sequence[Sample], reason: FinishReason) -> None:
         """End those that have not finished since the last `take_output`; each comes once."""
         self._lifecycle.finish([Ending(sample, reason) for sample in samples if not sample.finished])
+        self._end_broken()
 
     # -- steps
 
@@ -194,13 +202,14 @@ class Scheduler:
         """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
         if len(self._pending) >= self.state.steps_ahead:
             return None
-        if self.state.apart is not None:  # one plan at a time: a worker that is lost is lost in this one
-            if self._pending:
-                return None
-            self._quarantine.proceed()
-        plan = self._planner.build(now_ns, hurry=hurry)
-        while self._end_broken() and plan is None:  # there may be something to do for others
-            plan = self._planner.build(now_ns)
+        plan, more = None, True
+        while plan is None and more:
+            if self.state.apart is not None:  # one plan at a time: a worker that is lost is lost in this one
+                if self._pending:
+                    return None
+                self._quarantine.proceed()
+            plan = self._planner.build(now_ns, hurry=hurry)
+            more = self._end_broken() or self._quarantine.is_over  # there may be something to do for others
         if plan is not None:
             slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
             self._pending[plan.step] = _Pending(slots, bool(self._pending))
@@ -213,6 +222,7 @@ class Scheduler:
             raise WrongAnswer(f"the worker answered step {result.step}, expected was {expected}")
         check_answer(result, pending.sampling, self.state.shape)
         del self._pending[result.step]
+        self._quarantine.note_answer()
         self.state.counters.device_busy_ns += result.device_ns
         if pending.queued:  # else there was nothing that the device could have done
             self.state.counters.device_idle_ns += result.idle_ns
@@ -220,10 +230,11 @@ class Scheduler:
         self._end_broken()
 
     def take_output(self) -> list[tuple[int, Delta]]:
-        """News since the last call, as (sink, delta). A finished sample's handle is free from here on."""
-        news = self.state.outbox.take(self.state.step)
+        """News since the last call, as (sink, delta), for sinks that are open. A finished sample's handle is free from
+        here on."""
+        news = [each for each in self.state.outbox.take(self.state.step) if each[0] in self._sinks]
         for sink, delta in news:
-            live = self._sinks.get(sink, {})
+            live = self._sinks[sink]
             for finish in delta.finished:
                 live.pop(finish.handle, None)
         return news

@@ -33,7 +33,7 @@ class State:
         self.stop_tokens = StopTokens(vocab_size)
         # Requests that something went wrong with, which are ended before anything else happens: what it was.
         self.broken: dict[Request, Exception] = {}
-        self.failures: list[tuple[str, Exception]] = []  # ids of requests that ended so, for the log
+        self.failures: dict[str, Exception] = {}  # by id, of requests that ended so, for the log
         self.apart: list[Sample] | None = None  # on trial: nobody else runs now; owned by the quarantine
         self.attached = False
         self.step = 0  # of the last plan built
@@ -53,7 +53,9 @@ class State:
 
     def attach(self, shape: WorkerShape) -> None:
         """Begin with a worker that holds nothing."""
-        if not self.attached:
+        if self.attached:
+            self.pool.evict = lambda count: None  # it and its tree know each other: a circle would stay
+        else:
             self.lengths = LengthPredictor(shape.max_context_tokens)
         self.shape = shape
         self.slots = Slots(shape)

@@ -18,6 +18,7 @@ from services.scheduler.core.stop_automaton import Automaton
 _ROWS_BYTES = 64 * 1024 * 1024
 _TABLE_CELLS = 64 * 1024 * 1024  # of all automata in use, 4 bytes each
 _UNUSED_CELLS = 4 * 1024 * 1024  # of automata kept for the next request with the same strings
+_MOST_UNUSED = 256  # such automata: each takes some KB beside its cells, and who makes them keeps as many
 
 
 class StopMatcher:
@@ -171,7 +172,7 @@ class StopMatcher:
         return base
 
     def _drop_unused(self, keep_cells: int) -> None:
-        while self._unused and self._unused_cells > keep_cells:
+        while self._unused and (self._unused_cells > keep_cells or len(self._unused) > _MOST_UNUSED):
             automaton, _ = self._unused.popitem(last=False)
             base = self._bases.pop(automaton)
             del self._users[automaton]

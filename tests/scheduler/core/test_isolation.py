@@ -144,6 +144,28 @@ def test_a_client_that_cannot_be_told_something_loses_that_request_alone():
     assert all(_is_ours(driver.seen[handle].finish.error) for handle in range(bad, bad + 3))
 
 
+def test_what_goes_wrong_as_a_thousand_samples_end_is_told_once(break_at):
+    raised = break_at(lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request))
+    driver = Driver(SHAPE)
+    bad = driver.submit([7] * 9, n=1000, max_tokens=4, cache_salt="bad")
+    driver.run()
+    assert len(raised) == 1000
+    assert all(_is_ours(driver.seen[handle].finish.error) for handle in range(bad, bad + 1000))
+    assert [request_id for request_id, _ in driver.core.take_failures()] == [f"r{bad}"]
+
+
+def test_what_goes_wrong_as_requests_are_cancelled_without_a_worker_is_not_kept(break_at):
+    break_at(lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request))
+    driver = Driver(SHAPE)
+    bad = driver.submit([7] * 9, n=3, max_tokens=4, cache_salt="bad")
+    driver.core.detach()
+    driver.core.cancel(SINK, [bad])
+    assert not driver.core.state.broken
+    assert not driver.core.state.requests
+    driver.collect()
+    assert [request_id for request_id, _ in driver.core.take_failures()] == [f"r{bad}"]
+
+
 def _submit_others(driver: Driver, count: int) -> list[int]:
     chance, handles = random.Random(driver.next_handle), []
     for _ in range(count):

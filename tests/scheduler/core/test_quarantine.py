@@ -5,9 +5,10 @@ import random
 import pytest
 
 from services.common.errors import Internal
+from services.scheduler.core.onboarding import Onboarding
 from services.scheduler.core.request import AdmissionMode, FinishReason
 from tests.fakes.model import FakeShape
-from tests.scheduler.core.driver import Driver, check
+from tests.scheduler.core.driver import SINK, Driver, check
 
 SHAPE = FakeShape(
     vocab_size=62, page_size=4, page_count=4096, max_slots=256, max_tokens_per_step=512, max_context_tokens=256,
@@ -44,7 +45,8 @@ class Mortal(Driver):
     def _is_fatal(self, plan) -> bool:
         slots = self.core.state.slots
         for slot in (slot for rows in plan.sampling for slot in rows.tolist()):
-            fatal = self.fatal.get(slots.samples[slot].handle)
+            sample = slots.samples[slot]
+            fatal = self.fatal.get(sample.handle) if sample.request.sink == SINK else None
             if fatal is not None and slots.scheduled[slot] - slots.prompt[slot] + 1 == fatal:
                 return True
         return False
@@ -66,7 +68,9 @@ class Mortal(Driver):
 
     def check_answers(self, *poisoned: int) -> None:
         """All but the poisoned gave what they would have given alone."""
-        assert self.plan() is None
+        while (plan := self.plan()) is not None:
+            assert plan.admitted_ids == ["canary"]
+            self.answer()
         for handle, seen in self.seen.items():
             tokens, reason = self.expected(handle)
             if handle in poisoned:
@@ -148,6 +152,64 @@ def test_losses_at_random_times_never_end_anybody(streams, longest):
         driver.check_answers()
         losses += driver.losses
         suspected += driver.most_in_flight_apart
+
+
+@pytest.mark.parametrize("streams", [1, 70])
+def test_a_worker_that_dies_whatever_it_computes_ends_nobody(streams):
+    driver = Mortal(steps_ahead=4)
+    driver.submit_innocents(streams)
+    for losses in range(1, 61):
+        plan = driver.plan()
+        assert (plan.admitted_ids == ["canary"]) is (losses > 3)
+        assert driver.core.distrust == (f"the worker was lost {losses - 1} times in a row before it answered anything"
+                                        if losses > 3 else "")  # fmt: skip
+        driver.lose_worker()
+    assert not any(seen.finish for seen in driver.seen.values())
+    driver.run()
+    driver.check_answers()
+    assert driver.core.distrust == ""
+    assert driver.core.take_failures() == []
+
+
+def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
+    driver = Mortal(steps_ahead=2)
+    first = driver.submit([9] * 5, max_tokens=40)
+    for _ in range(3):
+        driver.plan()
+        driver.lose_worker()
+    driver.cancel(first)
+    assert not driver.core.state.requests
+    assert driver.core.suspects == 0
+    assert driver.plan().admitted_ids == ["canary"]
+    assert driver.answer()
+    assert driver.plan() is None
+    assert driver.core.state.apart is None
+    assert driver.core.distrust == ""
+    assert driver.core.state.pool.in_use == len(driver.core.state.waiting) == 0
+
+
+@pytest.mark.parametrize("end", ["broken", "too large"])
+def test_others_get_the_very_plan_in_which_the_last_on_trial_ends(end, monkeypatch):
+    driver = Mortal(steps_ahead=2)
+    suspect = driver.submit([9] * 5, max_tokens=40)
+    for _ in range(2):
+        driver.plan()
+        driver.lose_worker()
+    other = driver.submit([8] * 5, max_tokens=40)
+    if end == "broken":
+        original = Onboarding._entry
+
+        def breaking(self, plan, sample, claimed):
+            if sample.handle == suspect:
+                raise RuntimeError("injected")
+            return original(self, plan, sample, claimed)
+
+        monkeypatch.setattr(Onboarding, "_entry", breaking)
+    else:
+        driver.requests[suspect].limit = 10**6
+    assert driver.core.state.apart is not None
+    assert driver.plan().admitted_ids == [f"r{other}"]
+    assert driver.seen[suspect].finish.reason is FinishReason.ERROR
 
 
 def test_a_suspect_that_is_cancelled_is_forgotten_and_others_go_on():

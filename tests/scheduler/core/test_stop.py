@@ -1,5 +1,8 @@
 """Stop strings against ``bytes.find`` on the whole text."""
 
+import gc
+import weakref
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +94,21 @@ def test_tables_of_strings_no_longer_used_are_given_back(monkeypatch):
         matcher.release(automaton)
     assert matcher._cell_arena.used <= 2000 + 500
     assert len(matcher._cells) < 10_000
+
+
+def test_short_stop_strings_no_longer_used_are_forgotten_too():
+    matcher = StopMatcher([b"a", b"b"], 2)
+    known = []
+    for number in range(2000):
+        automaton = Automaton([f"stop {number}"])
+        matcher.acquire(automaton)
+        matcher.release(automaton)
+        known.append(weakref.ref(automaton))
+        del automaton
+    gc.collect()
+    kept = [each() is not None for each in known]
+    assert kept[-1]
+    assert sum(kept) <= 256
 
 
 def test_a_vocabulary_of_128k_tokens_keeps_its_rows_within_bounds():
