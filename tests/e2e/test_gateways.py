@@ -105,12 +105,13 @@ def test_all_of_them_serve_and_whichever_is_asked_for_metrics_answers_for_all(se
     for client in clients:
         client.close()
 
+    finished = f'toka_sequences_finished_total{{replica="{server.grpc_address}"}}'
+    wait_for(lambda: all(finished in metrics(server) for _ in range(16)))  # each has heard of its scheduler's load
     before = metrics(server)
     assert ask_many(server) == [200] * CLIENTS
     of_requests = (COMPLETIONS, "toka_e2e_request_latency_seconds_count", "toka_request_generation_tokens_count")
     for scrape in [metrics(server) for _ in range(16)]:
         assert [scrape[name] for name in of_requests] == [before.get(name, 0) + CLIENTS for name in of_requests]
-    finished = f'toka_sequences_finished_total{{replica="{server.grpc_address}"}}'
     wait_for(lambda: {metrics(server)[finished] for _ in range(16)} == {before[finished] + CLIENTS})
     wait_for(lambda: len({frozenset(metrics(server).items()) for _ in range(16)}) == 1)
 
