@@ -2,15 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -67,6 +69,30 @@ def free_port() -> int:
 def report(figures: dict[str, Any]) -> None:
     """The last line of every program here: one JSON object."""
     print(json.dumps(figures))
+
+
+def run_kept(
+    name: str,
+    directory: str | None,
+    measure: Callable[[Path], dict[str, Any]],
+    draw: Callable[[dict[str, Any]], None],
+    is_right: Callable[[dict[str, Any]], bool],
+) -> None:
+    """Draw and report what ``measure`` finds with a directory to write to: ``directory``, or one of its own, which is
+    kept where ``is_right`` denies the figures. Then the exit status is 1."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
+    path = Path(directory or tempfile.mkdtemp(prefix=f"toka-{name}-"))
+    path.mkdir(parents=True, exist_ok=True)
+    figures = measure(path)
+    draw(figures)
+    right = is_right(figures)
+    if right and directory is None:
+        shutil.rmtree(path)
+    else:
+        figures["directory"] = str(path)
+    report(figures)
+    if not right:
+        raise SystemExit(1)
 
 
 def wait_until_ready(base_url: str, process: subprocess.Popen) -> None:

@@ -12,9 +12,6 @@ anything was lost, duplicated, wrong, or hung, or when something still runs at t
 
 import asyncio
 import contextlib
-import shutil
-import signal
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from bench.chaos.storm import Storm
 from bench.chaos.tally import Tally
 from bench.chaos.weather import Weather
 from bench.memory import PeakMemory
-from bench.server import report
+from bench.server import run_kept
 from services.common.config import from_command_line
 
 _SECONDS_PER_FAULT = 6.0
@@ -42,19 +39,7 @@ _SECONDS_PER_FAULT = 6.0
 
 def main() -> None:
     config = from_command_line(ChaosConfig)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
-    directory = Path(config.directory or tempfile.mkdtemp(prefix="toka-chaos-"))
-    directory.mkdir(parents=True, exist_ok=True)
-    figures = asyncio.run(measure(config, directory))
-    draw(figures)
-    right = is_right(figures)
-    if right and config.directory is None:
-        shutil.rmtree(directory)
-    else:
-        figures["directory"] = str(directory)
-    report(figures)
-    if not right:
-        raise SystemExit(1)
+    run_kept("chaos", config.directory, lambda directory: asyncio.run(measure(config, directory)), draw, is_right)
 
 
 async def measure(config: ChaosConfig, directory: Path) -> dict[str, Any]:

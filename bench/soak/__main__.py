@@ -7,10 +7,7 @@ status 1 when some process holds more than ``growth`` times what it held, when o
 """
 
 import asyncio
-import shutil
-import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +21,7 @@ from bench.chaos.clients import learn_answers
 from bench.chaos.cluster import Cluster, cluster
 from bench.chaos.metrics import left_running
 from bench.chaos.questions import make_questions
-from bench.server import report
+from bench.server import run_kept
 from bench.soak.batches import Batches
 from bench.soak.config import SoakConfig
 from bench.soak.load import Load
@@ -39,19 +36,13 @@ Levels = dict[str, dict[str, float]]  # process -> rss and uss, MB
 
 def main() -> None:
     config = from_command_line(SoakConfig)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
-    directory = Path(config.directory or tempfile.mkdtemp(prefix="toka-soak-"))
-    directory.mkdir(parents=True, exist_ok=True)
-    figures = asyncio.run(measure(config, directory))
-    draw(figures)
-    right = is_right(figures, config.growth)
-    if right and config.directory is None:
-        shutil.rmtree(directory)
-    else:
-        figures["directory"] = str(directory)
-    report(figures)
-    if not right:
-        raise SystemExit(1)
+    run_kept(
+        "soak",
+        config.directory,
+        lambda directory: asyncio.run(measure(config, directory)),
+        draw,
+        lambda figures: is_right(figures, config.growth),
+    )
 
 
 async def measure(config: SoakConfig, directory: Path) -> dict[str, Any]:
