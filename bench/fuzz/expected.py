@@ -8,7 +8,7 @@ from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape, continuation
 
 EOS_EVERY = 60
-_NOT_PLAIN = (b"response_format", b"structured_outputs", b"tool", b"guided")
+_NOT_PLAIN = (b"response_format", b"structured_outputs", b"tool", b"guided", b"ignore_eos", b"min_tokens")
 
 
 class Expected:
