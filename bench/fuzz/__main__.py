@@ -12,8 +12,7 @@ last line is one JSON object; exit status 1 when anything was found.
 """
 
 import asyncio
-import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,25 @@ from bench.fuzz.http import HttpFuzzer
 from bench.fuzz.plans import PlanFuzzer
 from bench.fuzz.scheduler import SchedulerFuzzer
 from bench.fuzz.target import target
-from bench.server import report
+from bench.server import run_kept
 from services.common.config import from_command_line
 
 
 def main() -> None:
     config = from_command_line(FuzzConfig)
-    directory = Path(config.directory or tempfile.mkdtemp(prefix="toka-fuzz-"))
-    directory.mkdir(parents=True, exist_ok=True)
+    run_kept(
+        "fuzz", config.directory, partial(_measure_and_find, config), _draw, lambda figures: not figures["findings"]
+    )
+
+
+def _measure_and_find(config: FuzzConfig, directory: Path) -> dict[str, Any]:
     findings = Findings(directory, config.seed)
-    figures = asyncio.run(measure(config, directory, findings))
-    figures |= findings.figures()
-    if findings.count or config.directory is not None:
-        figures["directory"] = str(directory)
-    else:
-        shutil.rmtree(directory)
-    for shown in findings.shown:
+    return asyncio.run(measure(config, directory, findings)) | findings.figures()
+
+
+def _draw(figures: dict[str, Any]) -> None:
+    for shown in figures["findings_shown"]:
         print(f"FOUND {shown}")
-    report(figures)
-    if findings.count:
-        raise SystemExit(1)
 
 
 async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from services.common.errors import Overloaded, TokaError
 from services.scheduler.core.load import Load
-from services.scheduler.core.output import Delta, ragged_rows
+from services.scheduler.core.output import Delta, ragged_rows, take_logprobs
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
 
 _MOST_BYTES = 64 * 1024 * 1024  # beyond it the client is given up
@@ -55,12 +55,7 @@ class MergedDelta:
         part.handles, part.tokens = self.handles[mine], self.tokens[rows]
         if self.counts is not None:
             part.counts = self.counts[mine]
-        if len(self.logprobs):
-            part.logprobs = self.logprobs[rows]
-        if len(self.top_counts):
-            at = ragged_rows(self.top_counts, rows)
-            part.top_counts = self.top_counts[rows]
-            part.top_token_ids, part.top_logprobs = self.top_token_ids[at], self.top_logprobs[at]
+        take_logprobs(part, rows)
         part.finished = [finish for finish in self.finished if finish.handle == handle]
         part.scored = [scored for scored in self.scored if scored[0] == handle]
         return part

@@ -71,7 +71,7 @@ class Outbox:
         delta.top_token_ids, delta.top_logprobs = result.top_token_ids, result.top_logprobs
         if rows is not None:
             delta.handles, delta.tokens = handles[rows], delta.tokens[rows]
-            _take_logprobs(delta, rows)
+            take_logprobs(delta, rows)
         if len(delta.logprobs) and np.isnan(delta.logprobs).all():
             delta.logprobs = NO_FLOATS
         if len(delta.top_counts) and not delta.top_counts.any():
@@ -79,7 +79,8 @@ class Outbox:
         self._deltas.append((sink, delta))
 
 
-def _take_logprobs(delta: Delta, rows: np.ndarray) -> None:
+def take_logprobs(delta: Delta, rows: np.ndarray) -> None:
+    """Keep those of the tokens ``rows`` only."""
     if len(delta.logprobs):
         delta.logprobs = delta.logprobs[rows]
     if len(delta.top_counts):
