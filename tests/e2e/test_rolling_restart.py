@@ -1,6 +1,7 @@
 """Every service is restarted in turn, under load, and no request is lost."""
 
 import asyncio
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -55,6 +56,10 @@ class Load:
         self.retries = 0
         self.lost: list[str] = []
 
+    async def aclose(self) -> None:
+        for sdk in self._sdks:
+            await sdk.close()
+
     async def learn(self) -> None:
         self._model = (await self._sdks[0].models.list()).data[0].id
         for prompt in PROMPTS:
@@ -99,17 +104,17 @@ def cluster(tmp_path):
 
 async def test_a_rolling_restart_loses_no_request(cluster):
     await eventually_async(cluster.whole)
-    load = Load(cluster.urls)
-    await load.learn()
-    clients = [asyncio.create_task(load.run(index)) for index in range(CLIENTS)]
-    for service in cluster.services:
-        answered = load.answers
-        await eventually_async(lambda goal=answered + CLIENTS: load.answers >= goal)
-        assert await asyncio.to_thread(stop_and_wait, service) == 0
-        service.start()
-        await eventually_async(cluster.whole)
-    assert load.lost == []
-    for client in clients:
-        client.cancel()
-    await asyncio.gather(*clients, return_exceptions=True)
+    async with contextlib.aclosing(Load(cluster.urls)) as load:
+        await load.learn()
+        clients = [asyncio.create_task(load.run(index)) for index in range(CLIENTS)]
+        for service in cluster.services:
+            answered = load.answers
+            await eventually_async(lambda goal=answered + CLIENTS: load.answers >= goal)
+            assert await asyncio.to_thread(stop_and_wait, service) == 0
+            service.start()
+            await eventually_async(cluster.whole)
+        assert load.lost == []
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
     assert load.retries > 0  # gateways were away
