@@ -22,9 +22,13 @@ COMMANDS = {
         "toka-replay = services.scheduler.record.replay:main",
         "toka-inspect = services.scheduler.record.inspection:main",
     ],
-    "worker": ["toka-worker = services.worker.__main__:main"],
+    "worker": [
+        "toka-worker = services.worker.__main__:main",
+        "toka-workers = services.worker.ranks:main",
+    ],
     "launcher": [
         "toka = services.launcher.toka:main",
+        "toka-compose = services.launcher.compose:main",
         "toka-ping = services.launcher.ping:main",
         "toka-download = services.launcher.download:main",
         "toka-run-batch = services.launcher.run_batch:main",
@@ -47,7 +51,11 @@ packages += ["tokasaurus", *(f"tokasaurus.{name}" for name in find_namespace_pac
 setup(
     packages=packages,
     package_dir={"services": "services", "tokasaurus": "protos/tokasaurus"},
-    package_data={"tokasaurus": ["**/*.proto", "**/*.pyi"], "services.common.builtin_model": ["*"]},
+    package_data={
+        "tokasaurus": ["**/*.proto", "**/*.pyi"],
+        "services.common.builtin_model": ["*"],
+        "services.gateway.console": ["static/*"],
+    },
     exclude_package_data={"services.common.builtin_model": ["*.safetensors"] if chosen in TEXT_ONLY else []},
     entry_points={"console_scripts": [command for part in parts for command in COMMANDS.get(part, [])]},
 )

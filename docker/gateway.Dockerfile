@@ -14,7 +14,8 @@ RUN TOKA_SERVICE=gateway pip wheel --no-cache-dir --no-deps --no-build-isolation
 FROM ${PYTHON_IMAGE}
 RUN useradd --system --create-home --uid 10001 toka
 RUN --mount=type=bind,source=docker/locks,target=/locks \
-    pip install --no-cache-dir --no-deps --require-hashes --requirement /locks/gateway.txt
+    pip install --no-cache-dir --no-deps --require-hashes --requirement /locks/gateway.txt && \
+    find /usr/local/lib -path '*/site-packages/*' -type d -name tests -prune -exec rm -r {} +
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps --no-index /wheels/*.whl && pip check
 # Compose mounts a volume here, which begins with this owner and mode.
@@ -22,6 +23,6 @@ RUN install -d -o toka -m 700 /store
 USER toka
 ENV TOKA_HOST=0.0.0.0 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1
 EXPOSE 10210
-HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:10210/ready', timeout=3)"]
+HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
+    CMD ["python", "-c", "import os, urllib.request as r; port = os.environ.get('TOKA_ADMIN_PORT') or 10210; r.urlopen(f'http://127.0.0.1:{port}/ready', timeout=3)"]
 ENTRYPOINT ["python", "-m", "services.common.init", "toka-gateway"]

@@ -16,7 +16,10 @@ RUN TOKA_SERVICE=worker pip wheel --no-cache-dir --no-deps --no-build-isolation 
 FROM ${PYTHON_IMAGE} AS base-cpu
 ENV LOCK=worker
 
+# Without what no kernel is linked with, which is most of it: libraries are linked dynamically.
 FROM ${CUDA_IMAGE} AS toolkit
+RUN find -L /usr/local/cuda/lib64 -name '*_static*.a' ! -name 'libcud*' -delete && \
+    rm -rf /usr/local/cuda/compute-sanitizer /usr/local/cuda/nsight* /usr/local/cuda/extras /usr/local/cuda/gds
 
 # Kernels are compiled at the first start: Triton needs a C compiler for it, FlashInfer nvcc and ninja, too.
 FROM ${PYTHON_IMAGE} AS base-cuda
@@ -33,7 +36,8 @@ ARG TORCH=""
 RUN --mount=type=bind,source=docker/locks,target=/locks \
     if [ -n "${TORCH}" ]; then pip install --no-cache-dir ${TORCH}; fi && \
     pip install --no-cache-dir --no-deps --require-hashes --requirement /locks/${LOCK}.txt && \
-    (pip check || pip install --no-cache-dir --no-deps --require-hashes --requirement /locks/torch-cuda.txt)
+    (pip check || pip install --no-cache-dir --no-deps --require-hashes --requirement /locks/torch-cuda.txt) && \
+    find /usr/local/lib -path '*/site-packages/*' -type d -name tests -prune -exec rm -r {} +
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps --no-index /wheels/*.whl && pip check
 # Compose mounts a volume here, which begins with this owner and mode: compiled kernels outlive the container.
@@ -42,6 +46,6 @@ USER toka
 ENV TOKA_WORKER_LISTEN=0.0.0.0:10410 TOKA_COMPILE_CACHE_DIR=/cache HF_HOME=/cache/huggingface \
     PYTHONUNBUFFERED=1
 EXPOSE 10410
-HEALTHCHECK --interval=3s --timeout=5s --start-period=180s --retries=5 \
+HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10410"]
 ENTRYPOINT ["python", "-m", "services.common.init", "toka-worker"]

@@ -43,7 +43,9 @@ def plan_children(config: DeploymentConfig, runtime_dir: Path, gpus: Sequence[st
         workers += ranks
         address = f"127.0.0.1:{config.grpc_port + replica}"
         sockets = tuple(rank.address for rank in ranks)
-        flags = _flags(SchedulerConfig, config, {"scheduler_listen": address, "worker_addresses": sockets})
+        port = config.metrics_port and config.metrics_port + replica
+        chosen = {"scheduler_listen": address, "worker_addresses": sockets, "metrics_port": port}
+        flags = _flags(SchedulerConfig, config, chosen)
         schedulers.append(ChildSpec(f"scheduler-{replica}", "scheduler", address, flags, dialer=dialer))
     flags = _flags(GatewayConfig, config, {"scheduler_addresses": tuple(child.address for child in schedulers)})
     scheme = "http" if config.http_cert is None else "https"
@@ -92,7 +94,8 @@ def _plan_workers(config: DeploymentConfig, replica: int, runtime_dir: Path, gpu
     for index, (pp_rank, tp_rank) in enumerate(ranks, start=replica * size):
         name = f"worker-{replica}-tp{tp_rank}-pp{pp_rank}" if size > 1 else f"worker-{replica}"
         socket = f"unix:{runtime_dir}/{name}.sock"
-        own = {"worker_listen": socket, "tp_rank": tp_rank, "pp_rank": pp_rank}
+        port = config.metrics_port and config.metrics_port + config.dp_size + index
+        own = {"worker_listen": socket, "tp_rank": tp_rank, "pp_rank": pp_rank, "metrics_port": port}
         environment = {"CUDA_VISIBLE_DEVICES": gpus[index]} if gpus else {}
         flags = _flags(WorkerConfig, config, shared | own)
         workers.append(ChildSpec(name, "worker", socket, flags, environment, unit=f"worker-{replica}"))

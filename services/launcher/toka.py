@@ -10,18 +10,17 @@ from pathlib import Path
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.handover import listen
+from services.common.log import is_coloured, is_console
 from services.common.model_files import read_card
 from services.common.process import Stop, run_service, unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
-from services.launcher.relay import relay_stderr
 from services.launcher.supervisor import supervise
 
 ADDRESSES = "scheduler_addresses"
 
 
 def main() -> None:
-    relay_stderr()
     run_service("toka", DeploymentConfig, serve)
 
 
@@ -41,7 +40,7 @@ async def serve(config: DeploymentConfig, stop: Stop) -> None:
             opened.enter_context(listener)
         runtime_dir = opened.enter_context(tempfile.TemporaryDirectory(prefix="toka-"))
         config = _with_free_ports(config, listeners[0].getsockname()[1] if listeners else config.port)
-        config = _with_token(config, Path(runtime_dir))
+        config = _with_log_format(_with_token(config, Path(runtime_dir)))
         for replica in range(config.dp_size):
             _check_port_is_free(config.grpc_port + replica)
         children = plan_children(config, Path(runtime_dir), gpus)
@@ -89,6 +88,13 @@ def _with_token(config: DeploymentConfig, runtime_dir: Path) -> DeploymentConfig
         return config
     make_token_file(path := runtime_dir / "grpc-token")
     return config.model_copy(update={"grpc_token_file": str(path)})
+
+
+def _with_log_format(config: DeploymentConfig) -> DeploymentConfig:
+    """Children's stderr is a pipe to this process: they are told what stands behind it."""
+    if is_coloured():
+        os.environ.setdefault("FORCE_COLOR", "1")
+    return config.model_copy(update={"log_format": "console" if is_console(config.log_format) else "json"})
 
 
 def _free_ports(count: int, preferred: int) -> int:

@@ -1,4 +1,6 @@
-"""docker-compose.yml hands every flag on: one that it left out would be ignored in silence."""
+"""docker-compose.yml hands every flag on: one that it left out would be ignored in silence. Its profiles ask for
+nothing that is not there.
+"""
 
 import re
 from pathlib import Path
@@ -12,6 +14,11 @@ from services.launcher.supervisor import LAST_WORDS_S, STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+OURS = ("gateway", "scheduler", "worker")
+PROFILES = {
+    "observability": {"prometheus", "grafana", "otel-collector", "jaeger"},
+    "postgres": {"postgres"},
+}
 # Given by the images, by Compose's ports, or meaningless with one replica of one worker.
 TENSOR_RANKS = {"tp_size", "tp_rank", "async_tp_threshold"}
 STAGES = {"pp_size", "pp_rank", "pp_layers", "pp_num_buffer_stages"}
@@ -43,13 +50,13 @@ def test_there_is_time_to_drain():
     assert seconds >= ServiceConfig().drain_seconds + LAST_WORDS_S + STOP_GRACE_S
 
 
-@pytest.mark.parametrize("name", ["gateway", "scheduler", "worker"])
+@pytest.mark.parametrize("name", OURS)
 def test_process_1_listens_to_signals_while_a_service_is_loaded(name: str):
     dockerfile = (ROOT / COMPOSE["services"][name]["build"]["dockerfile"]).read_text()
     assert dockerfile.endswith(f'ENTRYPOINT ["python", "-m", "services.common.init", "toka-{name}"]\n')
 
 
-@pytest.mark.parametrize("name", ["gateway", "scheduler", "worker"])
+@pytest.mark.parametrize("name", OURS)
 def test_a_container_can_write_nowhere_else_and_gain_nothing(name: str):
     service = COMPOSE["services"][name]
     assert (service["read_only"], service["tmpfs"], service["cap_drop"]) == (True, ["/tmp"], ["ALL"])
@@ -59,8 +66,8 @@ def test_a_container_can_write_nowhere_else_and_gain_nothing(name: str):
 
 
 def test_certificates_and_keys_can_be_read_and_not_written():
-    for service in COMPOSE["services"].values():
-        assert "${TOKA_SECRETS_DIR:-./docker/secrets}:/secrets:ro" in service["volumes"]
+    for name in OURS:
+        assert "${TOKA_SECRETS_DIR:-./docker/secrets}:/secrets:ro" in COMPOSE["services"][name]["volumes"]
     assert (ROOT / "docker" / "secrets" / "README").exists()
 
 
@@ -75,11 +82,40 @@ def test_compiled_code_is_kept_in_the_volume():
     assert COMPOSE["services"]["worker"]["environment"]["TOKA_COMPILE_CACHE_DIR"] == "/cache"
 
 
-def test_what_is_laid_over_for_a_gpu_names_what_there_is():
-    laid_over = yaml.safe_load((ROOT / "docker" / "compose.cuda.yml").read_text())["services"]
-    assert set(laid_over) == {"worker"}
-    own = COMPOSE["services"]["worker"]
-    dockerfile = (ROOT / own["build"]["dockerfile"]).read_text()
-    assert all(f"ARG {name}=" in dockerfile for name in laid_over["worker"]["build"]["args"])
-    assert f"AS base-{laid_over['worker']['build']['args']['VARIANT']}\n" in dockerfile
-    assert set(laid_over["worker"]["environment"]) <= set(own["environment"])
+def test_without_a_profile_only_the_services_run():
+    for name, service in COMPOSE["services"].items():
+        assert service.get("profiles", []) == [profile for profile, names in PROFILES.items() if name in names]
+    assert set(COMPOSE["services"]) == {*OURS, *(name for names in PROFILES.values() for name in names)}
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_no_service_can_take_all_of_the_host_or_come_from_somewhere_tomorrow(name: str):
+    service = COMPOSE["services"][name]
+    if name in OURS:
+        assert set(service["deploy"]["resources"]["limits"]) == {"cpus", "memory", "pids"}
+    else:
+        assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+(\.\d+)?(-\w+)?", service["image"])
+    assert service["restart"] == "unless-stopped"
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*PROFILES.values())))
+def test_a_profiles_container_finds_its_files_and_is_reached_from_this_host_only(name: str):
+    service = COMPOSE["services"][name]
+    for mount in service.get("volumes", ()):
+        source, _, target = mount.partition(":")
+        assert (
+            (ROOT / source).exists() and target.endswith(":ro")
+            if source.startswith(".")
+            else source in COMPOSE["volumes"]
+        )
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+
+
+def test_the_gateways_store_is_the_profiles_database_where_it_has_a_password():
+    url = COMPOSE["services"]["gateway"]["environment"]["TOKA_STORE_URL"]
+    settings = COMPOSE["services"]["postgres"]["environment"]
+    user, database = settings["POSTGRES_USER"], settings["POSTGRES_DB"]
+    assert f"${{TOKA_POSTGRES_PASSWORD:+postgresql://{user}:${{TOKA_POSTGRES_PASSWORD:-}}@postgres/{database}}}" in url
+    assert settings["POSTGRES_PASSWORD"] == "${TOKA_POSTGRES_PASSWORD:-}"  # with none the server refuses to start
+    assert COMPOSE["services"]["gateway"]["depends_on"]["postgres"]["required"] is False

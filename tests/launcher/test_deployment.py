@@ -180,3 +180,22 @@ async def test_the_directory_for_recordings_is_made_and_left_empty(tmp_path, mon
     stop.set()
     await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), stop)
     assert list(place.iterdir()) == []
+
+
+def test_each_scheduler_and_worker_has_a_metrics_page_of_its_own():
+    def ports(*arguments: str) -> dict[str, str]:
+        flags = {child.name: child.flags for child in children_of("dp_size=2", "tp_size=2", *arguments)}
+        return {name: flag for name, own in flags.items() for flag in own if flag.startswith("metrics_port=")}
+
+    assert ports() == {}
+    assert ports("metrics_port=9400") == {
+        "scheduler-0": "metrics_port=9400",
+        "scheduler-1": "metrics_port=9401",
+        "worker-0-tp0-pp0": "metrics_port=9402",
+        "worker-0-tp1-pp0": "metrics_port=9403",
+        "worker-1-tp0-pp0": "metrics_port=9404",
+        "worker-1-tp1-pp0": "metrics_port=9405",
+    }
+    for first in (10309, 65531, 10205):
+        with pytest.raises(FlagError, match="metrics_port"):
+            ports(f"metrics_port={first}")

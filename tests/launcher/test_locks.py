@@ -102,7 +102,7 @@ def test_an_image_installs_nothing_that_is_not_locked(service: str):
 
 
 def test_python_is_pinned_to_the_patch():
-    files = [*(ROOT / "docker").glob("*.Dockerfile"), ROOT / "docker" / "compose.cuda.yml"]
+    files = [*(ROOT / "docker").glob("*.Dockerfile"), *(ROOT / "docker" / "gpu").glob("*.yml")]
     images = [image for file in files for image in re.findall(r"PYTHON_IMAGE[=:] ?(\S+)", file.read_text())]
     assert {re.fullmatch(r"python:(\d+\.\d+\.\d+)-slim-\w+", image)[1] for image in images} == set(PYTHONS)
 

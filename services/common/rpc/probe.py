@@ -1,5 +1,5 @@
-"""``python -m services.common.rpc.probe ADDRESS``: exit status 0 when the server there is SERVING. For containers:
-certificates are those that the environment names.
+"""``python -m services.common.rpc.probe ADDRESS ...``: exit status 0 when the servers there are SERVING, all of them.
+For containers: certificates are those that the environment names.
 """
 
 import os
@@ -28,8 +28,9 @@ def probe(address: str, dialer: Dialer = PLAIN) -> str:
 
 if __name__ == "__main__":
     try:
-        state = probe(sys.argv[1], Dialer.of(load(GrpcConfig, [], os.environ)))
+        dialer = Dialer.of(load(GrpcConfig, [], os.environ))
+        states = [probe(address, dialer) for address in sys.argv[1:]]
     except (FlagError, TokaError) as error:
-        state = str(error)
-    print(state)
-    sys.exit(state != "SERVING")
+        states = [str(error)]
+    print(*states, sep="\n")
+    sys.exit(set(states) != {"SERVING"})

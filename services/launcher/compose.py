@@ -1,0 +1,212 @@
+"""``toka-compose dp=2 tp=2 pp=1``: what Docker Compose lays over ``docker-compose.yml`` for several replicas and ranks.
+
+Compose has no loops, so each mix is a file of its own. ``docker/compose.gpu.yml`` includes the one that ``TOKA_DP``,
+``TOKA_TP`` and ``TOKA_PP`` name. A replica is one scheduler and one container of workers (``toka-workers``), since
+ranks reach each other's memory within a container only. The text depends on the flags alone.
+"""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.config import from_command_line
+from services.common.flags import Config, Int, Strings
+
+WORKER_PORT, SCHEDULER_PORT = 10410, 10310  # in their containers
+CUDA_PYTHON_IMAGE = "python:3.12.13-slim-bookworm"
+MOST_RANKS = 8  # of a replica: so many ports docker/prometheus/prometheus.yml asks
+
+
+class ComposeConfig(Config):
+    """The shape of a deployment on one host."""
+
+    dp: Int = Field(1, ge=1, le=64, description="replicas: a scheduler and a container of workers each")
+    tp: Int = Field(1, ge=1, le=MOST_RANKS, description="tensor-parallel ranks of a replica")
+    pp: Int = Field(1, ge=1, le=MOST_RANKS, description="pipeline stages of a replica")
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpus: Strings = Field((), description="NVIDIA's numbers or UUIDs, one for each rank; default: from 0 on")
+    grpc_port: Int = Field(
+        SCHEDULER_PORT, ge=1, le=65000, description="direct gRPC on loopback: replica r has grpc_port + r"
+    )
+    output: str = Field(
+        "", description="the file; -: stdout; default: docker/DEVICE/dpN-tpN-ppN.yml, gpu for cuda, in this directory"
+    )
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not name.replace("-", "").isalnum():
+                raise ValueError(f"{name!r} is neither a number nor a UUID; see nvidia-smi -L")
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is named twice; each rank needs a GPU of its own")
+        return names
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> "ComposeConfig":
+        if self.ranks > MOST_RANKS:
+            raise ValueError(
+                f"flags tp={self.tp} pp={self.pp}: a replica of {self.ranks} ranks, and one container has {MOST_RANKS}"
+                " at most; lower them, or start its workers on several hosts (docs/operations.md)"
+            )
+        if self.gpus and self.device == "cpu":
+            raise ValueError(f"flag gpus={','.join(self.gpus)}: has no effect with device=cpu; leave one of them out")
+        if self.gpus and len(self.gpus) != self.dp * self.ranks:
+            raise ValueError(
+                f"flag gpus={','.join(self.gpus)}: expected {self.dp * self.ranks} of them, one for each of the"
+                f" dp={self.dp} x tp={self.tp} x pp={self.pp} ranks"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Of a replica."""
+        return self.tp * self.pp
+
+    @property
+    def path(self) -> str:
+        """Of the file, for Compose's ``-f``."""
+        directory = {"cuda": "gpu", "cpu": "cpu"}[self.device]
+        return self.output or f"docker/{directory}/dp{self.dp}-tp{self.tp}-pp{self.pp}.yml"
+
+
+def main() -> None:
+    """Write the file, and say how it is used."""
+    config = from_command_line(ComposeConfig)
+    if config.output == "-":
+        print(overlay(config), end="")
+        return
+    try:
+        Path(config.path).parent.mkdir(exist_ok=True)
+        Path(config.path).write_text(overlay(config))
+    except OSError as error:
+        print(f"toka-compose: {config.path}: {error.strerror}; run it in the repository's directory", file=sys.stderr)
+        sys.exit(1)
+    print(f"wrote {config.path}. Start it with:\n\n  {command(config)} up --build --wait")
+
+
+def command(config: ComposeConfig) -> str:
+    """What precedes ``up`` and ``down``."""
+    if config.device == "cuda" and not config.output:
+        sizes = f"TOKA_DP={config.dp} TOKA_TP={config.tp} TOKA_PP={config.pp}"
+        return f"{sizes} docker compose -f docker-compose.yml -f docker/compose.gpu.yml"
+    return f"docker compose -f docker-compose.yml -f {config.path}"
+
+
+def overlay(config: ComposeConfig) -> str:
+    """The file. Replica 0 has the services ``worker`` and ``scheduler`` of docker-compose.yml, replica r ``worker-r``
+    and ``scheduler-r``."""
+    head = f"# Written by: toka-compose {' '.join(_arguments(config))}\nservices:\n"
+    replicas = [
+        part for replica in range(config.dp) for part in (_worker(config, replica), _scheduler(config, replica))
+    ]
+    return head + "\n".join([*replicas, _gateway(config)])
+
+
+def _arguments(config: ComposeConfig) -> list[str]:
+    given = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "device": config.device}
+    if config.gpus:
+        given["gpus"] = ",".join(config.gpus)
+    if config.grpc_port != SCHEDULER_PORT:
+        given["grpc_port"] = config.grpc_port
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def _worker(config: ComposeConfig, replica: int) -> str:
+    lines = _begin("worker", replica)
+    environment = {"TOKA_DEVICE": config.device, "TOKA_DP_RANK": f'"{replica}"'}
+    ports = range(WORKER_PORT, WORKER_PORT + config.ranks)
+    if config.ranks > 1:
+        lines += ["entrypoint: [python, -m, services.common.init, toka-workers]"]
+        environment |= {"TOKA_TP_SIZE": f'"{config.tp}"', "TOKA_PP_SIZE": f'"{config.pp}"'}
+        environment |= {"TOKA_PP_LAYERS": "${TOKA_PP_LAYERS:-}"} if config.pp > 1 else {}
+        environment |= {"TOKA_ASYNC_TP_THRESHOLD": "${TOKA_ASYNC_TP_THRESHOLD:-}"} if config.tp > 1 else {}
+    lines += _mapping("environment", environment)
+    # Prometheus finds each rank's port by these names.
+    aliases = [f"toka-rank-{rank}" for rank in range(config.ranks)]
+    lines += ["networks:", "  default:", f"    aliases: [{', '.join(aliases)}]"]
+    # A first start on a GPU, with the volume `cache` empty, compiles for minutes.
+    lines += [
+        "healthcheck:",
+        f"  test: [CMD, python, -m, services.common.rpc.probe, {', '.join(f'127.0.0.1:{port}' for port in ports)}]",
+        "  interval: 5s",
+        f"  timeout: {max(15, 4 * config.ranks)}s",
+        f"  start_period: {900 if config.device == 'cuda' else 180}s",
+        "  retries: 5",
+    ]
+    return _service("worker", replica, lines + (_gpu(config, replica) if config.device == "cuda" else []))
+
+
+def _gpu(config: ComposeConfig, replica: int) -> list[str]:
+    """A worker's container on GPUs: its image, and which it sees."""
+    names = config.gpus or [str(index) for index in range(config.dp * config.ranks)]
+    own = names[replica * config.ranks : (replica + 1) * config.ranks]
+    lines = ["image: tokasaurus-worker-cuda"]
+    if replica == 0:
+        lines += ["build:", "  args:", "    VARIANT: cuda", f"    PYTHON_IMAGE: {CUDA_PYTHON_IMAGE}"]
+    if config.ranks > 1:  # NCCL's buffers are in shared memory where no link carries them, and some are pinned
+        lines += ["shm_size: ${TOKA_SHM_SIZE:-8gb}", "ulimits:", "  memlock: -1"]
+    devices = ", ".join(f'"{name}"' for name in own)
+    return [
+        *lines,
+        "deploy:",
+        "  resources:",
+        "    reservations:",
+        "      devices:",
+        "        - driver: nvidia",
+        f"          device_ids: [{devices}]",
+        "          capabilities: [gpu]",
+    ]
+
+
+def _scheduler(config: ComposeConfig, replica: int) -> str:
+    worker = _name("worker", replica)
+    addresses = ",".join(f"{worker}:{WORKER_PORT + rank}" for rank in range(config.ranks))
+    environment = {"TOKA_WORKER_ADDRESSES": addresses}
+    if config.pp > 1:
+        environment |= {"TOKA_PP_SIZE": f'"{config.pp}"'}
+        environment |= {"TOKA_PP_NUM_BUFFER_STAGES": "${TOKA_PP_NUM_BUFFER_STAGES:-}"}
+    lines = [*_begin("scheduler", replica), f"hostname: {_name('scheduler', replica)}"]
+    lines += _mapping("environment", environment)
+    if replica > 0 or config.grpc_port != SCHEDULER_PORT:
+        lines += ["ports: !override", f"  - 127.0.0.1:{config.grpc_port + replica}:{SCHEDULER_PORT}"]
+    if replica > 0:
+        lines += ["depends_on: !override", *_healthy(worker)]
+    return _service("scheduler", replica, lines)
+
+
+def _gateway(config: ComposeConfig) -> str:
+    schedulers = [_name("scheduler", replica) for replica in range(config.dp)]
+    addresses = ",".join(f"{name}:{SCHEDULER_PORT}" for name in schedulers)
+    lines = _mapping("environment", {"TOKA_SCHEDULER_ADDRESSES": addresses})
+    further = [line for name in schedulers[1:] for line in _healthy(name)]
+    return _service("gateway", 0, lines + (["depends_on:", *further] if further else []))
+
+
+def _begin(role: str, replica: int) -> list[str]:
+    """Of a service beside the one in docker-compose.yml: the same, from the image that this one builds."""
+    if replica == 0:
+        return []
+    return ["extends:", "  file: docker-compose.yml", f"  service: {role}", "build: !reset null", "pull_policy: never"]
+
+
+def _name(role: str, replica: int) -> str:
+    return f"{role}-{replica}" if replica else role
+
+
+def _service(role: str, replica: int, lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in [f"  {_name(role, replica)}:", *(f"    {line}" for line in lines)])
+
+
+def _mapping(name: str, values: dict[str, str]) -> list[str]:
+    return [f"{name}:", *(f"  {key}: {value}" for key, value in values.items())]
+
+
+def _healthy(service: str) -> list[str]:
+    return [f"  {service}:", "    condition: service_healthy"]
+
+
+if __name__ == "__main__":
+    main()
