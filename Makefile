@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test lint demo bench chaos soak fuzz test-compose locks audit protos descriptors clean
+.PHONY: setup serve test lint demo bench chaos soak fuzz test-compose test-clients locks audit protos descriptors clean
 
 setup: $(VENV)/.installed
 
@@ -43,6 +43,10 @@ fuzz: setup
 # Needs a Docker engine with Compose v2 on this host (DOCKER_HOST names it).
 test-compose: setup
 	$(BIN)/python -m pytest tests/e2e/test_compose.py -m compose --timeout 1800 $(ARGS)
+
+# The example clients in every language whose tools are here.
+test-clients: setup
+	$(BIN)/python -m pytest tests/clients -m "" -rs $(ARGS)
 
 # What the images install, and whether something is known against it. Their tools are nobody's dependencies.
 TOOLS := $(VENV)/tools
