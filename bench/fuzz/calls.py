@@ -107,6 +107,7 @@ class Calls:
                 ("GetLoad", observe_pb2.GetLoadRequest()),
                 ("Forecast", forecast),
                 ("Forecast", observe_pb2.ForecastRequest(request_id=f"fuzz-{random.randrange(number + 1)}")),
+                ("ListRequests", observe_pb2.ListRequestsRequest(horizon_steps=1000)),
                 ("WatchPlans", observe_pb2.WatchPlansRequest()),
                 ("Tokenize", observe_pb2.TokenizeRequest(text=f"{mark} é" * random.choice((1, 300)))),
                 ("Tokenize", observe_pb2.TokenizeRequest(chat=chat)),

@@ -83,6 +83,7 @@ class Service:
             "GetModel": stub.GetModel(observe_pb2.GetModelRequest(), metadata=metadata),
             "GetLoad": stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=metadata),
             "Forecast": stub.Forecast(observe_pb2.ForecastRequest(request=request()), metadata=metadata),
+            "ListRequests": stub.ListRequests(observe_pb2.ListRequestsRequest(), metadata=metadata),
             "WatchPlans": stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=metadata),
             "Tokenize": stub.Tokenize(observe_pb2.TokenizeRequest(text="a"), metadata=metadata),
             "Detokenize": stub.Detokenize(observe_pb2.DetokenizeRequest(token_ids=[40]), metadata=metadata),
@@ -148,9 +149,10 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
 
 
 METHODS = {
-    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "WatchPlans", "Tokenize", "Detokenize", "reflection",
+    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "WatchPlans", "Tokenize", "Detokenize",
+    "reflection",
 }  # fmt: skip
-OF_ADMINS = {"Session", "WatchPlans"}
+OF_ADMINS = {"Session", "ListRequests", "WatchPlans"}
 
 
 async def test_without_keys_everything_is_open():

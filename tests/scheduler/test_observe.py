@@ -73,6 +73,38 @@ async def test_a_forecast_before_and_after_acceptance():
             await client.finished(0, 1)
 
 
+async def test_everything_unfinished_is_listed_with_its_end():
+    async with start(FakeShape(page_count=12, max_slots=4)) as service:
+        service.worker.hold()
+        async with session(service) as client:
+            fields = {"tokens": TOKENS, "stopping": g.Stopping(max_tokens=80)}
+            await client.submit(0, request_id="runs", n=2, fairness_key="team", **fields)
+            await client.submit(2, request_id="waits", priority=g.PRIORITY_CLASS_LOW, **fields)
+            await client.decided(2)
+            seen = await service.stub.ListRequests(o.ListRequestsRequest(horizon_steps=500))
+            runs, waits = seen.requests
+            assert (runs.request_id, runs.fairness_key, runs.priority) == ("runs", "team", g.PRIORITY_CLASS_NORMAL)
+            assert (runs.running_samples + runs.waiting_samples, runs.finished_samples) == (2, 0)
+            assert (runs.prompt_tokens, runs.max_tokens) == (43, 80)
+            assert (waits.request_id, waits.priority) == ("waits", g.PRIORITY_CLASS_LOW)
+            assert (waits.running_samples, waits.waiting_samples) == (0, 1)
+            for each in (runs, waits):
+                asked = await service.stub.Forecast(o.ForecastRequest(request_id=each.request_id))
+                assert (each.start_step, each.finish_step) == (asked.start_step, asked.finish_step)
+            assert waits.start_step >= runs.finish_step
+            assert max(seen.curve.pages) <= seen.curve.total_pages == 12
+            assert (seen.unfinished_requests, seen.curve.steps[0]) == (2, 0)
+            some = await service.stub.ListRequests(o.ListRequestsRequest(most=1))
+            assert [each.request_id for each in some.requests] == ["runs"]
+            assert (some.unfinished_requests, len(some.curve.steps)) == (2, 0)
+            for wrong in ({"most": 1001}, {"horizon_steps": 70000}):
+                with pytest.raises(grpc.aio.AioRpcError, match=r"expected 0 to"):
+                    await service.stub.ListRequests(o.ListRequestsRequest(**wrong))
+            service.worker.release()
+            await client.finished(0, 1, 2)
+        assert not (await service.stub.ListRequests(o.ListRequestsRequest())).requests
+
+
 async def test_plans_can_be_watched(service):
     call = service.stub.WatchPlans(o.WatchPlansRequest())
     async with session(service) as client:

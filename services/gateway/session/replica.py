@@ -64,6 +64,7 @@ class Replica:
         self._on_change = on_change
         self._dialer = dialer
         self._session: Session | None = None
+        self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         self._trouble = "not connected yet"
         self._boots = False
         self._stalled_since: float | None = None
@@ -103,6 +104,15 @@ class Replica:
         if self._session is None or self.load is None:
             return 0
         return self.load.outstanding_tokens + self._session.unreported_tokens
+
+    @property
+    def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub | None:
+        """For calls beside the session, on its connection and with ``metadata``; None while there is none."""
+        return None if self._session is None else self._stub
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call to it says about its caller."""
+        return self._dialer.metadata()
 
     def submit(self, call: Call) -> None:
         """Send ``call``. Raises ``Unavailable`` or ``Overloaded``."""
@@ -173,7 +183,8 @@ class Replica:
             pause = min(pause * 2, self._timings.last_backoff)
 
     async def _serve_one_session(self, channel: grpc.aio.Channel) -> None:
-        stream = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session(metadata=self._dialer.metadata())
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        stream = self._stub.Session(metadata=self.metadata())
         try:
             opened = await self._open(stream)
             model = codec.decode_model(opened.model)

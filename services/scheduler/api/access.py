@@ -17,7 +17,8 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # requests for anybody, under any name
-_OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}WatchPlans"})  # the latter tells everybody's request ids
+# The others tell everybody's request ids.
+_OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}ListRequests", f"{_SERVICE}WatchPlans"})
 _OPEN = "/grpc.health.v1.Health/"
 _AUTHORIZATION = "authorization"
 

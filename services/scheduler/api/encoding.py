@@ -9,10 +9,17 @@ from services.common.packed import fill
 from services.common.rpc.status import to_status
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.load import Load
+from services.scheduler.core.overview import Overview
 from services.scheduler.core.plan import NO_SLOTS, Scored
-from services.scheduler.core.request import Finish, FinishReason, Request
+from services.scheduler.core.request import Finish, FinishReason, Priority, Request
 from services.scheduler.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
+
+_PRIORITIES = {
+    Priority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
+    Priority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
+    Priority.HIGH: generate_pb2.PRIORITY_CLASS_HIGH,
+}
 
 
 def encode_news(item: object) -> session_pb2.SessionResponse:
@@ -104,8 +111,14 @@ def encode_finish(finish: Finish) -> generate_pb2.Finish:
 
 
 def encode_load(load: Load) -> observe_pb2.Load:
-    values = {field.name: getattr(load, field.name) for field in dataclasses.fields(load) if field.name != "counters"}
-    return observe_pb2.Load(**values, counters=observe_pb2.Counters(**dataclasses.asdict(load.counters)))
+    apart = ("counters", "forecast")
+    values = {field.name: getattr(load, field.name) for field in dataclasses.fields(load) if field.name not in apart}
+    message = observe_pb2.Load(**values, counters=observe_pb2.Counters(**dataclasses.asdict(load.counters)))
+    if load.forecast:
+        message.forecast.total_pages = load.total_pages
+        message.forecast.steps.extend(steps for steps, _ in load.forecast)
+        message.forecast.pages.extend(pages for _, pages in load.forecast)
+    return message
 
 
 def encode_plan_news(news: PlanNews) -> observe_pb2.WatchPlansResponse:
@@ -126,6 +139,28 @@ def encode_plan_news(news: PlanNews) -> observe_pb2.WatchPlansResponse:
         preempted_request_ids=plan.preempted_ids,
         postponed=plan.postponed,
     )
+
+
+def encode_overview(overview: Overview) -> observe_pb2.ListRequestsResponse:
+    """All but the curve."""
+    message = observe_pb2.ListRequestsResponse(unfinished_requests=overview.unfinished)
+    for entry in overview.entries:
+        request = entry.request
+        message.requests.add(
+            request_id=request.request_id,
+            fairness_key=request.fairness_key,
+            priority=_PRIORITIES[request.priority],
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.limit - request.prompt_tokens,
+            running_samples=entry.running,
+            waiting_samples=request.waiting,
+            finished_samples=len(request.samples) - request.unfinished,
+            generated_tokens=entry.generated,
+            age_ms=entry.age_ns // 1_000_000,
+            start_step=entry.start or 0,
+            finish_step=entry.finish,
+        )
+    return message
 
 
 def encode_curve(pages: np.ndarray, total: int, horizon: int) -> observe_pb2.PageCurve:

@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.keys import Key
 from services.common.packed import read_fixed32
 from services.scheduler.api.access import Access
-from services.scheduler.api.encoding import encode_curve, encode_load, encode_plan_news
+from services.scheduler.api.encoding import encode_curve, encode_load, encode_overview, encode_plan_news
 from services.scheduler.api.generate import Generation
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
@@ -19,12 +19,14 @@ from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.intake import resolve_limit
 from services.scheduler.core.outlook import Outlook, look_ahead
+from services.scheduler.core.overview import Overview, look_over
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
 _LONGEST_HORIZON = 65536
+_MOST_LISTED, _LISTED = 1000, 100
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -71,10 +73,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             return await self._forecast(request, key)
 
     async def _forecast(self, request: observe_pb2.ForecastRequest, key: Key | None) -> observe_pb2.ForecastResponse:
-        if request.horizon_steps > _LONGEST_HORIZON:
-            raise InvalidRequest(
-                f"horizon_steps is {request.horizon_steps}: expected 0 to {_LONGEST_HORIZON}", field="horizon_steps"
-            )
+        _check_horizon(request.horizon_steps)
         shape = self._model.shape
         match request.WhichOneof("subject"):
             case "request_id":
@@ -95,6 +94,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             response.start_seconds, response.finish_seconds = outlook.start * step_s, outlook.finish * step_s
         if request.horizon_steps:
             response.curve.CopyFrom(encode_curve(outlook.curve, shape.page_count, request.horizon_steps))
+        return response
+
+    async def ListRequests(self, request, context):
+        _check_horizon(request.horizon_steps)
+        most = request.most if request.HasField("most") else _LISTED
+        if most > _MOST_LISTED:
+            raise InvalidRequest(f"most is {most}: expected 0 to {_MOST_LISTED}", field="most")
+        overview, step_s = await self._hub.ask(lambda core: (_overview(core, most), core.step_s))
+        response = encode_overview(overview)
+        if step_s:
+            response.step_seconds = step_s
+        if request.horizon_steps:
+            curve = encode_curve(overview.curve, self._model.shape.page_count, request.horizon_steps)
+            response.curve.CopyFrom(curve)
         return response
 
     async def WatchPlans(self, request, context):
@@ -148,6 +161,20 @@ def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Out
 
 
 def _look(core: Scheduler, subject) -> Outlook:
+    _check_attached(core)
+    return look_ahead(core.state, subject, time.monotonic_ns())
+
+
+def _overview(core: Scheduler, most: int) -> Overview:
+    _check_attached(core)
+    return look_over(core.state, most, time.monotonic_ns())
+
+
+def _check_attached(core: Scheduler) -> None:
     if not core.state.attached:
         raise Unavailable("the worker is not there yet; try again")
-    return look_ahead(core.state, subject, time.monotonic_ns())
+
+
+def _check_horizon(steps: int) -> None:
+    if steps > _LONGEST_HORIZON:
+        raise InvalidRequest(f"horizon_steps is {steps}: expected 0 to {_LONGEST_HORIZON}", field="horizon_steps")

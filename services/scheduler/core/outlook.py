@@ -1,5 +1,6 @@
 """When what is queued will start and finish, if every sequence runs as long as is expected of it."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +40,12 @@ def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:
     queue, passed_over = _before(state, subject, now_ns)
     if not queue or queue[-1].request is not subject:
         return Outlook(start or 0, finish, running_curve(state, state.step))
-    return _Placement(state).place(queue, passed_over, subject, start, finish)
+    placement = Placement(state)
+    for sample, begins, ends in placement.place(queue, passed_over):
+        if sample.request is subject:
+            start = begins if start is None else min(start, begins)
+            finish = max(finish, ends)
+    return Outlook(start or 0, finish, placement.pages)
 
 
 def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], int]:
@@ -83,17 +89,19 @@ def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
     return start, finish
 
 
-class _Placement:
+class Placement:
     """Pages and slots in use at steps 0, 1, ...; grows as samples are placed."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._pages = running_curve(state, state.step)
-        ends = np.clip((state.slots.end_step - state.step)[state.slots.active], 0, len(self._pages))
-        gone = np.cumsum(np.bincount(ends, minlength=len(self._pages) + 1))[: len(self._pages)]
+        self.pages = running_curve(state, state.step)
+        ends = np.clip((state.slots.end_step - state.step)[state.slots.active], 0, len(self.pages))
+        gone = np.cumsum(np.bincount(ends, minlength=len(self.pages) + 1))[: len(self.pages)]
         self._slots = state.slots.running - gone
 
-    def place(self, queue: list[Sample], passed_over: int, subject: Request, start: int | None, finish: int) -> Outlook:
+    def place(self, queue: list[Sample], passed_over: int = 0) -> Iterator[tuple[Sample, int, int]]:
+        """``queue``, in the order of service, with the steps of each one's first token and last. ``passed_over``: so
+        many are left out before those that come behind the first ones."""
         state, shape = self._state, self._state.shape
         prefill = sum(int(state.slots.given[slot] - state.slots.scheduled[slot]) for slot in state.prefilling)
         at, cells, placed = 0, 0, 0
@@ -101,7 +109,7 @@ class _Placement:
         for index, (sample, length) in enumerate(zip(queue, lengths.tolist(), strict=True)):
             prefill += self._to_prefill(sample, queue[index - 1] if index else None)
             if index < _PLACED and cells < _MOST_CELLS:
-                cells += len(self._pages)
+                cells += len(self.pages)
                 needed = -(-(sample.given + length - 1) // shape.page_size)
                 at = self._first_fit(at, needed, length)
                 at = max(at, prefill // shape.max_tokens_per_step)
@@ -109,11 +117,8 @@ class _Placement:
                 begins, placed = at, index + 1
             else:
                 begins = max(at * (index + 1 + passed_over) // placed, prefill // shape.max_tokens_per_step)
-            if sample.request is subject:
-                begins += max(1, -(-sample.given // shape.max_tokens_per_step))
-                start = begins if start is None else min(start, begins)
-                finish = max(finish, begins + length - 1)
-        return Outlook(start or 0, finish, self._pages)
+            begins += max(1, -(-sample.given // shape.max_tokens_per_step))
+            yield sample, begins, begins + length - 1
 
     def _to_prefill(self, sample: Sample, before: Sample | None) -> int:
         """Tokens to compute before it decodes: siblings share their prompt."""
@@ -123,16 +128,16 @@ class _Placement:
         """First step from ``at`` from which on there is room for ``needed`` pages and a slot for good."""
         self._extend(at + length)
         total, most = self._state.pool.size, self._state.shape.max_running
-        full = np.flatnonzero((self._pages[at:] + needed > total) | (self._slots[at:] >= most))
+        full = np.flatnonzero((self.pages[at:] + needed > total) | (self._slots[at:] >= most))
         return at if len(full) == 0 else at + int(full[-1]) + 1
 
     def _add(self, at: int, length: int, needed: int) -> None:
         self._extend(at + length + 1)
-        self._pages[at : at + length] += needed
+        self.pages[at : at + length] += needed
         self._slots[at : at + length] += 1
 
     def _extend(self, length: int) -> None:
-        missing = length + 1 - len(self._pages)
+        missing = length + 1 - len(self.pages)
         if missing > 0:
-            self._pages = np.concatenate((self._pages, np.full(missing, self._pages[-1])))
+            self.pages = np.concatenate((self.pages, np.full(missing, self.pages[-1])))
             self._slots = np.concatenate((self._slots, np.full(missing, self._slots[-1])))
