@@ -4,7 +4,9 @@ Histograms are our own: a step brings the same gap for hundreds of samples, whic
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -21,6 +23,19 @@ _SECONDS = (
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 _TOKENS = tuple(float(2**power) for power in range(18))
+# The bounds of what operators of vLLM know, under the names that it has there.
+_KNOWN_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_KNOWN_INTER_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_KNOWN_LATENCY = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_KNOWN_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 OTHER_ROUTE = "other"
 ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
@@ -37,12 +52,20 @@ FailoverReason = Literal["lost", "hung", "drained", "worker", "refused"]
 
 
 class Histogram:
-    """Counts of observed values by upper bound."""
+    """Counts of observed values by upper bound. ``known_as``: further names, under which only ``known_bounds`` are
+    shown, which are among ``bounds``."""
 
     def __init__(
-        self, name: str, documentation: str, bounds: tuple[float, ...] = _SECONDS, numbers: Numbers | None = None
+        self,
+        name: str,
+        documentation: str,
+        bounds: tuple[float, ...] = _SECONDS,
+        numbers: Numbers | None = None,
+        known_as: tuple[str, ...] = (),
+        known_bounds: tuple[float, ...] = (),
     ) -> None:
         self.name, self.documentation, self.bounds = name, documentation, bounds
+        self.known_as, self._known_bounds = known_as, known_bounds
         numbers = numbers or Numbers()
         self.counts = numbers.take(len(bounds) + 1)  # the last: beyond all bounds
         self._total = numbers.take(1)
@@ -54,30 +77,59 @@ class Histogram:
 
     def family(self) -> HistogramMetricFamily:
         """As Prometheus wants it: cumulative."""
-        buckets, running = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            running += count
-            buckets.append((bound, running))
-        return HistogramMetricFamily(self.name, self.documentation, buckets=buckets, sum_value=self._total[0])
+        family = HistogramMetricFamily(self.name, self.documentation)
+        family.add_metric([], self._buckets(self.bounds), self._total[0])
+        return family
+
+    def known_families(self, model: str) -> Iterator[HistogramMetricFamily]:
+        """The same under its further names."""
+        for name in self.known_as:
+            family = HistogramMetricFamily(name, self.documentation, labels=["model_name"])
+            family.add_metric([model], self._buckets(self._known_bounds), self._total[0])
+            yield family
+
+    def _buckets(self, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
+        upto = dict(zip((*self.bounds, inf), accumulate(self.counts), strict=True))
+        return [("+Inf" if bound == inf else str(bound), upto[bound]) for bound in (*bounds, inf)]
 
 
 class RequestMetrics:
-    """A Prometheus collector, fed on the gateway's event loop. It keeps what it counts in ``numbers``."""
+    """Fed on the gateway's event loop. It keeps what it counts in ``numbers``."""
 
     def __init__(self, numbers: Numbers | None = None) -> None:
         numbers = numbers or Numbers()
 
-        def histogram(name: str, documentation: str, bounds: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(name, documentation, bounds, numbers)
+        def histogram(
+            name: str,
+            documentation: str,
+            known_bounds: tuple[float, ...] = _KNOWN_LATENCY,
+            bounds: tuple[float, ...] = _SECONDS,
+            older: tuple[str, ...] = (),
+        ) -> Histogram:
+            bounds = tuple(sorted({*bounds, *known_bounds}))
+            return Histogram(f"toka_{name}", documentation, bounds, numbers, (f"vllm:{name}", *older), known_bounds)
 
-        self.first_token = histogram("toka_time_to_first_token_seconds", "From the HTTP request to its first token")
-        self.inter_token = histogram("toka_inter_token_latency_seconds", "Between two tokens of a sample")
-        self.end_to_end = histogram("toka_e2e_request_latency_seconds", "From the HTTP request to its last token")
-        self.queue_time = histogram("toka_request_queue_time_seconds", "A sample's wait for its first plan")
-        self.prefill_time = histogram("toka_request_prefill_time_seconds", "From a sample's first plan to first token")
-        self.decode_time = histogram("toka_request_decode_time_seconds", "From a sample's first token to its last")
-        self.prompt_tokens = histogram("toka_request_prompt_tokens", "Tokens in a prompt", _TOKENS)
-        self.generation_tokens = histogram("toka_request_generation_tokens", "Tokens in a sample's answer", _TOKENS)
+        def tokens(name: str, documentation: str) -> Histogram:
+            return histogram(name, documentation, _KNOWN_TOKENS, _TOKENS)
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From the HTTP request to its first token", _KNOWN_FIRST_TOKEN
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Between two tokens of a sample",
+            _KNOWN_INTER_TOKEN,
+            older=("vllm:time_per_output_token_seconds",),
+        )
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From the HTTP request to its last token")
+        self.queue_time = histogram("request_queue_time_seconds", "A sample's wait for its first plan")
+        self.prefill_time = histogram("request_prefill_time_seconds", "From a sample's first plan to first token")
+        self.decode_time = histogram("request_decode_time_seconds", "From a sample's first token to its last")
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "From a sample's first plan to its last token"
+        )
+        self.prompt_tokens = tokens("request_prompt_tokens", "Tokens in a prompt")
+        self.generation_tokens = tokens("request_generation_tokens", "Tokens in a sample's answer")
         self._finished = {reason: numbers.take(1) for reason in FINISH_REASONS}
         self._responses = {route: numbers.take(len(_STATUSES)) for route in ROUTES}
         self._disconnects = numbers.take(1)
@@ -90,6 +142,7 @@ class RequestMetrics:
             self.queue_time.observe(ending.queued_s)
             self.prefill_time.observe(ending.prefill_s)
             self.decode_time.observe(ending.decode_s)
+            self.inference_time.observe(ending.prefill_s + ending.decode_s)
             self.prompt_tokens.observe(ending.prompt_tokens)
             self.generation_tokens.observe(ending.completion_tokens)
 
@@ -105,15 +158,27 @@ class RequestMetrics:
         """Samples were sent again."""
         self._failovers[reason][0] += samples
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape."""
+    def families(self, model: str) -> Iterator[Metric]:
+        """What a scrape gets. ``model``: what is served; empty while it is not known, and then names that come with
+        their model are left out."""
         for metric in vars(self).values():
             if isinstance(metric, Histogram):
                 yield metric.family()
+                if model:
+                    yield from metric.known_families(model)
         finished = CounterMetricFamily("toka_request_success", "Samples that ended", labels=["finished_reason"])
         for reason, count in self._finished.items():
             finished.add_metric([reason], count[0])
         yield finished
+        if model:
+            known = CounterMetricFamily(
+                "vllm:request_success",
+                "Samples that ended; abort: requests whose client went away",
+                labels=["model_name", "finished_reason"],
+            )
+            for reason, count in (*self._finished.items(), ("abort", self._disconnects)):
+                known.add_metric([model, reason], count[0])
+            yield known
         responses = CounterMetricFamily("toka_http_requests", "HTTP responses", labels=["route", "status"])
         for route, counts in self._responses.items():
             for index in np.flatnonzero(counts).tolist():
@@ -130,16 +195,27 @@ class RequestMetrics:
         yield failovers
 
 
+class OwnMetrics:
+    """A Prometheus collector over a gateway that is alone. ``model``: names what is served."""
+
+    def __init__(self, metrics: RequestMetrics, model: Callable[[], str]) -> None:
+        self._metrics, self._model = metrics, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for each scrape."""
+        return self._metrics.families(self._model())
+
+
 class GatewayMetrics:
     """A Prometheus collector over all gateways of a deployment, each of which counts in one of ``paths``: the sums of
     their ``RequestMetrics``, and facts about each process."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
+    def __init__(self, paths: Sequence[Path], model: Callable[[], str]) -> None:
+        self._paths, self._model = paths, model
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for each scrape."""
-        yield from RequestMetrics(Numbers.sum_of(self._paths)).collect()
+        yield from RequestMetrics(Numbers.sum_of(self._paths)).families(self._model())
         families: dict[str, Metric] = {}
         for index, path in enumerate(self._paths):
             pid = counting_process(path)
@@ -150,15 +226,17 @@ class GatewayMetrics:
         yield from families.values()
 
 
-def make_registry(metrics: RequestMetrics, replicas: Collector, paths: Sequence[Path]) -> CollectorRegistry:
+def make_registry(
+    metrics: RequestMetrics, replicas: Collector, paths: Sequence[Path], model: Callable[[], str] = str
+) -> CollectorRegistry:
     """What ``/metrics`` shows. ``paths``: where the gateways of the deployment count, if there are several: whichever
-    of them is asked answers for all."""
+    of them is asked answers for all. ``model``: names what is served; empty while it is not known."""
     registry = CollectorRegistry()
     registry.register(replicas)
     if paths:
-        registry.register(GatewayMetrics(paths))
+        registry.register(GatewayMetrics(paths, model))
         return registry
-    registry.register(metrics)
+    registry.register(OwnMetrics(metrics, model))
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     return registry

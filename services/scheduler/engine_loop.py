@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from services.common.errors import TokaError
+from services.scheduler.core.ahead import PagesAhead, pages_ahead
 from services.scheduler.core.load import Load
 from services.scheduler.core.plan import Plan, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
@@ -20,7 +21,9 @@ from services.scheduler.readiness import Readiness
 from services.scheduler.reception import log_failures, take_in
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.silence import Silence
+from services.scheduler.stages import Stages
 from services.scheduler.stats import Stats
+from services.scheduler.statsd import Statsd
 from services.scheduler.workers.codec import decode_shape, encode_plan
 from services.scheduler.workers.stream import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
@@ -44,6 +47,7 @@ class EngineLoop:
         step_deadline_s: float = 30.0,
         stats_report_seconds: float = 0.0,
         recorder: Recorder | None = None,
+        statsd: Statsd | None = None,
     ) -> None:
         """``step_deadline_s``: a worker that owes an answer for so long is given up."""
         self._core = core
@@ -57,7 +61,9 @@ class EngineLoop:
         self._stopping = False
         self._readiness = Readiness()
         self._silence = Silence(step_deadline_s)
-        self._stats = Stats(stats_report_seconds, time.monotonic())
+        self._stats = Stats(stats_report_seconds, time.monotonic(), statsd)
+        self._stages = Stages(core.state.counters)
+        self._forecast: PagesAhead = ()
         self._pace = Pace()
         self._ahead = (1, 1)  # plans in flight: at least, at most
         self.watchers = 0  # set by the API: plans are reported while it is not 0
@@ -128,9 +134,12 @@ class EngineLoop:
                 self._stats.changed |= self._inbox.turn(self._until_due(), lambda: self._worker_waits)
                 self._core.end_overdue(time.time_ns() // 1_000_000)
                 self._abandon_silent_worker()
+                self._stages.taken(self._inbox.take_waited_ns())
                 self._send_plans()
                 self._report()
+                self._stages.reported()
                 self._hand_over()
+                self._stages.delivered()
         except BaseException as error:
             log.error("the step loop failed", exc_info=error)
             self._failed(error)
@@ -163,9 +172,11 @@ class EngineLoop:
             begun, waiting = time.monotonic(), bool(state.waiting)
             hurry = pace.runs_dry(begun, state.steps_ahead)
             plan = core.plan(time.monotonic_ns(), hurry=hurry)
+            self._stages.planned()
             if plan is None:
                 return
             self._send(self._stream, plan)
+            self._stages.sent()
             now = time.monotonic()
             pace.sent(now, now - begun, full=waiting and not plan.postponed)
 
@@ -265,7 +276,9 @@ class EngineLoop:
         return self._stream is not None
 
     def load(self) -> Load:
-        return self._core.load(not_ready_reason=self.not_ready_reason)
+        if bool(self._forecast) != self._core.state.attached:  # the worker has come, or gone
+            self._forecast = pages_ahead(self._core.state)
+        return self._core.load(not_ready_reason=self.not_ready_reason, forecast=self._forecast)
 
     def _busy(self) -> bool:
         return bool(self._core.state.attached and (self._core.state.slots.running or self._core.state.waiting))
@@ -273,9 +286,14 @@ class EngineLoop:
     def _report(self) -> None:
         now = time.monotonic()
         if self._stats.load_is_due(now):
+            state = self._core.state
+            if self._stats.forecast_is_due(now, running=state.attached and state.slots.running > 0):
+                self._forecast = pages_ahead(state)
             self._news.append((None, self.load()))
         if self._stats.line_is_due(now) and self._busy():
             self._stats.log(self.load(), now, self._core.step_s, self._core.state.steps_ahead)
+        if self._stats.statsd_is_due(now):
+            self._stats.tell_statsd(self.load(), now)
 
     def _stop(self) -> None:
         self._stopping = True

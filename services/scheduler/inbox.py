@@ -19,7 +19,8 @@ class Inbox:
     """Urgent calls, such as a worker's answer, wake the loop up. Clients' requests wait in a line of their own, and
     wake it up only where it says so.
 
-    Each kind keeps its order. The loop's thread alone calls ``turn``, ``wait``, ``urgent`` and ``next_request``.
+    Each kind keeps its order. The loop's thread alone calls ``turn``, ``wait``, ``take_waited_ns``, ``urgent`` and
+    ``next_request``.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class Inbox:
         self._requests: deque[tuple[Call, int]] = deque()
         self._rings = False  # a request wakes the loop up
         self._rests_until = 0.0  # requests gather until then
+        self._waited_ns = 0
 
     def put(self, call: Call) -> None:
         self._urgent.put(call)
@@ -87,6 +89,7 @@ class Inbox:
     def wait(self, timeout: float | None, *, for_requests: bool = False) -> list[Call]:
         """Urgent calls; if there are none, the first that comes within ``timeout`` seconds. With ``for_requests`` the
         wait also ends when there is a request."""
+        began = time.perf_counter_ns()
         self._rings = for_requests
         if for_requests and self._requests:  # it may have come before it could know that it should ring
             timeout = 0.0
@@ -96,7 +99,13 @@ class Inbox:
             return []
         finally:
             self._rings = False
+            self._waited_ns += time.perf_counter_ns() - began
         return [first, *self.urgent()]
+
+    def take_waited_ns(self) -> int:
+        """For how long ``wait`` has waited since this was asked last."""
+        waited, self._waited_ns = self._waited_ns, 0
+        return waited
 
     def urgent(self) -> list[Call]:
         """Those that are there."""

@@ -10,12 +10,14 @@ import structlog
 
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
+from services.common.metrics.server import serve_metrics
 from services.common.model_files import read_card
 from services.common.process import Stop, collect_seldom
 from services.common.pulse import Pulse
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES, Dialer
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
+from services.common.tracing import Tracing
 from services.scheduler.api.access import Access, exposure
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
@@ -26,8 +28,10 @@ from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.grammar.prover import Prover
+from services.scheduler.metrics import OwnMetrics
 from services.scheduler.pace import MOST_AHEAD
 from services.scheduler.record.recorder import Recorder
+from services.scheduler.statsd import Statsd
 from services.scheduler.workers.link import WorkerLink
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
 from tokasaurus.worker.v1 import worker_pb2
@@ -80,7 +84,11 @@ class SchedulerServer:
             read_policy(config),
         )
         self._recorder = Recorder(config.record_plans, self.scheduler_id) if config.record_plans else None
+        server, prefix = config.statsd_server_url, config.statsd_prefix
+        self._statsd = await asyncio.to_thread(Statsd, server, prefix) if server else None
+        self._tracing = Tracing.of(config, "toka-scheduler", **{"service.instance.id": self.scheduler_id})
         self._hub = Hub()
+        self._hub.tracing = self._tracing
         self.engine = self._hub.engine = EngineLoop(
             self._core,
             card.max_context_tokens,
@@ -91,6 +99,7 @@ class SchedulerServer:
             step_deadline_s=config.step_deadline,
             stats_report_seconds=config.stats_report_seconds,
             recorder=self._recorder,
+            statsd=self._statsd,
         )
         dialer = Dialer.of(config)
         self._link = WorkerLink(
@@ -139,6 +148,10 @@ class SchedulerServer:
             log.warning("requests are handed over", requests=unfinished)
         self._hub.end(Unavailable("the scheduler is going away; send what is left to another", reason="DRAINING"))
 
+    def metrics(self) -> OwnMetrics:
+        """What its page shows, once it has started."""
+        return OwnMetrics(self.engine, self.model.card.name, self.address)
+
     def progresses(self) -> bool:
         """Whether the step loop has turned since this was asked last."""
         turned, self._turned = self._turned, False
@@ -153,6 +166,10 @@ class SchedulerServer:
         await asyncio.to_thread(self.engine.stop)
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+        if self._statsd is not None:
+            self._statsd.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         if not self._failure.cancel():
             self._failure.exception()  # seen: ``wait`` raised it, or nobody waits
 
@@ -233,7 +250,8 @@ async def serve(config: SchedulerConfig, stop: Stop) -> None:
         await server.start()
         pulse.serving(server.progresses)
         try:
-            await server.wait(stop)
-            await server.drain(stop)
+            async with serve_metrics(config, server.metrics()):
+                await server.wait(stop)
+                await server.drain(stop)
         finally:
             await server.stop()

@@ -1,30 +1,35 @@
-"""When the load is told: to the streams a few times a second while anything changes, and to the log now and then."""
+"""When the load is told: to the streams a few times a second while anything changes, to the log and statsd now and
+then."""
 
 import structlog
 
 from services.scheduler.core.load import Load
+from services.scheduler.statsd import Statsd
 
 log = structlog.get_logger(__name__)
 
 _LOAD_PERIOD_S = 0.2
+_FORECAST_PERIOD_S = 1.0
 
 
 class Stats:
     """Times are seconds of a monotonic clock. Remembers the counters of the last line in the log: a line tells what
     happened since. Owned by the step loop."""
 
-    def __init__(self, line_period_s: float, now: float) -> None:
+    def __init__(self, line_period_s: float, now: float, statsd: Statsd | None = None) -> None:
         """``line_period_s``: 0 = no lines."""
         self.changed = False  # something happened since the load was told last
         self._line_period_s = line_period_s
-        self._last_load = self._last_line = now
+        self._last_load = self._last_line = self._last_forecast = self._last_told = now
+        self._statsd = statsd
         self._last_counts = (0, 0, 0, 0)
 
     def due(self, *, busy: bool) -> float | None:
         """When something is to be told next."""
         load = self._last_load + _LOAD_PERIOD_S if self.changed else None
         line = self._last_line + self._line_period_s if self._line_period_s and busy else None
-        return min((at for at in (load, line) if at is not None), default=None)
+        told = self._last_told + self._line_period_s if self._statsd is not None else None
+        return min((at for at in (load, line, told) if at is not None), default=None)
 
     def load_is_due(self, now: float) -> bool:
         """Whether to tell the streams; asked once, it counts as told."""
@@ -33,8 +38,24 @@ class Stats:
         self.changed, self._last_load = False, now
         return True
 
+    def forecast_is_due(self, now: float, *, running: bool) -> bool:
+        """Whether a load is to have a new forecast; asked once, it counts as made. Without ``running`` sequences there
+        is little to look at, and perhaps no further load."""
+        if running and now - self._last_forecast < _FORECAST_PERIOD_S:
+            return False
+        self._last_forecast = now
+        return True
+
     def line_is_due(self, now: float) -> bool:
         return bool(self._line_period_s) and now - self._last_line >= self._line_period_s
+
+    def statsd_is_due(self, now: float) -> bool:
+        """Also of an idle scheduler: a gauge stays as it was told last."""
+        return self._statsd is not None and now - self._last_told >= self._line_period_s
+
+    def tell_statsd(self, load: Load, now: float) -> None:
+        self._last_told = now
+        self._statsd.tell(load)
 
     def log(self, load: Load, now: float, step_s: float, plans_ahead: int) -> None:
         """``step_s``: recent time of a step; ``plans_ahead``: allowed now."""

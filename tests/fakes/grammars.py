@@ -30,11 +30,13 @@ class FollowedGrammars:
     def __init__(self) -> None:
         self._matchers: dict[int, LLMatcher | None] = {}
         self.failures: dict[int, str] = {}  # slots whose grammar cannot be followed
+        self.forbidden: set[int] = set()  # those of them that it does not allow what was generated before
 
     def admit(self, admission: plan_pb2.Admission) -> None:
         slot, known = admission.slot, list(admission.token_ids)
         self._matchers.pop(slot, None)
         self.failures.pop(slot, None)
+        self.forbidden.discard(slot)
         if not admission.sampling.grammar:
             return
         try:
@@ -43,6 +45,8 @@ class FollowedGrammars:
             self.failures[slot] = str(error)
         for token in known[admission.prompt_tokens or len(known) :]:
             self._consume(slot, token)
+        if slot in self._matchers and slot in self.failures:
+            self.forbidden.add(slot)
 
     def follow(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Replace what may not come among ``tokens [n]``, and go on with what is there then."""

@@ -128,7 +128,9 @@ class FakeModel:
         self.checker.sampled(tokens)
         failing = self._failing(slots)
         for row, message in failing.items():
-            result.failures.add(slot=int(slots[row]), message=message)
+            slot = int(slots[row])
+            cause = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS if slot in self.grammars.forbidden else None
+            result.failures.add(slot=slot, message=message, cause=cause)
         keep = np.delete(np.arange(len(slots)), list(failing))
         slots, tokens, mixed = slots[keep], tokens[keep], mixed[keep]
         fill(result, "slots", slots)

@@ -3,7 +3,8 @@
 In a test: ``worker = FakeWorker(FakeShape(...)); address = await worker.start("127.0.0.1:0")``. As a process:
 ``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50`` (fields of ``FakeShape``, and ``reply_ids=5,6,7``
 to answer every prompt with these tokens, ``parrot_ids=2,4,3`` to answer with what the user said (the tokens of
-``parrot_script``), ``step_ms=20`` for the time of a step, and ``poison=9`` to exit when this token appears).
+``parrot_script``), ``step_ms=20`` for the time of a step, ``poison=9`` to exit when this token appears, and
+``otlp_endpoint=http://127.0.0.1:4317`` to tell of its prefills as a worker does).
 """
 
 import asyncio
@@ -16,8 +17,12 @@ from dataclasses import fields, replace
 
 import grpc
 
+from services.common.config import WorkerConfig
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.rpc.server import RpcServer
+from services.common.tracing import Tracing
+from services.worker.runner.plan import Timing
+from services.worker.traces import PrefillTraces
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
@@ -57,6 +62,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.poison: int | None = None  # when this token appears, in a prompt or an answer, `end_of` is what happens
         self.end_of: Callable[[], None] = self.crash
         self.deaths = 0
+        self.traces: PrefillTraces | None = None
         self.incarnation_id = uuid.uuid4().hex
         self._open = asyncio.Event()  # answers go out while it is set
         self._open.set()
@@ -201,6 +207,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.step_s:
             await asyncio.sleep(self.step_s)
         result = self.model.apply(plan)
+        for prefill in self.traces.see(plan, 0) if self.traces is not None else ():
+            prefill.end(Timing())
         if self.poison is not None and self._is_poisoned(plan, result):
             self.deaths += 1
             self.end_of()
@@ -252,12 +260,15 @@ async def _serve(arguments: list[str]) -> None:
     script = reply_script([int(token) for token in reply.split(",")]) if reply else None
     if parrot := values.get("parrot_ids"):
         script = parrot_script(*map(int, parrot.split(",")), shape.eos_token_id)
-    own = ("listen", "reply_ids", "parrot_ids", "step_ms", "poison")
+    own = ("listen", "reply_ids", "parrot_ids", "step_ms", "poison", "otlp_endpoint")
     if unknown := set(values) - known - set(own):
         raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, {', '.join(own)}")
     worker = FakeWorker(shape, script, float(values.get("step_ms", 0)) / 1000)
     if "poison" in values:
         worker.poison, worker.end_of = int(values["poison"]), lambda: os._exit(1)
+    if "otlp_endpoint" in values:
+        tracing = Tracing.of(WorkerConfig(otlp_endpoint=values["otlp_endpoint"]), "toka-worker")
+        worker.traces = PrefillTraces(tracing)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,8 +1,9 @@
 """Our own histogram, and what schedulers report, as Prometheus reads them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
-from services.gateway.metrics import Histogram
+from services.gateway.metrics import Histogram, RequestMetrics
 from services.gateway.replica_metrics import ReplicaMetrics
 from tokasaurus.scheduler.v1 import observe_pb2
 
@@ -27,16 +28,51 @@ class Reporting:
     load: observe_pb2.Load
     address: str = "there:1"
     ready: bool = True
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(id="m"))
+
+
+def test_known_names_have_their_bounds_and_the_same_counts():
+    metrics = RequestMetrics()
+    for value in (0.0009, 0.003, 0.03, 100.0, 5000.0):
+        metrics.inter_token.observe(value)
+    families = {family.name: family for family in metrics.families("m")}
+    own, *known = (
+        {sample.labels["le"]: sample.value for sample in families[name].samples if "le" in sample.labels}
+        for name in (
+            "toka_inter_token_latency_seconds",
+            "vllm:inter_token_latency_seconds",
+            "vllm:time_per_output_token_seconds",
+        )
+    )
+    assert known[0] == known[1] == {le: own[le] for le in known[0]}
+    assert list(known[0])[:2] == ["0.01", "0.025"]
+    assert (own["0.001"], own["0.005"], known[0]["0.01"], known[0]["0.05"], known[0]["80.0"]) == (1, 2, 2, 3, 3)
+    assert known[0]["+Inf"] == own["+Inf"] == 5
+    assert not [name for family in metrics.families("") if (name := family.name).startswith("vllm:")]
+
+
+def test_without_figures_only_which_replicas_are_ready_is_shown():
+    replicas = ReplicaMetrics([Reporting(observe_pb2.Load(running_sequences=3))], figures=False)
+    assert [family.name for family in replicas.collect()] == ["toka_replica_ready"]
 
 
 def test_every_counter_of_a_scheduler_is_shown():
     names = [field.name for field in observe_pb2.Counters.DESCRIPTOR.fields]
     counters = observe_pb2.Counters(**{name: number for number, name in enumerate(names, 1)})
     families = list(ReplicaMetrics([Reporting(observe_pb2.Load(counters=counters))]).collect())
-    shown = {sample.name: sample.value for family in families if family.type == "counter" for sample in family.samples}
-    for name in ("toka_device_busy_seconds_total", "toka_device_idle_seconds_total"):
-        shown[name] *= 1e9  # reported in nanoseconds
+    shown = {
+        sample.name + sample.labels.get("stage", ""): sample.value
+        for family in families
+        if family.type == "counter"
+        for sample in family.samples
+    }
+    for name in shown:
+        if "seconds" in name:
+            shown[name] *= 1e9  # reported in nanoseconds
     assert {round(value, 3) for value in shown.values()} == set(range(1, len(names) + 1))
+    assert round(shown["toka_step_loop_seconds_totalplan"]) == counters.loop_plan_ns
+    assert shown["vllm:generation_tokens_total"] == counters.generated_tokens
+    assert shown["vllm:num_preemptions_total"] == counters.preemptions
     assert round(shown["toka_device_idle_seconds_total"]) == counters.device_idle_ns
     assert shown["toka_hydragen_rows_total"] == counters.hydragen_rows
     assert shown["toka_batch_rows_total"] == counters.batch_rows

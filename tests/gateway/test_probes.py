@@ -3,6 +3,8 @@
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.gateway.deployment import eventually
+
 
 def test_health_ready_and_ping(deployment):
     assert httpx.get(deployment.url + "/health").json() == {"status": "ok"}
@@ -54,6 +56,46 @@ def test_metrics_tell_what_schedulers_report(deployment):
     assert deployment.metric("toka_generation_tokens_total") > 0
     pages = [deployment.metric(f"toka_kv_pages_{kind}") for kind in ("free", "cached", "in_use")]
     assert sum(pages) == 1024
+    assert deployment.metric("toka_plans_ahead") >= 2
+    assert deployment.metric("toka_step_seconds") > 0
+
+
+def test_metrics_have_the_names_that_operators_of_vllm_know(deployment, model):
+    deployment.complete(prompt="x", max_tokens=3)
+    before = known(deployment)
+    assert deployment.complete(prompt="four", n=2, max_tokens=11, ignore_eos=True).status_code == 200
+    with httpx.stream("POST", deployment.url + "/v1/completions", json={"prompt": "y", "stream": True}) as left:
+        next(left.iter_raw())
+    eventually(lambda: known(deployment)["vllm:request_success_total", "abort"] == 1)
+    eventually(lambda: known(deployment)["vllm:num_requests_running",] == 0)
+    after = known(deployment)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    usage = deployment.complete(prompt="four", max_tokens=1).json()["usage"]
+    assert grown["vllm:time_to_first_token_seconds_count",] == 1
+    assert grown["vllm:e2e_request_latency_seconds_count",] == 1
+    assert grown["vllm:inter_token_latency_seconds_count",] == grown["vllm:time_per_output_token_seconds_count",] > 0
+    for name in ("queue_time", "prefill_time", "decode_time", "inference_time"):
+        assert grown[f"vllm:request_{name}_seconds_count",] == 2
+    assert grown["vllm:request_success_total", "length"] == 2
+    assert grown["vllm:request_success_total", "error"] == grown["vllm:request_success_total", "stop"] == 0
+    assert grown["vllm:request_prompt_tokens_count",] == 2
+    assert grown["vllm:request_prompt_tokens_sum",] == 2 * usage["prompt_tokens"]
+    assert grown["vllm:request_generation_tokens_sum",] == 22
+    assert grown["vllm:generation_tokens_total",] >= 22
+    assert grown["vllm:prefix_cache_queries_total",] == grown["vllm:prompt_tokens_total",] + usage["prompt_tokens"]
+    assert grown["vllm:prefix_cache_hits_total",] >= usage["prompt_tokens"] - 1  # the sibling's
+    assert after["vllm:num_requests_waiting",] == after["vllm:num_preemptions_total",] == 0
+    assert after["vllm:kv_cache_usage_perc",] == after["vllm:gpu_cache_usage_perc",] == 0
+
+
+def known(deployment) -> dict[tuple[str, ...], float]:
+    """Samples under vLLM's names, by name and reason; all have the one model."""
+    families = text_string_to_metric_families(httpx.get(deployment.url + "/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("vllm:")]
+    models = {sample.labels.pop("model_name") for sample in samples}
+    assert len(models) == 1
+    reasons = ((sample, sample.labels.get("finished_reason")) for sample in samples if "le" not in sample.labels)
+    return {(sample.name, reason) if reason else (sample.name,): sample.value for sample, reason in reasons}
 
 
 def test_counters_are_exported_as_counters(deployment):

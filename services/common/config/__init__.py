@@ -5,8 +5,9 @@ from services.common.config.deployment import DeploymentConfig
 from services.common.config.gateway import GatewayConfig
 from services.common.config.grpc import GrpcConfig
 from services.common.config.keys import KeysConfig
+from services.common.config.metrics import MetricsConfig
 from services.common.config.scheduler import PRIORITY_CLASSES, SchedulerConfig
-from services.common.config.service import ServiceConfig
+from services.common.config.service import LogFormat, ServiceConfig
 from services.common.config.worker import WorkerConfig
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "GatewayConfig",
     "GrpcConfig",
     "KeysConfig",
+    "LogFormat",
+    "MetricsConfig",
     "SchedulerConfig",
     "ServiceConfig",
     "WorkerConfig",

@@ -76,6 +76,14 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
 
     @model_validator(mode="after")
     def _ports_differ(self) -> "DeploymentConfig":
-        if self.gateways and self.port and self.port in range(self.grpc_port, self.grpc_port + self.dp_size):
+        of_schedulers = range(self.grpc_port, self.grpc_port + self.dp_size)
+        if self.gateways and self.port and self.port in of_schedulers:
             raise ValueError(f"flag port={self.port}: a scheduler has it (grpc_port={self.grpc_port}); choose another")
+        pages = range(self.metrics_port, self.metrics_port + self.dp_size * (1 + self.tp_size * self.pp_size))
+        taken = {*of_schedulers, *((self.port, self.admin_port) if self.gateways else ())}
+        if self.metrics_port and (pages[-1] > 65535 or not taken.isdisjoint(pages)):
+            raise ValueError(
+                f"flag metrics_port={self.metrics_port}: schedulers and workers take it and the {len(pages) - 1} ports"
+                " behind it, and another flag has one of these, or they are beyond 65535; choose another"
+            )
         return self

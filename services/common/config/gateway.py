@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from services.common.config.keys import KeysConfig
-from services.common.flags import Float, Int, Strings
+from services.common.flags import Bool, Float, Int, Strings
 
 
 class GatewayConfig(KeysConfig):
@@ -36,6 +36,12 @@ class GatewayConfig(KeysConfig):
     admin_host: str = Field("127.0.0.1", min_length=1, description="where admin_port listens")
     admin_port: Int = Field(
         0, ge=0, le=65535, description="/metrics and the replicas' state are served here, and not on port=; 0: there"
+    )
+    log_prompts: Bool = Field(
+        False, description="the log shows what was asked and answered, 4096 characters of each; F: nothing of it"
+    )
+    replica_metrics: Bool = Field(
+        True, description="/metrics shows schedulers' figures; F: they are read from their own metrics_port"
     )
     store_dir: str = Field(
         "~/.local/share/tokasaurus", min_length=1, description="files, batches, responses: a directory, or fsspec's URL"
@@ -71,6 +77,12 @@ class GatewayConfig(KeysConfig):
         for name, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise ValueError(f"flag {name}={getattr(self, name)}: has no effect without {other}; set both")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_seen(self) -> "GatewayConfig":
+        if self.log_prompts and self.log_level not in ("DEBUG", "INFO"):
+            raise ValueError(f"flag log_prompts=T: has no effect with log_level={self.log_level}; set log_level=INFO")
         return self
 
     @model_validator(mode="after")

@@ -5,12 +5,13 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.keys import KeysConfig
+from services.common.config.metrics import MetricsConfig
 from services.common.flags import Bool, Float, Int, Strings
 
 PRIORITY_CLASSES = ("high", "normal", "low")
 
 
-class SchedulerConfig(KeysConfig):
+class SchedulerConfig(KeysConfig, MetricsConfig):
     """One scheduler: one replica's queue, pages and plans."""
 
     scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
@@ -21,7 +22,13 @@ class SchedulerConfig(KeysConfig):
     max_queued_sequences: Int = Field(65536, ge=1, description="accepted and not running; more are refused")
     max_samples_per_request: Int = Field(16384, ge=1, description="largest n")
     prefix_caching: Bool = Field(True, description="reuse KV pages of equal prefixes across requests")
-    stats_report_seconds: Float = Field(10.0, ge=0, description="seconds between log lines about load; 0 = none")
+    stats_report_seconds: Float = Field(
+        10.0, ge=0, description="seconds between log lines about load, and between datagrams to statsd; 0 = none"
+    )
+    statsd_server_url: str | None = Field(
+        None, min_length=1, description="HOST:PORT of a statsd server that is told the load over UDP"
+    )
+    statsd_prefix: str = Field("tokasaurus", pattern=r"^[A-Za-z0-9_.-]+$", description="of the names told to statsd")
     admission: Literal["predicted", "guaranteed"] = Field(
         "predicted", description="answers are taken to be as long as earlier ones were, or as their limits"
     )
@@ -51,6 +58,14 @@ class SchedulerConfig(KeysConfig):
                 raise ValueError(f"{address} is named twice; name the address of each rank once")
         return addresses
 
+    @field_validator("statsd_server_url")
+    @classmethod
+    def _a_host_and_a_port(cls, url: str | None) -> str | None:
+        host, _, port = (url or "").removeprefix("udp://").rpartition(":")
+        if url is not None and not (host and port.isdecimal() and 0 < int(port) < 65536):
+            raise ValueError("expected HOST:PORT, such as 127.0.0.1:8125")
+        return url
+
     @field_validator("guaranteed_classes")
     @classmethod
     def _classes_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -71,6 +86,16 @@ class SchedulerConfig(KeysConfig):
             value = getattr(self, name)
             if not there and value != fields[name].default:
                 raise ValueError(f"flag {name}={value}: has no effect without {needed}; leave it out, or set both")
+        if self.statsd_server_url is None and self.statsd_prefix != fields["statsd_prefix"].default:
+            raise ValueError(
+                f"flag statsd_prefix={self.statsd_prefix}: has no effect without statsd_server_url; leave it out, or"
+                " set both"
+            )
+        if self.statsd_server_url is not None and not self.stats_report_seconds:
+            raise ValueError(
+                f"flag statsd_server_url={self.statsd_server_url}: is told nothing with stats_report_seconds=0; leave"
+                " one of them out"
+            )
         if self.admission == "guaranteed" and self.guaranteed_classes:
             raise ValueError(
                 f"flag guaranteed_classes={','.join(self.guaranteed_classes)}: has no effect with admission=guaranteed,"

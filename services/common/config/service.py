@@ -1,13 +1,15 @@
 """What every program takes."""
 
+import os
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config.grpc import GrpcConfig
 from services.common.flags import Bool, Float
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+LogFormat = Literal["auto", "json", "console"]
 
 
 class ServiceConfig(GrpcConfig):
@@ -17,6 +19,9 @@ class ServiceConfig(GrpcConfig):
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
     served_model_name: str | None = Field(None, description="model id in the API; default: the model's directory name")
     log_level: LogLevel = "INFO"
+    log_format: LogFormat = Field(
+        "auto", description="of log lines: json, or console for people; auto: console on a terminal, else json"
+    )
     step_deadline: Float = Field(
         30.0, ge=1, le=1e6, description="seconds without progress, while work waits, after which a process is hung"
     )
@@ -24,8 +29,32 @@ class ServiceConfig(GrpcConfig):
         30.0, ge=0, le=1e6, description="SIGTERM lets running requests go on for so long at most; 0 = not at all"
     )
     watchdog: Bool = Field(True, description="a hung process is killed, to be started again; F: for debuggers")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s]+/?$",
+        description="http://HOST:4317 of an OpenTelemetry collector (gRPC) that gets spans of requests; default:"
+        " OTEL_EXPORTER_OTLP_ENDPOINT, else none",
+    )
+    trace_sample_ratio: Float = Field(
+        1.0, ge=0, le=1, description="share of the requests traced whose callers have not decided that themselves"
+    )
 
     @field_validator("log_level", mode="before")
     @classmethod
     def _upper(cls, value: str) -> str:
         return value.upper() if isinstance(value, str) else value
+
+    @property
+    def traces_to(self) -> str:
+        """Where spans go; empty: nothing is traced."""
+        return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+
+    @model_validator(mode="after")
+    def _a_share_of_something(self) -> "ServiceConfig":
+        everything = ServiceConfig.model_fields["trace_sample_ratio"].default
+        if self.trace_sample_ratio != everything and not self.traces_to:
+            raise ValueError(
+                f"flag trace_sample_ratio={self.trace_sample_ratio}: has no effect without otlp_endpoint; leave it out,"
+                " or set both"
+            )
+        return self

@@ -5,11 +5,11 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.addresses import is_public
-from services.common.config.service import ServiceConfig
+from services.common.config.metrics import MetricsConfig
 from services.common.flags import Bool, Int, Ints
 
 
-class WorkerConfig(ServiceConfig):
+class WorkerConfig(MetricsConfig):
     """One worker: one device, its share of the weights, and the paged KV cache."""
 
     worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")

@@ -11,6 +11,7 @@ import structlog
 from services.common.errors import Internal
 from services.common.packed import fill
 from services.common.text.detokenizer import Detokenizer
+from services.common.tracing import HEADER
 from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
@@ -19,6 +20,7 @@ from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.proofs import prove_in_time
 from services.scheduler.api.resume import ending_of
 from services.scheduler.api.spending import Spending
+from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta, ragged_rows
 from services.scheduler.core.request import Finish
@@ -42,6 +44,7 @@ class Generation:
         self._wants_logprobs = False
         self._include_stop = False
         self._stops: list[bytes] = []
+        self._traces = Traces(hub.tracing)
 
     async def run(
         self, message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -80,7 +83,11 @@ class Generation:
             yield generate_pb2.GenerateResponse(outputs=self._outputs(MergedDelta([Delta(0, finished=[finish])])))
             return
         self._spending.reserve(request.prompt_tokens, request.n, request.max_tokens)
+        request.traceparent = request.traceparent or _traceparent(context)
+        if self._hub.tracing is not None:
+            request.traceparent = self._hub.tracing.of_client(request.traceparent)
         request.sink, mailbox = self._hub.open(session=False)
+        self._traces.begin(request)
         try:
             self._hub.engine.submit(request)
             unfinished = request.n
@@ -88,16 +95,19 @@ class Generation:
                 item = await mailbox.get()
                 match item:
                     case Rejected(error=error):
+                        self._traces.rejected(request.handle, error)
                         self._spending.give_back()
                         raise error
                     case Accepted():
                         yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
                     case MergedDelta():
                         unfinished -= len(item.finished)
+                        self._traces.finished(item.finished)
                         self._spending.finished(item.finished, unfinished)
                         yield self._response(item, request.request_id)
         finally:
             self._hub.close(request.sink)
+            self._traces.close()
 
     def _response(self, delta: MergedDelta, request_id: str) -> generate_pb2.GenerateResponse:
         try:
@@ -151,6 +161,12 @@ def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slic
         fill(message, "top_counts", delta.top_counts[rows])
         fill(message, "top_token_ids", delta.top_token_ids[at])
         fill(message, "top_logprobs", delta.top_logprobs[at])
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    """Of the caller, in the call's metadata."""
+    values = (value for name, value in context.invocation_metadata() or () if name == HEADER)
+    return str(next(values, ""))
 
 
 def _earlier(deadline_ms: int | None, remaining_s: float | None) -> int | None:

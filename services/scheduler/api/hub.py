@@ -6,6 +6,7 @@ from itertools import count
 import structlog
 
 from services.common.errors import Internal, TokaError
+from services.common.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.load import Load
 from services.scheduler.engine_loop import EngineLoop
@@ -26,6 +27,7 @@ class Hub:
         self._sessions: set[int] = set()
         self._watchers: set[asyncio.Queue[PlanNews]] = set()
         self.engine: EngineLoop  # set once, by the server
+        self.tracing: Tracing | None = None  # so, too
 
     def deliver(self, news: News) -> None:
         """Called by the step loop, on its thread: one wake-up for each turn."""

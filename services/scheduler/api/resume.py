@@ -26,10 +26,23 @@ def read_resume(request: Request, message: generate_pb2.GenerateRequest, model: 
             f"generated_tokens is {generated} and max_tokens {request.max_tokens}: the sample ended before",
             field="resume.generated_tokens",
         )
+    if request.sampling.grammar and generated:
+        _check_end(request.tokens[-generated:-1].tolist(), model)
     request.resumed_tokens, request.first_sample_index = generated, first
     if request.automaton is not None and generated:
         before, last = _last_bytes(request, model)
         request.stop_state = request.automaton.run(request.automaton.run(0, before), last)
+
+
+def _check_end(said: list[int], model: ServedModel) -> None:
+    """Behind an end nothing can come that matches. What else a grammar forbids the worker finds: it follows it."""
+    ends = set(model.card.eos_token_ids)
+    if (end := next((token for token in said if token in ends), None)) is not None:
+        raise InvalidRequest(
+            f"token {end} ends a sequence, and among generated_tokens there are others behind it, which no grammar"
+            " allows",
+            field="resume.generated_tokens",
+        )
 
 
 def ending_of(request: Request, model: ServedModel) -> Finish | None:

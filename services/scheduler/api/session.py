@@ -14,6 +14,7 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import needs_tokenizing, read_prompt
 from services.scheduler.api.proofs import Proofs
 from services.scheduler.api.resume import ending_of
+from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta
 from services.scheduler.core.scheduler import Scheduler
@@ -47,6 +48,7 @@ class Session:
         self._heard = False  # from the client, since the last look
         self._beats = False  # it sends heartbeats
         self._error: Exception | None = None
+        self._traces = Traces(hub.tracing)
 
     async def run(self, requests: AsyncIterator) -> AsyncIterator[session_pb2.SessionResponse]:
         """The responses, until the client is done and everything of its is finished."""
@@ -69,6 +71,7 @@ class Session:
             for task in tasks:
                 task.cancel()
             self._proofs.close()
+            self._traces.close()
             self._hub.close(self._sink)
             log.info("session closed", client_id=first.open.client_id, sink=self._sink)
 
@@ -91,10 +94,13 @@ class Session:
             case Accepted(request=request):
                 self._undecided -= 1
                 self._live += request.n
-            case Rejected():
+                self._traces.accepted(request)
+            case Rejected(handle=handle, error=error):
                 self._undecided -= 1
+                self._traces.rejected(handle, error)
             case MergedDelta():
                 self._live -= len(item.finished)
+                self._traces.finished(item.finished)
         self._close_if_done()
 
     def _close_if_done(self) -> None:
@@ -161,6 +167,7 @@ class Session:
             await keep_long_text(message.sampling)
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
             self._proofs.check_handles(request)
+            self._traces.begin(request)
             if (finish := ending_of(request, model)) is not None:
                 self._mailbox.put(Accepted(request))
                 self._mailbox.put(Delta(0, finished=[finish]))

@@ -1,7 +1,6 @@
 """A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 
@@ -20,7 +19,7 @@ _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
 _LONGEST_ID = 256
-_LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
+_LEAST_REPETITION, _MOST_REPETITION = float(np.float32(0.01)), 100.0  # as a message holds them
 _LONGEST_LENGTH_CLASS = 64
 _LONGEST_FAIRNESS_KEY = 256
 _PRIORITIES = {
@@ -130,7 +129,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         prompt_logprobs=scored,
         grammar=_grammar(message, model) if sampling.HasField("grammar") else "",
     )
-    return replace(settings, wire=encode_sampling(settings))
+    return settings._replace(wire=encode_sampling(settings))
 
 
 def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
@@ -153,16 +152,19 @@ def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
 def _penalties(sampling: generate_pb2.Sampling) -> tuple[float, float, float]:
     """Repetition, frequency and presence; the comparisons are such that NaN fails."""
     repetition = _number(sampling, "repetition_penalty", 1.0)
-    if not np.float32(_LEAST_REPETITION) <= repetition <= _MOST_REPETITION:
+    if not _LEAST_REPETITION <= repetition <= _MOST_REPETITION:
         raise InvalidRequest(
             f"repetition_penalty is {repetition:g}: expected {_LEAST_REPETITION:g} to {_MOST_REPETITION:g}, 1 = off",
             field="sampling.repetition_penalty",
         )
-    others = [_number(sampling, name, 0.0) for name in ("frequency_penalty", "presence_penalty")]
-    for name, value in zip(("frequency_penalty", "presence_penalty"), others, strict=True):
-        if not -2 <= value <= 2:
-            raise InvalidRequest(f"{name} is {value:g}: expected -2 to 2, 0 = off", field=f"sampling.{name}")
-    return repetition, *others
+    return repetition, _penalty(sampling, "frequency_penalty"), _penalty(sampling, "presence_penalty")
+
+
+def _penalty(sampling: generate_pb2.Sampling, name: str) -> float:
+    value = _number(sampling, name, 0.0)
+    if not -2 <= value <= 2:
+        raise InvalidRequest(f"{name} is {value:g}: expected -2 to 2, 0 = off", field=f"sampling.{name}")
+    return value
 
 
 def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel) -> tuple[np.ndarray, np.ndarray]:

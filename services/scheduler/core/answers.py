@@ -36,5 +36,5 @@ def _answers(result: Result, sampled: np.ndarray) -> bool:
     """Whether ``result`` has a token or a failure for each of the slots ``sampled`` and nothing else."""
     if not result.failures and np.array_equal(result.slots, sampled):  # the usual order
         return True
-    failed = np.array([slot for slot, _ in result.failures], np.int64)
+    failed = np.array([failure.slot for failure in result.failures], np.int64)
     return np.array_equal(np.sort(np.concatenate((result.slots, failed))), np.sort(sampled))

@@ -26,3 +26,11 @@ class Counters:
     device_busy_ns: int = 0
     device_idle_ns: int = 0
     yields: int = 0
+    wasted_steps: int = 0
+    loop_wait_ns: int = 0  # these are the step loop's own
+    loop_take_ns: int = 0
+    loop_plan_ns: int = 0
+    loop_send_ns: int = 0
+    loop_report_ns: int = 0
+    loop_deliver_ns: int = 0
+    looked_up_prompt_tokens: int = 0

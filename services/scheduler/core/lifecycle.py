@@ -121,6 +121,7 @@ class Lifecycle:
             if sample.cached_tokens < 0:
                 sample.cached_tokens = min(entry.cached, sample.request.prompt_tokens)
                 counters.cached_prompt_tokens += sample.cached_tokens
+                counters.looked_up_prompt_tokens += sample.request.prompt_tokens
             elif sample.computed_before > entry.cached:
                 counters.recomputed_tokens += min(sample.computed_before, len(entry.tokens)) - entry.cached
 

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from services.scheduler.core.ahead import PagesAhead
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.state import State
 
@@ -22,11 +23,16 @@ class Load:
     ready: bool = False
     not_ready_reason: str = ""
     plans_in_flight: int = 0
+    plans_ahead: int = 0
+    step_ns: int = 0
+    forecast: PagesAhead = ()
     counters: Counters = field(default_factory=Counters)
 
 
-def read_load(state: State, *, not_ready_reason: str, plans_in_flight: int) -> Load:
-    """The present load. ``not_ready_reason``: empty when it is ready."""
+def read_load(
+    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PagesAhead = ()
+) -> Load:
+    """The present load. ``not_ready_reason``: empty when it is ready; ``step_s``: recent time of a step."""
     ready = not not_ready_reason
     waiting, counters = len(state.waiting), dataclasses.replace(state.counters)
     if not state.attached:
@@ -50,5 +56,8 @@ def read_load(state: State, *, not_ready_reason: str, plans_in_flight: int) -> L
         ready=ready,
         not_ready_reason=not_ready_reason,
         plans_in_flight=plans_in_flight,
+        plans_ahead=state.steps_ahead,
+        step_ns=round(step_s * 1e9),
+        forecast=forecast,
         counters=counters,
     )

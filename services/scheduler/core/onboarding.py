@@ -167,7 +167,14 @@ class Onboarding:
             indices = [sample.index for sample in entry.samples]
             plan.admissions.append(
                 SlotAdmissions(
-                    entry.tokens, request.prompt_tokens, entry.cached, request.sampling, slots, tables, indices
+                    entry.tokens,
+                    request.prompt_tokens,
+                    entry.cached,
+                    request.sampling,
+                    slots,
+                    tables,
+                    indices,
+                    request.traced,
                 )
             )
             plan.admitted_ids += [request.request_id] * len(indices)

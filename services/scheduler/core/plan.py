@@ -40,6 +40,7 @@ class SlotAdmissions:
     slots: np.ndarray  # int64 [sequences]
     pages: np.ndarray  # int32 [sequences, pages], page tables so far
     sample_indices: list[int]
+    traceparent: str = ""  # "": the request is not traced
 
 
 @dataclass(eq=False)
@@ -90,6 +91,14 @@ class Scored(NamedTuple):
         return Scored(self.start + tokens, *rest)
 
 
+class Failure(NamedTuple):
+    """A sequence that the worker could not compute."""
+
+    slot: int
+    message: str
+    forbidden: bool = False  # its grammar does not allow what was generated before its admission
+
+
 @dataclass(frozen=True, eq=False)
 class Result:
     """A worker's answer to one plan. Arrays stand beside ``slots``; empty when nobody asked for them."""
@@ -101,7 +110,7 @@ class Result:
     top_counts: np.ndarray = field(default_factory=no_slots)
     top_token_ids: np.ndarray = field(default_factory=no_tokens)  # concatenated
     top_logprobs: np.ndarray = field(default_factory=no_floats)
-    failures: tuple[tuple[int, str], ...] = ()  # (slot, message)
+    failures: tuple[Failure, ...] = ()
     scored: tuple[tuple[int, Scored], ...] = ()  # (slot, prompt tokens)
     device_ns: int = 0  # the device worked on the step; 0 = not measured
     idle_ns: int = 0  # it had nothing to do before the step

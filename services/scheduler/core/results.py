@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 
-from services.common.errors import Internal
+from services.common.errors import Internal, InvalidRequest, TokaError
 from services.scheduler.core.ending import Ending
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.output import ragged_rows
-from services.scheduler.core.plan import Result, Scored
-from services.scheduler.core.request import FinishReason, Request
+from services.scheduler.core.plan import Failure, Result, Scored
+from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
 
@@ -26,6 +26,7 @@ class Results:
         live = slots.active[result.slots] & (slots.admitted_step[result.slots] <= result.step)
         if np.count_nonzero(live) < len(live):
             state.counters.wasted_tokens += int(len(live) - np.count_nonzero(live))
+            state.counters.wasted_steps += not live.any()
             result = select_rows(result, np.flatnonzero(live))
         self._take_scored(result)
         self._fail(result)
@@ -115,10 +116,16 @@ class Results:
 
     def _fail(self, result: Result) -> None:
         slots = self._state.slots
-        for slot, message in result.failures:
-            if slots.active[slot] and slots.admitted_step[slot] <= result.step:
-                error = Internal(f"the worker could not compute this sequence: {message}")
-                self._lifecycle.finish([Ending(slots.samples[slot], FinishReason.ERROR, error=error)])
+        for failure in result.failures:
+            if slots.active[failure.slot] and slots.admitted_step[failure.slot] <= result.step:
+                sample = slots.samples[failure.slot]
+                self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=_error_of(failure, sample))])
+
+
+def _error_of(failure: Failure, sample: Sample) -> TokaError:
+    if failure.forbidden and sample.request.resumed_tokens and not len(sample.generated):  # else they are our own
+        return InvalidRequest(f"the sample cannot be resumed: {failure.message}", field="resume.generated_tokens")
+    return Internal(f"the worker could not compute this sequence: {failure.message}")
 
 
 def select_rows(result: Result, rows: np.ndarray) -> Result:

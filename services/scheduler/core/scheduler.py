@@ -8,6 +8,7 @@ import numpy as np
 
 from services.common.errors import Internal, Unavailable
 from services.scheduler.core.admission import Admission
+from services.scheduler.core.ahead import PagesAhead
 from services.scheduler.core.answers import check_answer
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.ending import Ending
@@ -239,6 +240,12 @@ class Scheduler:
                 live.pop(finish.handle, None)
         return news
 
-    def load(self, *, not_ready_reason: str) -> Load:
+    def load(self, *, not_ready_reason: str, forecast: PagesAhead = ()) -> Load:
         """``not_ready_reason``: empty when it is ready."""
-        return read_load(self.state, not_ready_reason=not_ready_reason, plans_in_flight=self.plans_in_flight)
+        return read_load(
+            self.state,
+            not_ready_reason=not_ready_reason,
+            plans_in_flight=self.plans_in_flight,
+            step_s=self.step_s,
+            forecast=forecast,
+        )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Plan, Result, Scored, SlotAdmissions
+from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Failure, Plan, Result, Scored, SlotAdmissions
 from services.scheduler.core.request import SamplingSettings, WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
@@ -40,6 +40,7 @@ def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -
     wanted = admissions.sampling
     common.sampling.MergeFromString(wanted.wire or encode_sampling(wanted))
     common.sampling.grammar = wanted.grammar
+    common.traceparent = admissions.traceparent
     encoded = common.SerializeToString()
     rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
     for slot, pages, sample_index in rows:
@@ -76,7 +77,10 @@ def decode_result(message: plan_pb2.StepResult) -> Result:
         top_logprobs=read_float(message.top_logprobs) if message.top_logprobs else NO_FLOATS,
         device_ns=message.timing.device_ns,
         idle_ns=message.timing.idle_ns,
-        failures=tuple((failure.slot, failure.message) for failure in message.failures),
+        failures=tuple(
+            Failure(failure.slot, failure.message, failure.cause == plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS)
+            for failure in message.failures
+        ),
         scored=tuple((scores.slot, _decode_scores(scores)) for scores in message.prompts),
     )
 

@@ -1,0 +1,159 @@
+"""What schedulers tell of themselves, their latest ``Load``, as metrics: on a gateway's page and on a scheduler's own.
+
+Each figure is read from the one message that has it. Those that operators of vLLM know have its name, too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tokasaurus.scheduler.v1 import observe_pb2
+
+
+class Report(NamedTuple):
+    """One scheduler's."""
+
+    replica: str  # its address
+    model: str
+    load: observe_pb2.Load
+
+
+class _Gauge(NamedTuple):
+    name: str
+    documentation: str
+    read: Callable[[observe_pb2.Load], float]
+    known_as: tuple[str, ...] = ()  # to operators of vLLM
+
+
+class _Counter(NamedTuple):
+    name: str
+    documentation: str
+    field: str  # of Counters
+    known_as: tuple[str, ...] = ()
+
+
+_GAUGES = (
+    _Gauge(
+        "toka_num_requests_running",
+        "Sequences running",
+        lambda load: load.running_sequences,
+        ("vllm:num_requests_running",),
+    ),
+    _Gauge(
+        "toka_num_requests_waiting",
+        "Sequences accepted and not yet running",
+        lambda load: load.waiting_sequences,
+        ("vllm:num_requests_waiting",),
+    ),
+    _Gauge("toka_kv_pages_total", "KV pages there are", lambda load: load.total_pages),
+    _Gauge("toka_kv_pages_free", "KV pages that hold nothing", lambda load: load.free_pages),
+    _Gauge("toka_kv_pages_cached", "KV pages kept for their prefix, free when needed", lambda load: load.cached_pages),
+    _Gauge("toka_kv_pages_in_use", "KV pages held by sequences", lambda load: load.in_use_pages),
+    _Gauge("toka_kv_page_size_tokens", "Tokens in a KV page", lambda load: load.page_size),
+    _Gauge(
+        "toka_kv_cache_usage_perc",
+        "Share of the KV pages held by sequences, 0 to 1",
+        lambda load: load.in_use_pages / max(load.total_pages, 1),
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    ),
+    _Gauge("toka_outstanding_tokens", "Tokens still to compute at most", lambda load: load.outstanding_tokens),
+    _Gauge("toka_plans_in_flight", "Plans sent to the worker and not yet answered", lambda load: load.plans_in_flight),
+    _Gauge("toka_plans_ahead", "Most plans that may be in flight now", lambda load: load.plans_ahead),
+    _Gauge("toka_step_seconds", "Recent time of a model step", lambda load: load.step_ns * 1e-9),
+)
+_COUNTERS = (
+    _Counter("toka_steps", "Model steps", "steps"),
+    _Counter("toka_wasted_steps", "Steps of which every token was for a sample that had ended", "wasted_steps"),
+    _Counter("toka_prompt_tokens", "Prompt tokens of accepted requests", "prompt_tokens", ("vllm:prompt_tokens",)),
+    _Counter("toka_generation_tokens", "Tokens delivered", "generated_tokens", ("vllm:generation_tokens",)),
+    _Counter(
+        "toka_prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache, each sample's",
+        "looked_up_prompt_tokens",
+        ("vllm:prefix_cache_queries",),
+    ),
+    _Counter(
+        "toka_prefix_cache_hits",
+        "Prompt tokens not computed: cached or shared with a sibling",
+        "cached_prompt_tokens",
+        ("vllm:prefix_cache_hits",),
+    ),
+    _Counter("toka_wasted_tokens", "Tokens computed after their sample had ended", "wasted_tokens"),
+    _Counter(
+        "toka_num_preemptions",
+        "Sequences put back into the queue for their pages",
+        "preemptions",
+        ("vllm:num_preemptions",),
+    ),
+    _Counter("toka_yields", "Sequences of class low put back into the queue to make way for a higher class", "yields"),
+    _Counter("toka_recomputed_tokens", "Tokens computed again after either, or a lost worker", "recomputed_tokens"),
+    _Counter("toka_queue_overtakes", "Sequences admitted ahead of a queue head that did not fit", "overtakes"),
+    _Counter(
+        "toka_postponed_plans", "Plans sent without onboarding: the worker was about to run dry", "postponed_plans"
+    ),
+    _Counter("toka_batch_rows", "Rows of all steps: one for each sequence in the step", "batch_rows"),
+    _Counter("toka_hydragen_rows", "Rows that ran in a Hydragen group, of toka_batch_rows", "hydragen_rows"),
+    _Counter("toka_requests_accepted", "Requests accepted", "requests_accepted"),
+    _Counter("toka_admission_rejections", "Requests rejected", "requests_rejected"),
+    _Counter("toka_sequences_finished", "Sequences that ended by themselves", "sequences_finished"),
+    _Counter("toka_sequences_cancelled", "Sequences cancelled", "sequences_cancelled"),
+    _Counter("toka_worker_restarts", "Times the worker came back as another process", "worker_restarts"),
+)
+_SECONDS = (
+    _Counter(
+        "toka_device_busy_seconds", "The worker's device worked on steps; 0 where it is not measured", "device_busy_ns"
+    ),
+    _Counter(
+        "toka_device_idle_seconds", "It waited for the host between two steps that were both planned", "device_idle_ns"
+    ),
+)
+_STAGES = ("wait", "take", "plan", "send", "report", "deliver")  # of the step loop: loop_<stage>_ns
+
+
+def show(reports: Iterable[Report]) -> Iterator[Metric]:
+    """Every figure of ``reports``, with the label ``replica``; those under vLLM's names also with ``model_name``."""
+    reports = list(reports)
+    gauges = ((each, GaugeMetricFamily, each.read) for each in _GAUGES)
+    counters = ((each, CounterMetricFamily, _reader(each.field)) for each in _COUNTERS)
+    seconds = ((each, CounterMetricFamily, _reader(each.field, 1e-9)) for each in _SECONDS)
+    for figure, family_of, read in chain(gauges, counters, seconds):
+        values = [read(report.load) for report in reports]
+        family = family_of(figure.name, figure.documentation, labels=["replica"])
+        for report, value in zip(reports, values, strict=True):
+            family.add_metric([report.replica], value)
+        yield family
+        for name in figure.known_as:
+            family = family_of(name, figure.documentation, labels=["model_name", "replica"])
+            for report, value in zip(reports, values, strict=True):
+                family.add_metric([report.model, report.replica], value)
+            yield family
+    yield from (_stages(reports), _forecast(reports))
+
+
+def _reader(field: str, scale: float = 1) -> Callable[[observe_pb2.Load], float]:
+    return lambda load: scale * getattr(load.counters, field)
+
+
+def _stages(reports: list[Report]) -> Metric:
+    family = CounterMetricFamily(
+        "toka_step_loop_seconds", "What the step loop's thread did; wait: nothing", labels=["replica", "stage"]
+    )
+    for report in reports:
+        for stage in _STAGES:
+            family.add_metric([report.replica, stage], 1e-9 * getattr(report.load.counters, f"loop_{stage}_ns"))
+    return family
+
+
+def _forecast(reports: list[Report]) -> Metric:
+    family = GaugeMetricFamily(
+        "toka_forecast_kv_pages",
+        "KV pages that what runs will use so many steps from now",
+        labels=["replica", "steps"],
+    )
+    for report in reports:
+        curve = report.load.forecast
+        for steps, pages in zip(curve.steps, curve.pages, strict=True):
+            family.add_metric([report.replica, str(steps)], pages)
+    return family

@@ -1,0 +1,42 @@
+"""The span of an HTTP request, from its head to the end of its answer."""
+
+from types import TracebackType
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from services.common.tracing import HEADER, Tracing, traceparent_of
+
+# In the scope of a request that is traced: what its spans elsewhere have as their parent.
+TRACEPARENT = "toka.traceparent"
+
+
+class RequestSpan:
+    """A context around the answer to a POST. Owned by the request's task."""
+
+    def __init__(self, tracing: Tracing, scope: Scope) -> None:
+        self._tracing, self._scope = tracing, scope
+
+    def __enter__(self) -> "RequestSpan":
+        path = self._scope["path"]
+        told = next((value for name, value in self._scope["headers"] if name == HEADER.encode()), b"")
+        parent = self._tracing.of_client(told.decode("latin-1"))
+        attributes = {"http.request.method": "POST", "http.route": path, "url.path": path}
+        self._span = self._tracing.start(f"POST {path}", parent, "server", attributes)
+        self._scope[TRACEPARENT] = traceparent_of(self._span)
+        return self
+
+    def answers(self, response: Response) -> None:
+        """The response is about to be sent."""
+        self._span.set_attribute("http.response.status_code", response.status_code)
+        if (request_id := response.headers.get("x-request-id")) is not None:
+            self._span.set_attribute("toka.request_id", request_id)
+        if response.status_code >= 500:
+            self._tracing.fail(self._span, str(response.status_code))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._tracing.fail(self._span, kind.__name__)
+        self._span.end()

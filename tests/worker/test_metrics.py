@@ -1,0 +1,84 @@
+"""What a worker tells Prometheus of its steps, and of its device where the driver tells."""
+
+import ctypes
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.server import free_port
+from services.worker.power import Power
+from tokasaurus.worker.v1 import plan_pb2
+
+
+async def figures(port: int) -> dict[tuple[str, ...], float]:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    ours = [sample for sample in samples if sample.name.startswith("toka_worker_")]
+    common = {"device": "cpu", "dp_rank": "0", "tp_rank": "0", "pp_rank": "0"}
+    assert all(sample.labels.items() >= common.items() for sample in ours)
+    return {
+        (sample.name.removeprefix("toka_worker_"), *(sample.labels[key] for key in sample.labels.keys() - common)): (
+            sample.value
+        )
+        for sample in ours
+    }
+
+
+async def test_a_worker_tells_of_its_steps(worker, connect):
+    port = free_port()
+    scheduler = await connect(await worker(metrics_port=port))
+    await scheduler.info()
+    assert (await figures(port))["steps_total",] == 0
+    await scheduler.connect()
+    sampling = plan_pb2.SamplingSettings(top_p=1)
+    await scheduler.run(
+        admissions=[plan_pb2.Admission(slot=0, token_ids=[5, 6, 7], pages=[0], sampling=sampling)],
+        batch=plan_pb2.Batch(slots=[0], token_counts=[3]),
+    )
+    await scheduler.run(batch=plan_pb2.Batch(slots=[0]))
+    told = await figures(port)
+    assert told["steps_total",] == 2
+    assert told["step_seconds_total", "forward"] > 0
+    assert told["step_seconds_total", "prepare"] > 0
+    assert told["plans_queued",] == 0
+    assert told["recompilations_total", "graph"] == told["recompilations_total", "kernel"] == 0
+    assert ("energy_joules_total",) not in told
+
+
+def test_there_is_no_power_to_tell_of_without_a_gpu():
+    assert Power.of(torch.device("cpu")) is None
+
+
+class Driver:
+    """As much of NVML as is asked for."""
+
+    status = 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules) -> int:
+        millijoules._obj.value = 2**40
+        return self.status
+
+    def nvmlDeviceGetPowerUsage(self, handle, milliwatts) -> int:
+        milliwatts._obj.value = 312_500
+        return self.status
+
+
+def test_a_driver_that_does_not_count_is_passed_over():
+    power = Power(Driver(), ctypes.c_void_p())
+    assert (power.joules(), power.watts()) == (2**40 * 1e-3, 312.5)
+    Driver.status = 3  # NVML_ERROR_NOT_SUPPORTED
+    assert (power.joules(), power.watts()) == (None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_the_driver_tells_of_energy():
+    power = Power.of(torch.device("cuda", 0))
+    before = power.joules()
+    product = torch.ones(8192, 8192, device="cuda")
+    while power.joules() == before:
+        product = product @ product * 0
+    assert 10 < power.watts() < 2000
