@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.worker.interpreter import DEVICE, triton_ready
 
@@ -25,6 +26,26 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_xdist_auto_num_workers() -> int:
     """Of ``-n auto``, as ``make test`` has it. Tests of a GPU take all of its memory; others start many processes."""
     return 0 if DEVICE.type == "cuda" else 2
+
+
+# Folders whose files share servers that take long to start: one process runs them all.
+TOGETHER = ("tests/gateway/grammar", "tests/worker/parallel")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> LoadFileScheduling | None:
+    """Of ``--dist loadfile``: files in the order of their folders, so that what a folder shares ends with it."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            folder = file.rpartition("/")[0]
+            return folder if folder in TOGETHER else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

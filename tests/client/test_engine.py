@@ -40,21 +40,19 @@ def engine_processes() -> list[psutil.Process]:
     return [process for toka in started for process in (toka, *descendants(toka.pid))]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm():
     with LLM(**FLAGS) as made:
         yield made
 
 
-def test_an_engine_of_its_own_answers_and_ends_with_it(llm):
+def test_an_engine_of_its_own_answers(llm):
     outputs = llm.generate([QUESTION] * 3, SamplingParams(temperature=0, max_tokens=30))
     assert all(output.text and output.text == outputs[0].text for output in outputs)
     assert llm.chat([[{"role": "user", "content": "Hi"}]], SamplingParams(max_tokens=3))[0].error is None
     children = engine_processes()
     roles = {part for process in children for part in process.cmdline() if part.startswith("services.")}
     assert roles == {"services.launcher.toka", "services.scheduler", "services.worker"}
-    llm.close()
-    assert gone(children)
 
 
 def test_a_worker_that_dies_is_a_pause(llm):
@@ -67,6 +65,7 @@ def test_a_worker_that_dies_is_a_pause(llm):
 
 
 def test_an_engine_that_ends_is_told_to_whoever_waits(llm):
+    """The last test of it."""
     [toka] = [process for process in engine_processes() if "services.launcher.toka" in process.cmdline()]
     children = engine_processes()
     toka.send_signal(signal.SIGKILL)
@@ -94,11 +93,19 @@ print(sorted({{"torch", "transformers"}} & set(sys.modules)))
     eventually(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split()))  # watchdogs look now and then
 
 
-def test_the_snippet_of_the_documents_works():
+def test_the_snippet_of_the_documents_works_and_its_engine_ends_with_its_block():
     [snippet] = re.findall(r"```python\n(from services\.client.*?)```", API.read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=100)
+    script = f"""{snippet}
+    import psutil
+    children = psutil.Process().children(recursive=True)
+    print("", len(children), sep="\\n")
+print([child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("One, two, ['")
+    *_, count, left = done.stdout.splitlines()
+    assert (count, left) == ("5", "[]")
 
 
 def test_a_script_that_is_killed_leaves_nothing_behind():

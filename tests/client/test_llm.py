@@ -6,7 +6,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +20,8 @@ from services.client.runner import Runner
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape, chosen_logprob, continuation, top_token_ids
-from tests.gateway.deployment import PATIENCE_S, Deployment, eventually, free_port
+from tests.gateway.deployment import BOOT_S, PATIENCE_S, Deployment, eventually, free_port
+from tests.gateway.replicas import Engines
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -39,6 +43,17 @@ def deployment(tmp_path_factory):
 def llm(deployment):
     with LLM(address=deployment.scheduler_address) as made:
         yield made
+
+
+@contextmanager
+def engine(directory: Path, **flags) -> Iterator[Engines]:
+    """A scheduler and its worker, ready, to slow down or to break."""
+    engines = Engines(directory, 1, **flags)
+    try:
+        eventually(lambda: engines.load().ready, BOOT_S)
+        yield engines
+    finally:
+        engines.stop()
 
 
 def expected(prompt: list[int], count: int, **more) -> list[int]:
@@ -211,16 +226,12 @@ def test_a_stream_says_what_a_whole_answer_says(llm):
 
 
 def test_a_stream_that_is_left_is_cancelled(tmp_path):
-    slow = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
-    try:
-        with LLM(address=slow.scheduler_address) as llm:
-            stream = llm.stream("x", SamplingParams(max_tokens=2000))
-            assert next(stream).token_ids
-            eventually(lambda: slow.metric("toka_num_requests_running") == 1)
-            stream.close()
-            eventually(lambda: slow.metric("toka_num_requests_running") == 0)
-    finally:
-        slow.stop()
+    with engine(tmp_path, worker={"step_ms": 5}) as slow, LLM(address=slow.addresses[0]) as llm:
+        stream = llm.stream("x", SamplingParams(max_tokens=2000))
+        assert next(stream).token_ids
+        eventually(lambda: slow.load().running_sequences == 1)
+        stream.close()
+        eventually(lambda: slow.load().running_sequences == 0)
 
 
 async def test_a_caller_may_have_a_running_event_loop(llm):
@@ -237,78 +248,66 @@ def test_many_threads_may_ask_at_once(llm):
 
 
 def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
-    fragile = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
-    try:
-        with LLM(address=fragile.scheduler_address) as llm:
-            outputs = []
-            prompts = [f"Question {number}" for number in range(20)]
-            params = SamplingParams(seed=1, max_tokens=100)
-            asking = threading.Thread(target=lambda: outputs.extend(llm.generate(prompts, params)))
-            asking.start()
-            eventually(lambda: fragile.metric("toka_num_requests_running") > 0)
-            fragile.scheduler.kill()
-            fragile.scheduler.start()
-            asking.join()
-            assert [output.prompt for output in outputs] == prompts
-            for output in outputs:
-                assert output.outputs[0].token_ids == expected(output.prompt_token_ids, 100, seed=1)
-    finally:
-        fragile.stop()
+    with engine(tmp_path, worker={"step_ms": 5}) as fragile, LLM(address=fragile.addresses[0]) as llm:
+        outputs = []
+        prompts = [f"Question {number}" for number in range(20)]
+        params = SamplingParams(seed=1, max_tokens=300)
+        asking = threading.Thread(target=lambda: outputs.extend(llm.generate(prompts, params)))
+        asking.start()
+        eventually(lambda: fragile.load().running_sequences > 0)
+        fragile.schedulers[0].kill()
+        fragile.schedulers[0].start()
+        asking.join()
+        assert [output.prompt for output in outputs] == prompts
+        for output in outputs:
+            assert output.outputs[0].token_ids == expected(output.prompt_token_ids, 300, seed=1)
 
 
 def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
     monkeypatch.setattr("services.gateway.failover.time", times)
-    fragile = Deployment(tmp_path, worker={"step_ms": 5}).wait_ready()
-    try:
-        with LLM(address=fragile.scheduler_address, patience_s=600) as llm, ThreadPoolExecutor() as threads:
-            asked = threads.submit(llm.generate, "x", SamplingParams(max_tokens=400))
-            for _ in range(2):
-                eventually(lambda: fragile.metric("toka_num_requests_running") == 1)
-                clock.now += 10_000
-                fragile.scheduler.kill()
-                eventually(lambda: fragile.metric("toka_replica_ready") == 0)
-                fragile.scheduler.start()
-                eventually(lambda: fragile.metric("toka_replica_ready") == 1)
-            [output] = asked.result(PATIENCE_S)
-            assert output.error is None
-    finally:
-        fragile.stop()
+    with (
+        engine(tmp_path, worker={"step_ms": 5}) as fragile,
+        LLM(address=fragile.addresses[0], patience_s=600) as llm,
+        ThreadPoolExecutor() as threads,
+    ):
+        asked = threads.submit(llm.generate, "x", SamplingParams(max_tokens=400))
+        for _ in range(2):
+            eventually(lambda: fragile.load().running_sequences == 1)
+            clock.now += 10_000
+            fragile.schedulers[0].kill()
+            fragile.schedulers[0].start()
+        [output] = asked.result(PATIENCE_S)
+        assert output.error is None
 
 
 def test_a_stream_waits_for_room_in_a_full_queue(tmp_path, monkeypatch):
     refused = threading.Event()
     pause = Runner._pause
     monkeypatch.setattr(Runner, "_pause", lambda *arguments: refused.set() or pause(*arguments))
-    small = Deployment(
-        tmp_path, worker={"step_ms": 5, "max_slots": 1}, scheduler={"max_queued_sequences": 1}
-    ).wait_ready()
-    try:
-        with LLM(address=small.scheduler_address) as llm, ThreadPoolExecutor() as threads:
-            running = llm.stream("x", SamplingParams(max_tokens=2000))
-            next(running)
-            threads.submit(llm.generate, "x", SamplingParams(max_tokens=2))
-            eventually(lambda: small.metric("toka_num_requests_waiting") == 1)
-            waiting = threads.submit(lambda: list(llm.stream("x", SamplingParams(max_tokens=3))))
-            assert refused.wait(PATIENCE_S)
-            running.close()
-            assert sum(len(piece.token_ids) for piece in waiting.result(PATIENCE_S)) == 3
-    finally:
-        small.stop()
+    with (
+        engine(tmp_path, worker={"step_ms": 5, "max_slots": 1}, max_queued_sequences=1) as small,
+        LLM(address=small.addresses[0]) as llm,
+        ThreadPoolExecutor() as threads,
+    ):
+        running = llm.stream("x", SamplingParams(max_tokens=2000))
+        next(running)
+        threads.submit(llm.generate, "x", SamplingParams(max_tokens=2))
+        eventually(lambda: small.load().waiting_sequences == 1)
+        waiting = threads.submit(lambda: list(llm.stream("x", SamplingParams(max_tokens=3))))
+        assert refused.wait(PATIENCE_S)
+        running.close()
+        assert sum(len(piece.token_ids) for piece in waiting.result(PATIENCE_S)) == 3
 
 
 def test_a_scheduler_that_stays_away_is_not_waited_for_for_ever(tmp_path):
-    fragile = Deployment(tmp_path).wait_ready()
-    try:
-        with LLM(address=fragile.scheduler_address, patience_s=0.5) as llm:
-            fragile.scheduler.kill()
-            [lost] = llm.generate("x")
-            assert type(lost.error) is Unavailable
-            with pytest.raises(Unavailable):
-                next(llm.stream("x"))
-    finally:
-        fragile.stop()
+    with engine(tmp_path) as fragile, LLM(address=fragile.addresses[0], patience_s=0.5) as llm:
+        fragile.schedulers[0].kill()
+        [lost] = llm.generate("x")
+        assert type(lost.error) is Unavailable
+        with pytest.raises(Unavailable):
+            next(llm.stream("x"))
 
 
 def test_a_bar_shows_how_far_it_is(llm, monkeypatch):
@@ -356,9 +355,8 @@ def test_a_closed_one_says_so(deployment, monkeypatch):
 
 
 def test_what_runs_when_it_is_closed_ends_with_an_error(tmp_path):
-    slow = Deployment(tmp_path, worker={"step_ms": 20}).wait_ready()
-    try:
-        llm = LLM(address=slow.scheduler_address)
+    with engine(tmp_path, worker={"step_ms": 20}) as slow:
+        llm = LLM(address=slow.addresses[0])
         caught: list[BaseException] = []
 
         def ask() -> None:
@@ -366,20 +364,17 @@ def test_what_runs_when_it_is_closed_ends_with_an_error(tmp_path):
 
         asking = threading.Thread(target=ask)
         asking.start()
-        eventually(lambda: slow.metric("toka_num_requests_running") > 0)
+        eventually(lambda: slow.load().running_sequences > 0)
         llm.close()
         asking.join()
         assert type(caught[0]) is Unavailable
-    finally:
-        slow.stop()
 
 
 def test_prompts_that_are_not_sent_yet_end_with_an_error_as_well(tmp_path, monkeypatch):
     monkeypatch.setattr("services.client.runner.OUTSTANDING", 8)
     monkeypatch.setattr("services.client.runner.AT_ONCE", 16)
-    slow = Deployment(tmp_path, worker={"step_ms": 20}).wait_ready()
-    try:
-        llm = LLM(address=slow.scheduler_address)
+    with engine(tmp_path, worker={"step_ms": 20}) as slow:
+        llm = LLM(address=slow.addresses[0])
         told: list[BaseException | None] = []
 
         def ask() -> None:
@@ -388,11 +383,9 @@ def test_prompts_that_are_not_sent_yet_end_with_an_error_as_well(tmp_path, monke
 
         threads = [threading.Thread(target=work, daemon=True) for work in (ask, llm.close)]
         threads[0].start()
-        eventually(lambda: slow.metric("toka_num_requests_running") > 0)
+        eventually(lambda: slow.load().running_sequences > 0)
         threads[1].start()
         for thread in threads:
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), "it waits for what never comes"
         assert [type(error) for error in told] == [Unavailable] * 200
-    finally:
-        slow.stop()

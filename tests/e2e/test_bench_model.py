@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import transformers
 
+import bench.model
 from bench.model import SHAPES, VOCAB_SIZE, make_model
 from bench.problems import few_shot_prompts, read_problems
 from services.common.model_files import read_card
@@ -61,9 +63,18 @@ def test_transformers_reads_it_as_the_model_it_stands_for(directory):
     assert len(transformers.GenerationConfig.from_pretrained(directory).eos_token_id) == 855
 
 
+def test_a_tokenizer_is_the_same_each_time(directory, tmp_path):
+    bench.model.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equal_flags_give_equal_files(tmp_path, shape):
+def test_equal_flags_give_equal_files(directory, tmp_path, shape, monkeypatch):
+    """But for the tokenizer, which takes seconds to make and does not know the shape."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    monkeypatch.setattr(bench.model, "make_tokenizer", lambda: made)
     first, second = (make_model(tmp_path / name, shape, 17) for name in ("a", "b"))
+    assert {path.name for path in first.iterdir()} == {path.name for path in directory.iterdir()}
     assert {path.name: path.read_bytes() for path in first.iterdir()} == {
         path.name: path.read_bytes() for path in second.iterdir()
     }

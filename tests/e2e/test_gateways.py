@@ -183,15 +183,15 @@ def test_new_connections_get_to_others_while_one_drains(server):
     wait_for(takes_some)
 
 
-def test_a_signal_ends_all_of_them():
-    with serve(device="cpu", gateways=GATEWAYS) as server:
-        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
-        assert len(gateways_of(server)) == GATEWAYS
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(timeout=60) == 0
-        assert all(is_gone(pid) for pid in pids)
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.base_url}/health", trust_env=False)
+def test_a_signal_ends_all_of_them(server):
+    """The last test of them."""
+    pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(gateways_of(server)) == GATEWAYS
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(timeout=60) == 0
+    assert all(is_gone(pid) for pid in pids)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.base_url}/health", trust_env=False)
 
 
 def test_a_port_in_use_is_explained(builtin_server):

@@ -57,13 +57,13 @@ def services(tmp_path_factory) -> Iterator[Services]:
 
 
 def test_a_request_goes_through_all_three(services: Services):
-    client = openai.OpenAI(base_url=f"{services.url}/v1", api_key=KEY, max_retries=0, timeout=60)
     for address in (services.worker_address, services.scheduler_address):
         eventually(lambda at=address: probe(at, services.dialer) == "SERVING")
-    eventually(lambda: answers(client))
-    answer = client.chat.completions.create(
-        model="tokasaurus-builtin", messages=[{"role": "user", "content": "Hi"}], max_tokens=5, temperature=0
-    )
+    with openai.OpenAI(base_url=f"{services.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        eventually(lambda: answers(client))
+        answer = client.chat.completions.create(
+            model="tokasaurus-builtin", messages=[{"role": "user", "content": "Hi"}], max_tokens=5, temperature=0
+        )
     assert answer.usage.completion_tokens == 5
     assert answer.choices[0].message.content
 

@@ -1,4 +1,4 @@
-"""One deployment for all tests that do not break it."""
+"""One deployment for all tests that do not break it, which ends with them: one at rest takes time of others, too."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def tokenizer():
     return Tokenizer.load("builtin")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deployment(tmp_path_factory):
     """Random tokens, never an end of sequence by itself."""
     running = Deployment(tmp_path_factory.mktemp("deployment")).wait_ready()
@@ -26,13 +26,13 @@ def sdk(deployment):
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model(deployment):
     with deployment.sdk() as client:
         return client.models.list().data[0].id
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def qwen(tmp_path_factory):
     """A parrot that thinks and calls tools as Qwen3 does."""
     running = start_parrot(tmp_path_factory.mktemp("qwen"), QWEN)
@@ -40,7 +40,7 @@ def qwen(tmp_path_factory):
     running.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def llama(tmp_path_factory):
     """A parrot that calls tools as Llama 3 does."""
     running = start_parrot(tmp_path_factory.mktemp("llama"), LLAMA)

@@ -1,11 +1,19 @@
 """Several schedulers, each with a fake worker, a gateway in front of them, and requests whose answers are known."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 from openai import AsyncOpenAI
 
-from tests.gateway.deployment import Deployment, Process, free_port
+from tests.gateway.deployment import BOOT_S, Deployment, Process, eventually_async, free_port
+from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+
+# A connection of its own, and tried more often than once in seconds.
+_EAGER = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100),
+          ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]  # fmt: skip
 
 
 class Engines:
@@ -21,6 +29,12 @@ class Engines:
             log = directory / f"engine{number}.log"
             self.workers.append(Process(log, "tests.fakes.worker", listen=listen, **worker or {}))
             self.schedulers.append(Process(log, program, scheduler_listen=address, worker_addresses=listen, **flags))
+
+    def load(self, number: int = 0) -> observe_pb2.Load:
+        """What a scheduler says of itself; blocks until it is there to ask."""
+        with grpc.insecure_channel(self.addresses[number], _EAGER) as channel:
+            ask = scheduler_pb2_grpc.SchedulerServiceStub(channel).GetLoad
+            return ask(observe_pb2.GetLoadRequest(), timeout=BOOT_S, wait_for_ready=True).load
 
     def stop(self) -> None:
         for process in (*self.schedulers, *self.workers):
@@ -43,6 +57,18 @@ class Replicas:
         )
         self.schedulers = [self.deployment.scheduler, *others.schedulers]
         self.workers = [self.deployment.worker, *others.workers]
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, directory: Path, count: int, **flags: dict) -> AsyncIterator["Replicas"]:
+        """All of them are ready, and end with the block."""
+        made = cls(directory, count, **flags)
+        try:
+            await asyncio.to_thread(made.deployment.wait_ready)
+            await eventually_async(lambda: made.ready == count)
+            yield made
+        finally:
+            made.stop()
 
     @property
     def ready(self) -> int:

@@ -1,10 +1,7 @@
 """Parameters of completions and chat that have shapes or effects of their own, streamed and not."""
 
-import httpx
 import pytest
 
-from bench.server import serve
-from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape, chosen_logprob, continuation
 from tests.gateway.deployment import PATIENCE_S, Deployment
 from tests.gateway.test_streaming import events
@@ -223,49 +220,3 @@ def test_bookkeeping_changes_nothing(deployment, extra):
         response = post(**body, **extra, max_tokens=2)
         assert response.status_code == 200
         assert "x-toka-ignored-params" not in response.headers
-
-
-# -- penalties: only a model has logits
-
-
-@pytest.fixture(scope="module")
-def real():
-    with serve(device="cpu", dtype="float32") as server:
-        yield server
-
-
-def margins(real, prompt, **penalties) -> list[float]:
-    """How far token 300 is above token 400 in the logits of each step, where 300 is chosen each time."""
-    bias = {"300": 100, "400": 60}
-    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logit_bias": bias, "logprobs": 2, "ignore_eos": True}
-    body |= {"return_token_ids": True} | penalties
-    response = httpx.post(f"{real.base_url}/v1/completions", json=body, timeout=PATIENCE_S)
-    choice = response.raise_for_status().json()["choices"][0]
-    assert choice["token_ids"] == [300] * 6
-    return [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
-
-
-def test_penalties_reach_the_logits(real):
-    neither, first, second = [50, 51, 52], [50, 300, 52], [50, 400, 52]
-    plain = margins(real, neither)
-    presence = margins(real, neither, presence_penalty=1.5)
-    assert presence == pytest.approx([plain[0], *(value - 1.5 for value in plain[1:])], abs=1e-3)
-    frequency = margins(real, neither, frequency_penalty=-0.5)
-    assert frequency == pytest.approx([value + 0.5 * step for step, value in enumerate(plain)], abs=1e-3)
-    assert margins(real, first, presence_penalty=2)[0] == pytest.approx(margins(real, first)[0], abs=1e-3)
-    repetition = margins(real, neither, repetition_penalty=1.1)
-    assert repetition[0] == pytest.approx(plain[0], abs=1e-3)
-    assert all(value < other - 5 for value, other in zip(repetition[1:], plain[1:], strict=True))
-    assert margins(real, first, repetition_penalty=1.1)[0] < margins(real, first)[0] - 5
-    assert margins(real, second, repetition_penalty=1.1)[0] > margins(real, second)[0] + 3
-
-
-def test_penalties_work_for_chats_and_streams(real):
-    tokenizer = Tokenizer.load("builtin")
-    bias = {str(token): 100 for token in range(300, 306)}
-    body = {"messages": CHAT, "max_tokens": 6, "temperature": 0, "logit_bias": bias, "return_token_ids": True}
-    body |= {"repetition_penalty": 50}
-    url = f"{real.base_url}/v1/chat/completions"
-    choice = httpx.post(url, json=body, timeout=PATIENCE_S).raise_for_status().json()["choices"][0]
-    assert sorted(choice["token_ids"]) == list(range(300, 306))
-    assert choice["message"]["content"] == tokenizer.vocabulary.text_bytes(choice["token_ids"]).decode()

@@ -1,15 +1,13 @@
 """Log-probabilities of prompts: ``echo`` with ``logprobs``, and ``prompt_logprobs``."""
 
-import httpx
 import numpy as np
 import pytest
 
-from bench.server import serve
 from services.gateway.openai.prompt_scores import echoed
 from services.gateway.openai.transcript import Piece
 from services.gateway.session.codec import PromptScores
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
-from tests.gateway.deployment import PATIENCE_S, Deployment
+from tests.gateway.deployment import Deployment
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_streaming import events
 from tests.gateway.tokens import token_bytes
@@ -165,30 +163,3 @@ def test_a_text_without_the_space_its_tokens_begin_with(tokenizer):
     assert piece.text == "two words!"
     for entry in piece.entries[1:]:
         assert "two words"[entry.text_offset :].startswith(tokenizer.vocabulary.token_bytes[entry.token_id].decode())
-
-
-# -- a real model
-
-
-@pytest.fixture(scope="module")
-def real():
-    with serve(device="cpu", dtype="float32", max_tokens_per_forward=64) as server:
-        yield server
-
-
-def test_a_prompt_scores_as_it_would_be_generated(real):
-    """Greedy tokens, told again as a prompt: the same log-probabilities, and each of them is the likeliest."""
-
-    def ask(**body):
-        response = httpx.post(f"{real.base_url}/v1/completions", json=body, timeout=PATIENCE_S)
-        return response.raise_for_status().json()["choices"][0]
-
-    prompt = [20 + 7 * number % 900 for number in range(150)]
-    answer = ask(prompt=prompt, max_tokens=20, temperature=0, logprobs=2, return_token_ids=True, ignore_eos=True)
-    whole = ask(prompt=prompt + answer["token_ids"], max_tokens=1, echo=True, logprobs=2, prompt_logprobs=1)
-    told = whole["logprobs"]["token_logprobs"][150:170]
-    assert told == pytest.approx(answer["logprobs"]["token_logprobs"], abs=1e-4)
-    for value, top in zip(told, whole["logprobs"]["top_logprobs"][150:170], strict=True):
-        assert value == max(top.values())
-    for token, entry in zip(answer["token_ids"], whole["prompt_logprobs"][150:170], strict=True):
-        assert entry[str(token)]["rank"] == 1

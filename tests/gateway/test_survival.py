@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Awaitable
 from typing import Any
 
@@ -102,18 +103,21 @@ def everything(sdk: AsyncOpenAI) -> list[Awaitable]:
 
 @pytest.mark.timeout(300)
 async def test_every_endpoint_answers_what_it_would_have_answered(tmp_path):
-    pair = Replicas(tmp_path, 2, worker={"step_ms": 30})
-    try:
-        await asyncio.to_thread(pair.deployment.wait_ready)
-        await eventually_async(lambda: pair.ready == 2)
-        async with pair.deployment.async_sdk() as sdk:
-            asked = [asyncio.create_task(each) for _ in range(3) for each in everything(sdk)]
-            await eventually_async(lambda: pair.deployment.metric("toka_num_requests_running") > 60)
-            pair.schedulers[0].kill()
-            answers = await asyncio.gather(*asked)
-            assert await asyncio.to_thread(pair.deployment.metric, "toka_failovers_total") > 10
-            undisturbed = await asyncio.gather(*everything(sdk))
-            for number, answer in enumerate(answers):
-                assert answer == undisturbed[number % len(undisturbed)]
-    finally:
-        pair.stop()
+    async with (
+        Replicas.running(tmp_path, 2, worker={"step_ms": 30}) as pair,
+        pair.deployment.async_sdk() as sdk,
+    ):
+        metric = pair.deployment.metric
+        for worker in pair.workers:  # none is at its end when the last one comes
+            worker.signal(signal.SIGSTOP)
+        asked = [asyncio.create_task(each) for _ in range(3) for each in everything(sdk)]
+        await eventually_async(lambda: metric("toka_num_requests_running") + metric("toka_num_requests_waiting") > 60)
+        for worker in pair.workers:
+            worker.signal(signal.SIGCONT)
+        await eventually_async(lambda: metric("toka_generation_tokens_total") > 300)
+        pair.schedulers[0].kill()
+        answers = await asyncio.gather(*asked)
+        assert await asyncio.to_thread(metric, "toka_failovers_total") > 10
+        undisturbed = await asyncio.gather(*everything(sdk))
+        for number, answer in enumerate(answers):
+            assert answer == undisturbed[number % len(undisturbed)]

@@ -10,9 +10,9 @@ from tests.gateway.deployment import Deployment, eventually
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-@pytest.fixture
-def deployment(tmp_path):
-    running = Deployment(tmp_path, scheduler={"log_level": "DEBUG"}).wait_ready()
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    running = Deployment(tmp_path_factory.mktemp("told"), scheduler={"log_level": "DEBUG"}).wait_ready()
     yield running
     running.stop()
 

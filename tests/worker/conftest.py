@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import transformers
 from services.common.config import WorkerConfig
 from services.common.process import Stop
 from services.worker.boot import boot
+from services.worker.models import fused_cpu
 from services.worker.runner.runner import StepRunner
 from services.worker.server import serve
 from tests.checkpoints import make_checkpoint
@@ -54,6 +55,14 @@ def reference() -> Callable[[Path], torch.nn.Module]:
         return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     return load
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """The decoder that takes seconds to compile is compiled once for each set of sizes, not for each worker."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fused_cpu, "_make_forward", cache(fused_cpu._make_forward))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def start(directory: Path, template: str):
     return running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def thinker(tmp_path_factory):
     """It thinks and calls tools as Qwen3 does."""
     running = start(tmp_path_factory.mktemp("thinker"), QWEN)
@@ -41,7 +41,7 @@ def thinker(tmp_path_factory):
     running.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def caller(tmp_path_factory):
     """It calls tools as Llama 3 does."""
     running = start(tmp_path_factory.mktemp("caller"), LLAMA)

@@ -31,7 +31,7 @@ class Replicas:
         self._key, self._up = None, None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def replicas() -> Iterator[Replicas]:
     made = Replicas(RankPool(*[{}] * 4))
     yield made
