@@ -5,18 +5,21 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
+from services.common.tracing import Tracing
 from services.worker.api.codec import decode_plan, encode_result
 from services.worker.boot import Booted
 from services.worker.parallel.group import RankGroup
 from services.worker.runner.base import DeviceLost, Runner
 from services.worker.runner.plan import StepOutput
+from services.worker.totals import StepTotals
+from services.worker.traces import Prefill, PrefillTraces
 from tokasaurus.worker.v1 import plan_pb2
 
 log = structlog.get_logger(__name__)
@@ -38,8 +41,9 @@ class Client(Protocol):
 class Engine:
     """Owns the compute thread, which owns the runner, its slots and its cache. Methods may be called by any thread."""
 
-    def __init__(self, boot: Callable[[], Booted]) -> None:
+    def __init__(self, boot: Callable[[], Booted], tracing: Tracing | None = None) -> None:
         self._boot = boot
+        self._traces = PrefillTraces(tracing) if tracing is not None else None  # of the compute thread
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows, and of the order of work
         self._queued_plans = 0
@@ -48,6 +52,7 @@ class Engine:
         self._client: Client | None = None  # of the compute thread
         self._runner: Runner | None = None  # of the compute thread
         self._group: RankGroup | None = None  # there are other ranks
+        self.totals = StepTotals()
         self._busy_since: dict[str, float] = {}  # by thread, while it is at work
         self._seen: dict[str, float] = {}  # that, as ``progresses`` saw it last
         # What is owed to clients, in order, and waits for the device.
@@ -100,6 +105,11 @@ class Engine:
             self._end(client)
             self._work.put(lambda: self._leave(client))
 
+    @property
+    def queued_plans(self) -> int:
+        """Received and not yet started."""
+        return self._queued_plans
+
     def busy_s(self) -> float:
         """For how many seconds the piece of work at hand has been running; 0 when idle."""
         since = list(self._busy_since.copy().values())
@@ -149,13 +159,18 @@ class Engine:
             self._group.agreement.settle(client.stream_id, run, refused=refused)
 
     def _take_over(self, client: Client) -> None:
-        self._runner.reset()
+        self._reset()
         self._client = client
 
     def _leave(self, client: Client) -> None:
         if self._client is client:
-            self._runner.reset()
+            self._reset()
             self._client = None
+
+    def _reset(self) -> None:
+        self._runner.reset()
+        if self._traces is not None:
+            self._traces.reset()
 
     def _run(self, client: Client, message: plan_pb2.StepPlan, arrived: int) -> None:
         started = time.perf_counter_ns()
@@ -181,7 +196,9 @@ class Engine:
             details = f"step {message.step} failed; the worker's log has the details"
             self._refuse(client, Internal(details) if ours else error)
         else:
-            answer = partial(self._answer, client, started - arrived, decoded_ns)
+            waited_ns = started - arrived
+            prefills = self._traces.see(message, waited_ns) if self._traces is not None else []
+            answer = partial(self._answer, client, waited_ns, decoded_ns, prefills)
             if isinstance(step, StepOutput):
                 answer(step)
             else:
@@ -193,10 +210,15 @@ class Engine:
         self._leave(client)
         self._owed.put(lambda: client.fail(error))
 
-    def _answer(self, client: Client, queued_ns: int, decoded_ns: int, output: StepOutput) -> None:
+    def _answer(
+        self, client: Client, queued_ns: int, decoded_ns: int, prefills: Sequence[Prefill], output: StepOutput
+    ) -> None:
         output.timing.prepare += decoded_ns
+        self.totals.add(queued_ns, output.timing)
         if not client.closed:
             client.answer(encode_result(output, queued_ns, self._queued_plans))
+        for prefill in prefills:
+            prefill.end(output.timing)
 
     def _answer_all(self) -> None:
         """The answering thread."""

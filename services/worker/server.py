@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import contextlib
-import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -12,18 +11,21 @@ import structlog
 
 from services.common.config import WorkerConfig
 from services.common.errors import Internal
-from services.common.process import Stop, collect_seldom
+from services.common.metrics.server import serve_metrics
+from services.common.process import Stop, collect_seldom, end_now
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
+from services.common.tracing import Tracing
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot import Booted, boot
 from services.worker.compilation import kernel_compilations, recompilations
 from services.worker.engine import Engine
+from services.worker.metrics import WorkerMetrics
 from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.5"
+CONTRACT_VERSION = "1.6"
 MAX_PLANS_IN_FLIGHT = 16
 STOP_GRACE_S = 5.0
 
@@ -41,7 +43,26 @@ async def serve(
     """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
     ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for. ``on_serving`` is called
     when that is done, with what tells whether there was progress since it was asked last."""
-    engine = Engine(load or (lambda: boot(config, engine.end)))
+    ranks = {"toka.dp_rank": config.dp_rank, "toka.tp_rank": config.tp_rank, "toka.pp_rank": config.pp_rank}
+    tracing = Tracing.of(config, "toka-worker", **ranks)
+    engine = Engine(load or (lambda: boot(config, engine.end)), tracing)
+    metrics = WorkerMetrics(engine, config)
+    try:
+        async with serve_metrics(config, metrics):
+            await _serve(config, stop, engine, metrics, listening, on_serving)
+    finally:
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+
+async def _serve(
+    config: WorkerConfig,
+    stop: Stop,
+    engine: Engine,
+    metrics: WorkerMetrics,
+    listening: asyncio.Future | None,
+    on_serving: Callable[[Callable[[], bool]], None],
+) -> None:
     servicer = WorkerServicer(engine)
     server = BlockingRpcServer(SERVICE, certificates=Certificates.of(config))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc_server)
@@ -56,6 +77,7 @@ async def serve(
         if stopping.done():
             return
         info = describe(await booted, config)
+        metrics.begin(info.device)
         collect_seldom()
         on_serving(engine.progresses)
         servicer.info = info  # from here on there may be work
@@ -92,12 +114,7 @@ def _exit_past_connections(status: int) -> None:
     """Have the process end with ``status`` as soon as the main thread is done. The interpreter would take connections
     to other ranks down, which wait for threads that wait for ranks which may be lost."""
 
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    atexit.register(leave)  # called before that, and when the reason is logged
+    atexit.register(end_now, status)  # called before that, and when the reason is logged
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:

@@ -189,6 +189,35 @@ async def test_a_call_without_a_thread_is_refused_and_not_kept_waiting(monkeypat
     server.stop(0)
 
 
+@pytest.mark.parametrize(("kind", "module"), [(RpcServer, "server"), (BlockingRpcServer, "blocking")])
+async def test_watchers_of_health_are_bounded_and_who_asks_once_is_answered(kind, module, monkeypatch):
+    monkeypatch.setattr(f"services.common.rpc.{module}._MOST_WATCHERS", 2)
+    server = kind(SERVICE)
+    async with grpc.aio.insecure_channel(await done(server.start("127.0.0.1:0"))) as channel:
+        stub, anything = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        watches = [stub.Watch(anything), stub.Watch(health_pb2.HealthCheckRequest(service="nobody's"))]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(anything).read()
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, errors.Overloaded)
+        assert error.reason == "TOO_MANY_WATCHERS"
+        assert "2 streams" in error.message
+        assert (await stub.Check(anything)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await done(server.set_ready(True))
+        assert (await watches[0].read()).status == health_pb2.HealthCheckResponse.SERVING
+        watches[0].cancel()
+        async with asyncio.timeout(10):
+            while True:  # its place is free when the server has heard of it
+                try:
+                    assert (await stub.Watch(anything).read()).status == health_pb2.HealthCheckResponse.SERVING
+                except grpc.aio.AioRpcError:
+                    continue
+                break
+    await done(server.stop(0))
+
+
 def test_the_probe_says_why_a_server_does_not_answer(tmp_path):
     assert probe(f"unix:{tmp_path}/nobody").startswith("UNAVAILABLE")
 

@@ -2,10 +2,14 @@
 
 import asyncio
 
+import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.common.errors import InvalidRequest
+from services.common.model_files import read_card
+from services.common.rpc.status import from_rpc_error, from_status
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker, reply_script
@@ -133,6 +137,30 @@ async def test_a_grammar_goes_on_where_it_was():
             resumed = await rest(service, uncut.tokens[:begun], 0, request)
             assert resumed.tokens == uncut.tokens[begun:]
             same_end(resumed.finish, uncut.finish)
+
+
+async def test_what_the_grammar_forbids_is_not_resumed_and_nobody_else_notices():
+    tokenizer = Tokenizer.load("builtin")
+    wrong, end = tokenizer.encode("xyz", add_special_tokens=False), read_card("builtin").eos_token_ids[0]
+    async with start() as service, session(service) as client:
+        grammar = g.Grammar(regex="[a-f]{30}")
+        request = {"sampling": g.Sampling(seed=5, grammar=grammar), "stopping": g.Stopping(max_tokens=100)}
+        [uncut] = (await whole(service, 1, request)).values()
+        beside = asyncio.create_task(rest(service, uncut.tokens[:2], 0, request))
+        error = from_status((await rest(service, wrong, 0, request)).finish.error)
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "resume.generated_tokens"
+        assert "cannot be resumed" in error.message
+        assert (await beside).tokens == uncut.tokens[2:]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rest(service, [*uncut.tokens, end, *wrong], 0, request)
+        refused = from_rpc_error(raised.value)
+        assert isinstance(refused, InvalidRequest)
+        assert refused.field == "resume.generated_tokens"
+        prompt = g.TokenPrompt(token_ids=[*PROMPT, *wrong])
+        await client.submit(4, tokens=prompt, resume=g.Resume(generated_tokens=len(wrong)), **request)
+        await client.finished(4)
+        assert from_status(client.samples[4].finish.error).field == "resume.generated_tokens"
 
 
 async def test_a_prompt_is_scored_without_what_was_generated():

@@ -131,14 +131,14 @@ def test_any_mixture_with_steps_in_flight(graphs, ahead, plain, cuda):
         outputs = run_ahead(each, history(each), most)
         outcomes.append(outputs)
         assert outputs[0].sampled.slots.tolist() == [0, 1, 3, 4]
-        assert outputs[0].reasons.keys() == {4}
+        assert outputs[0].failures.keys() == {4}
     for expected, found in zip(*outcomes, strict=True):
         wanted, given, step = expected.sampled, found.sampled, f"step {expected.step}"
         assert given.slots.tolist() == wanted.slots.tolist(), step
         assert given.finite.tolist() == wanted.finite.tolist(), step
         good = wanted.finite
         assert given.token_ids[good].tolist() == wanted.token_ids[good].tolist(), step
-        assert found.reasons == expected.reasons, step
+        assert found.failures == expected.failures, step
         if wanted.logprobs is not None:
             np.testing.assert_allclose(given.logprobs[good], wanted.logprobs[good], atol=1e-4, err_msg=step)
 

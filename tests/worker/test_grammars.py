@@ -12,11 +12,13 @@ from llguidance import LLParserLimits
 from services.common.text import grammar as common
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
+from services.worker.api.codec import encode_result
 from services.worker.runner.plan import Admission
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, ascii_grammars, ascii_tokenizer, follows
 from tests.worker.test_generation import prompt_of
+from tokasaurus.worker.v1 import plan_pb2
 
 END = 1  # of the checkpoints' tokenizer
 STEPS = 48
@@ -171,14 +173,15 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_slot_alone(runner_for):
     driver.reset()
     for output in run_beside_a_good_one(driver, admission(1, prompt_of(4), [10], grammar=BROKEN), 5):
         assert output.sampled.finite.tolist() == [True, False]
-        assert list(output.reasons) == [1]
-        assert output.reasons[1].startswith("the grammar cannot be followed: ")
-        assert "Expected token ')'" in output.reasons[1]
+        assert list(output.failures) == [1]
+        assert output.failures[1].message.startswith("the grammar cannot be followed: ")
+        assert "Expected token ')'" in output.failures[1].message
+        assert encode_result(output, 0, 0).failures[0].cause == plan_pb2.FAILURE_CAUSE_UNSPECIFIED
     assert driver.tokens[0] == expected
     again = admission(1, prompt_of(4), [11], grammar=WORDS)
     output = driver.run(releases=[1], admissions=(again,), batch=batch([0, 1], [1, 4]))
     assert output.sampled.finite.all()
-    assert output.reasons == {}
+    assert output.failures == {}
 
 
 def test_a_grammar_that_takes_too_much_work_in_a_step_fails_its_slot_alone(runner_for, tokenizer, monkeypatch):
@@ -187,12 +190,12 @@ def test_a_grammar_that_takes_too_much_work_in_a_step_fails_its_slot_alone(runne
     never_ends = {"bias_token_ids": np.array([END]), "bias_values": np.array([-100], np.float32)}
     hard = admission(1, prompt_of(4), [10, 11, 12], grammar='start: x x x x x x\nx: "a" | x x | ""', **never_ends)
     outputs = run_beside_a_good_one(runner_for(), hard, 30)
-    first = next(step for step, output in enumerate(outputs) if output.reasons)
+    first = next(step for step, output in enumerate(outputs) if output.failures)
     assert 0 < first < 29
     for step, output in enumerate(outputs):
         assert output.sampled.finite.tolist() == [True, step < first]
-    assert outputs[-1].reasons == outputs[first].reasons
-    assert "Too many items" in outputs[first].reasons[1]
+    assert outputs[-1].failures == outputs[first].failures
+    assert "Too many items" in outputs[first].failures[1].message
 
 
 def test_a_sequence_that_is_resumed_off_its_grammar_fails(runner_for, tokenizer):
@@ -201,7 +204,9 @@ def test_a_sequence_that_is_resumed_off_its_grammar_fails(runner_for, tokenizer)
     resumed = Admission(**vars(fresh) | {"prompt_tokens": 4})
     for output in run_beside_a_good_one(runner_for(), resumed, 2):
         assert output.sampled.finite.tolist() == [True, False]
-        assert "what was generated before does not match" in output.reasons[1]
+        assert "what was generated before does not match" in output.failures[1].message
+        failure = encode_result(output, 0, 0).failures[0]
+        assert (failure.slot, failure.cause) == (1, plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS)
 
 
 def test_logits_that_are_not_numbers_are_the_reason_also_with_a_grammar(runner_for):
@@ -213,7 +218,7 @@ def test_logits_that_are_not_numbers_are_the_reason_also_with_a_grammar(runner_f
     outputs = [driver.run(batch=batch([0])) for _ in range(2)]
     cache.keys[0][0].copy_(kept)
     assert [output.sampled.finite.tolist() for output in outputs] == [[False], [False]]
-    assert [dict(output.reasons) for output in outputs] == [{}, {}]
+    assert [dict(output.failures) for output in outputs] == [{}, {}]
 
 
 def masks_of(grammars: SlotGrammars, slot: int) -> np.ndarray:
@@ -268,9 +273,9 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(vocab_size):
     letters = [token for token in range(66, 92) if token < vocab_size]
     assert np.flatnonzero(masks.allowed(vocab_size)[1]).tolist() == letters
     missing = vocab_size <= 91  # "z" is not among the model's tokens
-    assert list(grammars.reasons(np.array([0, 1]))) == ([1] if missing else [])
+    assert list(grammars.failures(np.array([0, 1]))) == ([1] if missing else [])
     if missing:
-        assert "no token of this model may come next" in grammars.reasons(np.array([1]))[1]
+        assert "no token of this model may come next" in grammars.failures(np.array([1]))[1]
     grammars.close()
 
 

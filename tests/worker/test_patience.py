@@ -36,7 +36,7 @@ def run(monkeypatch):
         judge = Patience(bounded=bounded)
         for _ in range(calls):
             judge.call(followers, clock.one, clock.together)
-        return [follower.reason for follower in followers]
+        return [follower.failure.message if follower.failure else "" for follower in followers]
 
     return run
 

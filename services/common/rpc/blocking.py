@@ -10,11 +10,13 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from services.common.rpc.health import BlockingWatchedHealth
 from services.common.rpc.interceptor import guarded_handler, status_of
 from services.common.rpc.port import bind
 
 # Calls at once, watchers of health among them. One more is refused: without a thread it would hang.
 _MOST_CALLS = 64
+_MOST_WATCHERS = 16  # of them, of health: the others are left for what the server is for
 
 
 class BlockingRpcServer:
@@ -38,8 +40,7 @@ class BlockingRpcServer:
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
         self._names = ("", service_name)
-        # Told of a change without a thread for each watcher, it could wait for one that waits for it.
-        self._health = health.HealthServicer(experimental_non_blocking=False)
+        self._health = BlockingWatchedHealth(_MOST_WATCHERS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, self._server)

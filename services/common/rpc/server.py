@@ -8,8 +8,11 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from services.common.rpc.health import WatchedHealth
 from services.common.rpc.interceptor import ErrorInterceptor
 from services.common.rpc.port import bind
+
+_MOST_WATCHERS = 256  # of health
 
 
 class RpcServer:
@@ -33,7 +36,7 @@ class RpcServer:
             interceptors=[ErrorInterceptor(), *interceptors], options=server_options(max_receive_bytes)
         )
         self._names = ("", service_name)
-        self._health = health.aio.HealthServicer()
+        self._health = WatchedHealth(_MOST_WATCHERS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, self._server)

@@ -3,10 +3,12 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.worker.runner.plan import Admission, Batch, Groups, Plan, SamplingSettings, StepOutput
+from services.worker.runner.plan import Admission, Batch, Failure, Groups, Plan, SamplingSettings, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
 _NONE = np.empty(0, np.int64)
+_NO_NUMBERS = Failure("the model's logits are not numbers")
+_FORBIDDEN = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS
 
 
 def decode_plan(message: plan_pb2.StepPlan) -> Plan:
@@ -43,7 +45,9 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
     good = sampled.finite
     if not good.all():
         for slot in sampled.slots[~good].tolist():
-            message.failures.add(slot=slot, message=output.reasons.get(slot, "the model's logits are not numbers"))
+            failure = output.failures.get(slot, _NO_NUMBERS)
+            cause = _FORBIDDEN if failure.forbidden else plan_pb2.FAILURE_CAUSE_UNSPECIFIED
+            message.failures.add(slot=slot, message=failure.message, cause=cause)
     fill(message, "slots", sampled.slots[good])
     fill(message, "token_ids", sampled.token_ids[good])
     if sampled.logprobs is not None:

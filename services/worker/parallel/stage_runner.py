@@ -87,7 +87,7 @@ class StageRunner(StepRunner):
         sampled = [each for each, _ in outcomes if len(each.slots)]
         scored = tuple(each for _, found in outcomes for each in found)
         everything = concatenate(sampled) if sampled else NOTHING
-        return StepOutput(plan.step, everything, timing, scored, self._reasons(everything))
+        return StepOutput(plan.step, everything, timing, scored, self._failures(everything))
 
     def _enter(self, tokens: int) -> torch.Tensor:
         """The residual stream of a micro-batch, as the stage before has it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -147,6 +148,13 @@ class Timing:
     idle: int = 0  # it had nothing to do since the step before
 
 
+class Failure(NamedTuple):
+    """Why a sequence fails whose logits are numbers."""
+
+    message: str
+    forbidden: bool = False  # its grammar does not allow what was generated before its admission
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """One answer for one plan."""
@@ -155,4 +163,4 @@ class StepOutput:
     sampled: Sampled
     timing: Timing = field(default_factory=Timing)
     scored: tuple[Scored, ...] = ()  # in batch order; a sequence may come in parts
-    reasons: Mapping[int, str] = field(default_factory=dict)  # by slot: why it fails, where its logits are numbers
+    failures: Mapping[int, Failure] = field(default_factory=dict)  # by slot

@@ -13,7 +13,18 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.fused_cpu import FusedDecoder
 from services.worker.runner.checks import check_plan
 from services.worker.runner.inputs import Shard, StepInputs, build
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Limits, Plan, Sampled, Scored, StepOutput, Timing
+from services.worker.runner.plan import (
+    NO_GROUPS,
+    NO_ROWS,
+    Batch,
+    Failure,
+    Limits,
+    Plan,
+    Sampled,
+    Scored,
+    StepOutput,
+    Timing,
+)
 from services.worker.runner.shards import ShardThreads
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
@@ -85,7 +96,7 @@ class StepRunner:
         self._keep_sampled(sampled)
         self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
         scored = tuple(each for part in scored for each in part)
-        return StepOutput(plan.step, sampled, timing, scored, self._reasons(sampled))
+        return StepOutput(plan.step, sampled, timing, scored, self._failures(sampled))
 
     def _apply(self, plan: Plan) -> None:
         slots = self._slots
@@ -182,14 +193,14 @@ class StepRunner:
         if self._grammars is None or not self._slots.masked[slots].any():
             return None
         masks = self._grammars.masks(slots)
-        self._slots.failed[list(self._grammars.reasons(slots))] = True
+        self._slots.failed[list(self._grammars.failures(slots))] = True
         return masks
 
-    def _reasons(self, sampled: Sampled) -> dict[int, str]:
+    def _failures(self, sampled: Sampled) -> dict[int, Failure]:
         """Why slots fail whose logits are numbers."""
         if self._grammars is None or sampled.finite.all():
             return {}
-        return self._grammars.reasons(sampled.slots[~sampled.finite])
+        return self._grammars.failures(sampled.slots[~sampled.finite])
 
     def _keep_sampled(self, sampled: Sampled) -> torch.Tensor:
         """The slots' last tokens from here on, which are returned, ``[samples]`` int64."""

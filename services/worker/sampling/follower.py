@@ -6,6 +6,9 @@ from concurrent.futures import CancelledError, Future
 from llguidance import LLMatcher
 
 from services.common.errors import InvalidRequest
+from services.worker.runner.plan import Failure
+
+FORBIDDEN_TOKENS = "FORBIDDEN_TOKENS"  # reason of an ``InvalidRequest``: the grammar does not allow what was generated
 
 
 class Follower:
@@ -15,7 +18,7 @@ class Follower:
         """``matcher``: behind what was generated before the admission; None = that ended the sequence."""
         self._matcher: Future[LLMatcher | None] | None = matcher  # None = any token may come
         self._known: LLMatcher | None = None  # the same, once it was there
-        self.reason = ""  # why the grammar cannot be followed any more
+        self.failure: Failure | None = None  # why the grammar cannot be followed any more
         self.watched = 0  # how often it is still looked at how long it takes
 
     def matcher(self, until: float | None = None) -> LLMatcher | None:
@@ -27,7 +30,7 @@ class Follower:
             wait = until is not None and not self._matcher.done()
             matcher = self._matcher.result(max(0.0, until - time.monotonic()) if wait else None)
         except InvalidRequest as error:
-            return self.fail(str(error))
+            return self.fail(str(error), forbidden=error.reason == FORBIDDEN_TOKENS)
         except (TimeoutError, CancelledError):
             return self.fail("it was not compiled in time; try again")
         if matcher is None:
@@ -41,8 +44,8 @@ class Follower:
             self._matcher.cancel()
         self._matcher = self._known = None
 
-    def fail(self, reason: str) -> None:
-        """The sequence cannot be continued."""
+    def fail(self, reason: str, *, forbidden: bool = False) -> None:
+        """The sequence cannot be continued; ``forbidden``: as in ``Failure``."""
         said = " ".join(reason.removesuffix("<non-verbose/>").split())
-        self.reason = f"the grammar cannot be followed: {said}"
+        self.failure = Failure(f"the grammar cannot be followed: {said}", forbidden)
         self.let_go()

@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.model_files import ModelCard
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
-from services.worker.runner.plan import Plan
+from services.worker.runner.plan import Failure, Plan
 from services.worker.sampling.follower import Follower
 from services.worker.sampling.matchers import Matchers
 from services.worker.sampling.patience import Patience
@@ -91,10 +91,10 @@ class SlotGrammars:
         """Of ``slots [n]``, all of which have a grammar."""
         return [self._followers[slot] for slot in slots.tolist()]
 
-    def reasons(self, slots: np.ndarray) -> dict[int, str]:
+    def failures(self, slots: np.ndarray) -> dict[int, Failure]:
         """Why those of ``slots [n]`` fail whose grammar cannot be followed."""
         found = ((slot, self._followers.get(slot)) for slot in slots.tolist())
-        return {slot: follower.reason for slot, follower in found if follower is not None and follower.reason}
+        return {slot: follower.failure for slot, follower in found if follower is not None and follower.failure}
 
     def masks(self, slots: np.ndarray) -> RowMasks | None:
         """What may come next in ``slots [rows]``; None where none has a grammar."""
@@ -128,12 +128,12 @@ class SlotGrammars:
         some = bits.view(np.uint32).max(axis=1)
         for matcher, row in matchers:
             follower = followers[row]
-            if not follower.reason:  # else it has taken too long
+            if not follower.failure:  # else it has taken too long
                 if matcher.is_error():  # then the mask means nothing
                     follower.fail(matcher.get_error())
                 elif not some[row]:
                     follower.fail("no token of this model may come next")
-            if follower.reason:
+            if follower.failure:
                 bits[row] = -1
 
     def consume(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -161,5 +161,5 @@ class SlotGrammars:
             lambda those: self._masking.consume_token_par([pairs[index] for index in those]),
         )
         for follower, (matcher, _) in zip(whose, pairs, strict=True):
-            if not follower.reason and matcher.is_error():
+            if not follower.failure and matcher.is_error():
                 follower.fail(matcher.get_error())

@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 
 from services.common.errors import InvalidRequest
 from services.common.text.grammar import Grammars
+from services.worker.sampling.follower import FORBIDDEN_TOKENS
 
 # Compiled grammars that are kept for the next sequence that has the same.
 _MOST_COMPILED = 32
@@ -98,7 +99,8 @@ class Matchers:
             return None
         matcher = start.deep_copy()
         if not matcher.consume_tokens(generated):
-            raise InvalidRequest(f"what was generated before does not match: {matcher.get_error()}")
+            text = f"what was generated before does not match: {matcher.get_error()}"
+            raise InvalidRequest(text, reason=FORBIDDEN_TOKENS)
         return matcher
 
 

@@ -338,11 +338,11 @@ def test_a_sequence_the_worker_cannot_compute_ends_alone():
 
 def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monkeypatch):
     looked = []
-    first_fit = outlook._Placement._first_fit
+    first_fit = outlook.Placement._first_fit
     monkeypatch.setattr(
-        outlook._Placement,
+        outlook.Placement,
         "_first_fit",
-        lambda self, *parts: looked.append(len(self._pages)) or first_fit(self, *parts),
+        lambda self, *parts: looked.append(len(self.pages)) or first_fit(self, *parts),
     )
     monkeypatch.setattr(outlook, "_MOST_CELLS", 5000)
     driver = Driver(SHAPE)

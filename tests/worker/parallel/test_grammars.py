@@ -49,7 +49,7 @@ def test_cpus_follow_them(tp_size, pp_size, checkpoint, replica_of):
     runner.reset()
     expected, found = run_on(runner, plans), replica.run_all(plans)
     same_steps(expected, found)
-    assert [output.reasons for output, _ in found] == [output.reasons for output, _ in expected]
+    assert [output.failures for output, _ in found] == [output.failures for output, _ in expected]
     tokens = {slot: [] for slot in range(rows)}
     for output, _ in found:
         for slot, token in zip(output.sampled.slots.tolist(), output.sampled.token_ids.tolist(), strict=True):

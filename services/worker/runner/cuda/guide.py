@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from services.worker.runner.cuda.ring import Place
-from services.worker.runner.plan import Plan
+from services.worker.runner.plan import Failure, Plan
 from services.worker.sampling.follower import Follower
 from services.worker.sampling.grammars import SlotGrammars
 
@@ -41,7 +41,7 @@ class Guide:
         """Let the threads end."""
         self._grammars.close()
 
-    def write(self, slots: np.ndarray) -> dict[int, str]:
+    def write(self, slots: np.ndarray) -> dict[int, Failure]:
         """The masks of ``slots [n]``, all of which have a grammar. Returns why those fail that fail."""
         followers = self._grammars.followers(slots)
         for follower in followers:
@@ -49,7 +49,7 @@ class Guide:
                 self.catch_up(self._owing[follower])
         self._sent.synchronize()
         self._grammars.fill(followers, self._masks[: len(slots)])
-        return self._grammars.reasons(slots)
+        return self._grammars.failures(slots)
 
     def sent(self) -> None:
         """What reads the masks is launched."""

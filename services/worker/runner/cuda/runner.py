@@ -323,9 +323,9 @@ class CudaRunner:
         if rows is None and scores is None:
             place.end(long=not peers.reports)
             return CudaStep(plan, place, self._era, _NOBODY)
-        slots, extras, reasons, guided = _NOBODY, (), {}, rows is not None and len(rows.masked) > 0
+        slots, extras, failures, guided = _NOBODY, (), {}, rows is not None and len(rows.masked) > 0
         if guided:
-            reasons = self._guide.write(rows.slots[rows.masked])
+            failures = self._guide.write(rows.slots[rows.masked])
         if rows is not None:
             slots, sampled = rows.slots, self._sampler.run(hidden, rows)
             token_ids, results = sampled.token_ids[: len(slots)], place.results[: len(slots)]
@@ -350,7 +350,7 @@ class CudaRunner:
             self._guide.expect(place, rows.slots[rows.masked], rows.masked)
         if not peers.reports:
             return CudaStep(plan, place, self._era, _NOBODY)
-        return CudaStep(plan, place, self._era, slots, rows, extras, order, scores, reasons)
+        return CudaStep(plan, place, self._era, slots, rows, extras, order, scores, failures)
 
     def _upload(self, place: Place) -> None:
         """Send what was put; what is launched from here on finds it."""

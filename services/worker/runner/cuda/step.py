@@ -5,7 +5,7 @@ import torch
 
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import StepScores
-from services.worker.runner.plan import Plan, Sampled, Scored, StepOutput, Timing
+from services.worker.runner.plan import Failure, Plan, Sampled, Scored, StepOutput, Timing
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
 from services.worker.sampling.sampler import NOTHING, concatenate
@@ -33,23 +33,23 @@ class CudaStep:
         extras: tuple[torch.Tensor | None, ...] = (),
         order: np.ndarray | None = None,
         scores: StepScores | None = None,
-        reasons: dict[int, str] | None = None,
+        failures: dict[int, Failure] | None = None,
     ) -> None:
         """``slots [samples]`` int64, in the order of the results. ``rows`` and ``extras``, the last fields of
         ``SampledOnDevice`` in pinned memory: where more than tokens was asked for. ``order [samples]`` int64: which
         sample comes first, second, ... in the batch; None = as is. ``scores``: of prompts, on the host.
-        ``reasons``: by slot, why it fails whatever is sampled."""
+        ``failures``: by slot, why it fails whatever is sampled."""
         self.timing = Timing()
         self.scored: tuple[Scored, ...] = ()  # by ``read``
         self.place = place
         self._plan, self._era = plan, era
         self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
-        self._scores, self.reasons = scores, reasons or {}
+        self._scores, self.failures = scores, failures or {}
 
     def result(self) -> StepOutput:
         """Waits for the device, without Python's lock. Raises what the device failed with."""
         try:
-            return StepOutput(self._plan.step, self.read(), self.timing, self.scored, self.reasons)
+            return StepOutput(self._plan.step, self.read(), self.timing, self.scored, self.failures)
         finally:
             self.place.taken.set()
 
@@ -69,7 +69,7 @@ class CudaStep:
             self.scored = self._scores.collect(failed)
         if not len(slots):
             return NOTHING
-        failed[list(self.reasons)] = True
+        failed[list(self.failures)] = True
         finite = (tokens >= 0) & ~failed[slots]
         if not finite.all():
             failed[slots[~finite]] = True
@@ -108,8 +108,8 @@ class CutStep:
             timing.forward += part.timing.forward
             timing.sample += part.timing.sample
         scored = tuple(each for part in parts for each in part.scored)
-        reasons = {slot: reason for part in parts for slot, reason in part.reasons.items()}
-        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING, timing, scored, reasons)
+        failures = {slot: failure for part in parts for slot, failure in part.failures.items()}
+        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING, timing, scored, failures)
 
 
 def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:

@@ -1,0 +1,58 @@
+"""grpc.health.v1 with a bound on who watches: anybody may ask, without a key, and each Watch is a stream that stays."""
+
+import threading
+
+from grpc_health.v1 import health
+
+from services.common.errors import Overloaded
+
+
+class WatchedHealth(health.aio.HealthServicer):
+    """Owned by the asyncio loop of its server."""
+
+    def __init__(self, most_watchers: int) -> None:
+        super().__init__()
+        self._most_watchers = most_watchers
+        self._watchers = 0
+
+    async def Watch(self, request, context):
+        if self._watchers >= self._most_watchers:
+            raise _refusal(self._most_watchers)
+        self._watchers += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watchers -= 1
+
+
+class BlockingWatchedHealth(health.HealthServicer):
+    """The same for a server with threads, any of which may call. Each watcher holds one."""
+
+    def __init__(self, most_watchers: int) -> None:
+        # Told of a change without a thread for each watcher, it could wait for one that waits for it.
+        super().__init__(experimental_non_blocking=False)
+        self._most_watchers = most_watchers
+        self._watchers = 0
+        self._counting = threading.Lock()
+
+    def Watch(self, request, context, send_response_callback=None):
+        with self._counting:
+            if self._watchers >= self._most_watchers:
+                raise _refusal(self._most_watchers)
+            self._watchers += 1
+        if not context.add_callback(self._leave):  # the call is over already
+            self._leave()
+            return iter(())
+        return super().Watch(request, context, send_response_callback)
+
+    def _leave(self) -> None:
+        with self._counting:
+            self._watchers -= 1
+
+
+def _refusal(most: int) -> Overloaded:
+    return Overloaded(
+        f"{most} streams watch the health of this server, and it takes no more: ask with Check, or watch later",
+        retry_after_s=1.0,
+        reason="TOO_MANY_WATCHERS",
+    )
