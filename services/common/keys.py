@@ -82,6 +82,11 @@ class KeyRing:
                     found = key
         return None if found is None or _expired(found) else found
 
+    def named(self, name: str) -> Key | None:
+        """The key of that name; None: there is none, or it has expired."""
+        found = next((key for key in self.keys if key.name == name), None)
+        return None if found is None or _expired(found) else found
+
     def refresh(self) -> bool:
         """Read the file again if it changed, which is looked at once a second: whether there are new keys. A wrong one
         is logged, and the keys stay what they were."""

@@ -1,11 +1,12 @@
 """What a key may use: so many requests at once, and so many tokens a minute. Of one process: nothing is shared, so each
 of ``toka``'s gateways has its part of both."""
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.keys import Key
@@ -22,6 +23,8 @@ class _Use:
     tokens: float
     at: float  # when that was so
     running: int = 0
+    behind: list[Callable[[], None]] = field(default_factory=list)  # what gives way to requests, the last one first
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)  # for room behind requests
 
 
 @dataclass
@@ -58,10 +61,46 @@ class Limits:
         if most is not None and use.running >= most:
             raise _exceeded(f"{use.running} requests of this API key run already, its limit", _BUSY_RETRY_S)
         use.running += 1
+        while most is not None and use.behind and use.running + len(use.behind) > most:
+            use.behind.pop()()
         try:
             yield
         finally:
             use.running -= 1
+            self.tell_room(key.name)
+
+    def begin_behind(self, key: Key, give_way: Callable[[], None]) -> bool:
+        """Whether there is room for what is no request itself, such as a line of a batch; it is counted then, until
+        ``end_behind``. When a request needs its place it is not counted any more, and ``give_way`` is called."""
+        use, most = self._use(key), self._part(key.max_concurrent)
+        if most is not None and use.running + len(use.behind) >= most:
+            return False
+        use.behind.append(give_way)
+        return True
+
+    def end_behind(self, key: Key, give_way: Callable[[], None]) -> None:
+        """It has ended, or has given way."""
+        with suppress(ValueError):
+            self._use(key).behind.remove(give_way)
+        self.tell_room(key.name)
+
+    async def wait_for_room(self, name: str, at_most_s: float) -> None:
+        """Until there may be room behind the requests of the key ``name``, which had none."""
+        use, room = self._uses[name], asyncio.get_running_loop().create_future()
+        use.waiting.append(room)
+        try:
+            await asyncio.wait([room], timeout=at_most_s)
+        finally:
+            if room in use.waiting:
+                use.waiting.remove(room)
+
+    def tell_room(self, name: str) -> None:
+        """Who waits for it is to look."""
+        use = self._uses[name]
+        waiting, use.waiting = use.waiting, []
+        for room in waiting:
+            if not room.done():
+                room.set_result(None)
 
     def reserve(self, key: Key | None, tokens: int, *, field: str = "max_tokens") -> Reservation | None:
         """``tokens`` for a request; None: nobody counts. Raises ``Overloaded`` when there are not so many now, and
@@ -69,13 +108,7 @@ class Limits:
         if key is None or key.tokens_per_minute is None:
             return None
         rate, use = self._part(key.tokens_per_minute), self._use(key)
-        if tokens > rate:
-            raise InvalidRequest(
-                f"prompt and max_tokens are {tokens} tokens together, and this API key has {rate} a minute here; ask"
-                " for less at once",
-                field=field,
-                reason="RATE_LIMIT_EXCEEDED",
-            )
+        _check_fits(tokens, rate, field)
         if use.tokens < tokens:
             raise _exceeded(
                 f"this API key has {max(0, math.floor(use.tokens))} of its {rate} tokens a minute left, and the"
@@ -84,6 +117,13 @@ class Limits:
             )
         use.tokens -= tokens
         return Reservation(self, key, tokens)
+
+    def spare_in_s(self, key: Key, tokens: int) -> float:
+        """Seconds until ``tokens`` can be had and half of a minute's are left for requests; of what needs more than
+        the other half, until the bucket is full. Raises as ``reserve`` when there never will be so many."""
+        rate, use = self._part(key.tokens_per_minute), self._use(key)
+        _check_fits(tokens, rate, "max_tokens")
+        return max(0.0, min(tokens + rate / 2, rate) - use.tokens) * 60 / rate
 
     def take(self, key: Key, tokens: int) -> None:
         """``tokens`` more than were reserved; negative: fewer."""
@@ -115,6 +155,16 @@ class Limits:
 
     def _part(self, limit: int | None) -> int | None:
         return None if limit is None else -(-limit // self._gateways)
+
+
+def _check_fits(tokens: int, rate: int, field: str) -> None:
+    if tokens > rate:
+        raise InvalidRequest(
+            f"prompt and max_tokens are {tokens} tokens together, and this API key has {rate} a minute here; ask"
+            " for less at once",
+            field=field,
+            reason="RATE_LIMIT_EXCEEDED",
+        )
 
 
 def _exceeded(message: str, retry_after_s: float) -> Overloaded:

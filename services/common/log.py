@@ -1,37 +1,41 @@
 """Structured logs: one line of key=value pairs on a terminal, JSON elsewhere. Call once, at start."""
 
 import logging
+import os
 import sys
 
 import structlog
 
+from services.common.config import LogFormat
+from services.common.relay import say_dropped_with
 
-def configure(service: str, level: str) -> None:
-    """Route structlog and the standard library's loggers to stderr at ``level`` (a name of ``logging``)."""
+_CHATTY = ("httpx", "httpcore", "asyncio", "grpc", "huggingface_hub", "filelock", "numba")
+
+
+def configure(service: str, level: str, log_format: LogFormat = "auto") -> None:
+    """Route structlog and the standard library's loggers to stderr at ``level`` (a name of ``logging``).
+
+    Lines have the context variables of who writes them (``structlog.contextvars``), such as a request's id.
+    """
 
     def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         return event | {"service": service}  # not a context variable: those stay behind in the thread that set them
 
     shared = [
+        structlog.contextvars.merge_contextvars,
         name_service,
         structlog.processors.add_log_level,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    if sys.stderr.isatty():
-        # Rich tracebacks would show local variables: prompts, keys.
-        renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    else:
-        renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
-        )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(log_format)],
     )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    for chatty in ("httpx", "httpcore", "asyncio", "grpc", "huggingface_hub", "filelock", "numba"):
+    for chatty in _CHATTY:
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLevelName(level)))
     structlog.configure(
         processors=[
@@ -42,3 +46,32 @@ def configure(service: str, level: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+    def say_dropped(lines: int) -> bytes:
+        message = "lines were dropped, since nobody took them"
+        record = logging.LogRecord(__name__, logging.WARNING, "", 0, message, (), None)
+        record.lines = lines
+        return formatter.format(record).encode() + b"\n"
+
+    say_dropped_with(say_dropped)
+
+
+def is_console(log_format: LogFormat) -> bool:
+    """Whether lines are for people and not for programs: on a terminal, if nobody chose."""
+    return log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+
+
+def is_coloured() -> bool:
+    """Whether lines for people have colours: on a terminal, unless the environment says otherwise by the names that
+    other programs know."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stderr.isatty()
+
+
+def _renderers(log_format: LogFormat) -> list[structlog.typing.Processor]:
+    if is_console(log_format):
+        # Rich tracebacks would show local variables: prompts, keys.
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=is_coloured(), exception_formatter=plain)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

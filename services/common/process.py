@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import resource
@@ -18,6 +19,7 @@ from services.common.config import ServiceConfig, from_command_line
 from services.common.errors import TokaError
 from services.common.init import stand_in_front
 from services.common.log import configure
+from services.common.relay import last_words, relay_output
 
 PARENT_PID = "TOKA_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
@@ -58,13 +60,16 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, Stop], Coroutine[A
 
     ``stop`` is set at the first SIGTERM or SIGINT; ``serve`` then ends in good order. At the second it is to end at
     once, and has two seconds; so it is at the first when who started it has died. Exit status: 0 after a signal or a
-    normal return, 2 for a wrong flag, the error's own with the reason in the log for anything else.
+    normal return, 2 for a wrong flag, the error's own with the reason in the log for anything else. Nothing that it
+    writes to stdout and stderr makes it wait.
     """
     global _own_name
     stand_in_front()
     _own_name = name
     config = from_command_line(kind)
-    configure(name, config.log_level)
+    relay_output()
+    faulthandler.enable()
+    configure(name, config.log_level, config.log_format)
     die_with_parent()
     try:
         asyncio.run(_until_signalled(config, serve))
@@ -80,13 +85,19 @@ async def _until_signalled(config: K, serve: Callable[[K, Stop], Coroutine[Any, 
     def signalled(number: int) -> None:
         if stop.is_set() or _is_orphan():
             if not stop.at_once.is_set():
-                loop.call_later(_AT_ONCE_S, os._exit, 128 + number)
+                loop.call_later(_AT_ONCE_S, end_now, 128 + number)
             stop.at_once.set()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)
     await serve(config, stop)
+
+
+def end_now(status: int) -> None:
+    """End the process with ``status``, whatever runs in it; what it has said is written."""
+    last_words()
+    os._exit(status)
 
 
 async def unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | None:

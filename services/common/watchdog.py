@@ -1,10 +1,12 @@
 """The watchdog of a service: its child, a process that loads next to nothing and kills it when it hangs.
 
-``services.common.pulse`` starts it, with this file alone: ``watchdog.py SERVICE PID WHAT BOOT_S STEP_S END_S``. Its
-stdin is a pipe from the service, which sends a byte whenever it has looked at itself. It ends when the pipe does, or
-with its parent, which the process PID has to be: it kills no other.
+``services.common.pulse`` starts it, with this file alone: ``watchdog.py SERVICE PID FORMAT WHAT BOOT_S STEP_S END_S``.
+Its stdin is a pipe from the service, which sends a byte whenever it has looked at itself. It ends when the pipe does,
+or with its parent, which the process PID has to be: it kills no other. FORMAT is that of its last words, json or
+console.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -53,16 +55,17 @@ def watch(pipe: int, parent: int, limits: tuple[float, float, float], what: str,
     return ""
 
 
-def _tell(service: str, pid: int, reason: str) -> None:
+def _tell(service: str, pid: int, log_format: str, reason: str) -> None:
     """A line as the service's own (``services.common.log``). If nobody takes it, it is lost: better than to wait."""
     event, now = "hung, and killed by its watchdog", time.time()
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
     fields = {"reason": reason, "pid": pid, "event": event, "service": service, "level": "error"}
     line = json.dumps(fields | {"timestamp": timestamp})
-    if os.isatty(2):
+    if log_format == "console":
         line = f"{timestamp} [error    ] {event} reason={reason!r} pid={pid} service={service}"
-    if select.select([], [2], [], _WRITE_S)[1]:
-        os.write(2, line.encode() + b"\n")
+    with contextlib.suppress(OSError):  # such as a stderr that is closed
+        if select.select([], [2], [], _WRITE_S)[1]:
+            os.write(2, line.encode() + b"\n")
 
 
 def main() -> None:
@@ -71,10 +74,10 @@ def main() -> None:
     os.setsid()  # neither Ctrl-C nor the end of the service's process group is for us
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    service, pid, what, *limits = sys.argv[1:]
+    service, pid, log_format, what, *limits = sys.argv[1:]
     parent = int(pid)
     if reason := watch(0, parent, tuple(map(float, limits)), what):
-        _tell(service, parent, reason)
+        _tell(service, parent, log_format, reason)
         if os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
     os._exit(0)

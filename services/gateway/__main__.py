@@ -70,6 +70,8 @@ async def serve(
         await gateway.batches.close()
         await gateway.fleet.stop()
         gateway.text.stop()
+        if gateway.tracing is not None:
+            await asyncio.to_thread(gateway.tracing.close)
         for each in sockets:
             each.close()
 

@@ -17,7 +17,9 @@ from services.gateway import probes
 from services.gateway.access import admin
 from services.gateway.access.guard import KEY, METRICS
 from services.gateway.batch.routes import BATCHABLE, add_routes
+from services.gateway.console.routes import add_console
 from services.gateway.gateway import Gateway
+from services.gateway.http import name_request
 from services.gateway.metrics import OTHER_ROUTE, ROUTES
 from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
@@ -34,11 +36,13 @@ from services.gateway.openai.responses.routes import (
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from services.gateway.openapi import describe
+from services.gateway.tracing import RequestSpan
 
 log = structlog.get_logger(__name__)
 
 # Nobody is there to read it; the number is what logs and metrics show (as nginx has it).
 CLIENT_CLOSED_REQUEST = 499
+REQUEST_ID = "x-request-id"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -80,6 +84,7 @@ def _make_api(gateway: Gateway) -> FastAPI:
         api.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     api.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"], response_model=None)
     add_routes(api)
+    add_console(api, public=True)
     api.openapi = partial(describe, api)
 
     for kind in (TokaError, ClientDisconnect, Exception):
@@ -97,6 +102,7 @@ class _Application:
         self._api = api
         self._metrics = gateway.metrics
         self._guard = gateway.guard
+        self._tracing = gateway.tracing
         self._endpoints: dict[str, Endpoint] = {
             route.path: route.endpoint
             for route in api.routes
@@ -109,6 +115,7 @@ class _Application:
             await self._api(scope, receive, send)
             return
         scope["app"] = self._api
+        name_request(scope)
         try:
             _check_path(scope)
             self._guard.admit(scope)
@@ -122,8 +129,10 @@ class _Application:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, key, limits = scope["path"], scope.get(KEY), self._guard.limits
-        request = Request(scope, receive)
+        request, span = Request(scope, receive), None
         with contextlib.ExitStack() as running:
+            if self._tracing is not None:
+                span = running.enter_context(RequestSpan(self._tracing, scope))
             try:
                 running.enter_context(limits.running(key))
                 response = await self._endpoints[path](request)
@@ -132,12 +141,16 @@ class _Application:
                     log.exception("request failed", path=path)
                 response = await _on_error(request, error)
             response.headers.update(limits.headers(key))
+            response.headers[REQUEST_ID] = name_request(scope)
             self._metrics.count_response(path, response.status_code)
+            if span is not None:
+                span.answers(response)
             await response(scope, receive, send)
 
     async def _refuse(self, error: TokaError, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["path"] in ROUTES else OTHER_ROUTE
         response = errors.to_response(error)
+        response.headers[REQUEST_ID] = name_request(scope)
         self._metrics.count_response(path, response.status_code)
         await response(scope, receive, send)
 
@@ -145,6 +158,8 @@ class _Application:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.count_response(getattr(scope.get("route"), "path", "other"), message["status"])
+                name = (REQUEST_ID.encode(), name_request(scope).encode())
+                message = message | {"headers": [*message["headers"], name]}
             await send(message)
 
         return counting

@@ -3,23 +3,31 @@
 import asyncio
 import hashlib
 import re
+import secrets
 import time
-from collections.abc import Awaitable
-from typing import NamedTuple, TypeVar
+from collections.abc import Awaitable, MutableMapping
+from typing import Any, NamedTuple, TypeVar
 
+import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.common.errors import PayloadTooLarge
 from services.common.keys import Key, salted
+from services.common.tracing import HEADER
 from services.gateway.access.guard import KEY
 from services.gateway.access.idempotency import read_idempotency_key, seed_of_retries
+from services.gateway.access.lines import Line
+from services.gateway.tracing import TRACEPARENT
 
 # A client that is still sending may not look for the answer: so much more is read and thrown away first.
 _DISCARD_FACTOR = 4
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _FAIRNESS_KEY_DIGITS = 16
+# In the scope of a request: its id.
+_REQUEST_ID = "toka.request_id"
+_ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/v1/responses": "resp"}
 # In the scope of a request that comes from within: its ``Caller``, there being no headers that say it.
 CALLER = "toka.caller"
 
@@ -48,6 +56,16 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
+def name_request(scope: MutableMapping[str, Any]) -> str:
+    """The id of a request, its first time a new one: in its answer and the answer's header ``x-request-id``, at
+    schedulers, and in the log lines that this task writes from now on."""
+    if (known := scope.get(_REQUEST_ID)) is None:
+        prefix = _ID_PREFIXES.get(scope["path"], "req")
+        known = scope[_REQUEST_ID] = f"{prefix}-{secrets.token_hex(16)}"
+        structlog.contextvars.bind_contextvars(request_id=known)
+    return known
+
+
 class Caller(NamedTuple):
     """What a request's headers say about who sent it, and when that was."""
 
@@ -59,6 +77,8 @@ class Caller(NamedTuple):
     idempotency_key: str = ""  # empty without one
     retry_seed: int | None = None  # of answers without a seed, where a request may be sent again
     asked_at: float | None = None  # Unix time; None: now
+    line: Line | None = None  # of a batch, which waits where a request is refused
+    request_id: str = ""  # of what it sends now
 
     def cache_salt(self, asked: str) -> str:
         """What stands for the salt that was ``asked`` for."""
@@ -73,9 +93,10 @@ class Caller(NamedTuple):
 def read_caller(request: Request, body: bytes = b"") -> Caller:
     """Who sent ``request``. The API key itself goes no further: its name, or where nobody knows keys a digest of it,
     tells callers apart as well. Raises ``InvalidRequest`` for an idempotency key that is none."""
+    request_id = name_request(request.scope)
     if (known := request.scope.get(CALLER)) is not None:
-        return known
-    trace = request.headers.get("traceparent", "")
+        return known._replace(request_id=request_id)
+    trace = request.scope.get(TRACEPARENT) or request.headers.get(HEADER, "")
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
     key: Key | None = request.scope.get(KEY)
     owner = "" if key is None else key.name
@@ -89,6 +110,7 @@ def read_caller(request: Request, body: bytes = b"") -> Caller:
         again,
         seed_of_retries(owner, again, request.scope["path"], body) if again else None,
         time.time(),
+        request_id=request_id,
     )
 
 

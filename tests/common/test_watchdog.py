@@ -87,6 +87,11 @@ def test_a_process_that_gets_on_lives_and_its_watchdog_ends_with_it(manner):
     eventually(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE)
 
 
+def test_a_process_that_hangs_is_killed_though_nobody_can_be_told():
+    silent = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *BEATING, "manner=stuck"]
+    assert subprocess.run(silent, timeout=PATIENCE_S, check=False).returncode == -signal.SIGKILL
+
+
 def test_a_debugger_may_turn_it_off():
     with beating("manner=stuck", "watchdog=F") as process:
         assert watchdogs(process) == []
@@ -102,10 +107,36 @@ def test_a_watchdog_that_dies_is_replaced():
         assert "no sign of life" in reason(process)
 
 
+def test_a_watchdog_that_is_stopped_is_replaced():
+    with beating() as process:
+        [first] = watchdogs(process)
+        eventually(lambda: os.getsid(first.pid) == first.pid)  # it is loaded, and next reads what there is
+        beats(process, 2)
+        first.suspend()
+        eventually(lambda: [other.pid for other in watchdogs(process) if other.pid != first.pid])
+        eventually(lambda: not first.is_running())
+        beats(process, 12)
+        process.send_signal(signal.SIGSTOP)
+        assert "no sign of life" in reason(process)
+
+
+def test_a_watchdog_is_replaced_once_there_are_files_for_it_again():
+    with beating() as process:
+        service, [first] = psutil.Process(process.pid), watchdogs(process)
+        limits = service.rlimit(psutil.RLIMIT_NOFILE)
+        service.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+        first.kill()
+        eventually(lambda: not first.is_running())
+        beats(process, 4)
+        service.rlimit(psutil.RLIMIT_NOFILE, limits)
+        eventually(lambda: watchdogs(process))
+        beats(process, 4)
+
+
 def test_it_kills_nobody_but_its_parent():
     """The one that it was started for may have died, and its number be another's."""
     with beating() as other:
-        command = [sys.executable, watchdog.__file__, "beating", str(other.pid), "work", "0.1", "0.1", "0.1"]
+        command = [sys.executable, watchdog.__file__, "beating", str(other.pid), "json", "work", "0.1", "0.1", "0.1"]
         assert subprocess.run(command, stdin=subprocess.PIPE, timeout=PATIENCE_S, check=False).returncode == 0
         beats(other, 12)
 

@@ -28,8 +28,13 @@ LISTENING = {
 GROUP_INDEX = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
 
 
-def named(kind: str) -> dict[str, Any]:
-    [manifest] = [manifest for manifest in MANIFESTS if manifest["kind"] == kind]
+ADMIN_PORT = 10211
+
+
+def named(kind: str, name: str | None = None) -> dict[str, Any]:
+    [manifest] = [
+        manifest for manifest in MANIFESTS if manifest["kind"] == kind and name in (None, manifest["metadata"]["name"])
+    ]
     return manifest
 
 
@@ -118,15 +123,35 @@ def test_everybody_listens_where_the_others_and_the_probes_ask():
     for pod, container in CONTAINERS:
         flag, address, port = LISTENING[container["name"]]
         assert getattr(config(pod, container["name"]), flag) == address
-        assert [exposed["containerPort"] for exposed in container["ports"]] == [port]
+        assert container["ports"][0]["containerPort"] == port
         asked = [probe.get("grpc") or probe["httpGet"] for key, probe in container.items() if key.endswith("Probe")]
-        assert {probe["port"] for probe in asked} <= {port, container["ports"][0]["name"]}
+        assert {probe["port"] for probe in asked} <= {port, "admin"}
     assert named("Service")["spec"]["selector"].items() <= TEMPLATES["gateway"]["metadata"]["labels"].items()
+
+
+def test_probes_need_neither_key_nor_certificate_nor_a_free_connection():
+    [container] = TEMPLATES["gateway"]["spec"]["containers"]
+    probes = {key: probe["httpGet"] for key, probe in container.items() if key.endswith("Probe")}
+    assert probes == {
+        "startupProbe": {"path": "/health", "port": "admin"},
+        "readinessProbe": {"path": "/ready", "port": "admin"},
+        "livenessProbe": {"path": "/health", "port": "admin"},
+    }
+    assert {"name": "admin", "containerPort": ADMIN_PORT} in container["ports"]
+    gateway = config("gateway", "gateway")
+    assert (gateway.admin_host, gateway.admin_port) == ("0.0.0.0", ADMIN_PORT)
+    assert ADMIN_PORT not in [port["targetPort"] for port in named("Service")["spec"]["ports"]]
+
+
+def test_nobody_but_probes_reaches_what_is_for_operators():
+    policy = named("NetworkPolicy", "tokasaurus-gateway")["spec"]
+    assert policy["podSelector"]["matchLabels"] == TEMPLATES["gateway"]["metadata"]["labels"]
+    assert policy["ingress"] == [{"ports": [{"port": LISTENING["gateway"][2]}]}]
 
 
 def test_only_ranks_and_gateways_reach_a_replica():
     """Which is why its workers may listen without certificates."""
-    policy = named("NetworkPolicy")["spec"]
+    policy = named("NetworkPolicy", "tokasaurus")["spec"]
     labels = {pod: template["metadata"]["labels"] for pod, template in TEMPLATES.items()}
     guarded = policy["podSelector"]["matchLabels"]
     assert guarded.items() <= labels["leader"].items() & labels["worker"].items()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from fastapi import Response
 
@@ -17,6 +17,7 @@ from services.gateway.job import Job, Settings
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.logprobs import mean_logprob
 from services.gateway.openai.packed_logprobs import pack
+from services.gateway.openai.prompt_log import PromptLog
 from services.gateway.openai.prompt_scores import echoed, prompt_logprobs
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import EventStream
@@ -48,6 +49,8 @@ class Answer:
         if self._settings.return_token_ids:
             self.shape.tell_prompts(self.jobs)
         bounds = Bounds(self.gateway.guard.limits, self.caller, self.jobs)
+        if self._log is not None:
+            self._log.asked(self.jobs, self.gateway.text.vocabulary.with_specials)
         try:
             return await self._run(bounds, stream=stream)
         except DeadlineExceeded:  # what was made was asked for
@@ -80,8 +83,7 @@ class Answer:
             raise error if grammar is None or error.field != GRAMMAR_FIELD else explain(error, grammar) from None
         finally:
             if not handed_over:
-                bounds.settle(generation)
-                generation.close()
+                self._end(generation, bounds)
 
     async def _write_all(self, generation: Generation) -> list[bytes]:
         """Every choice as JSON, written soon after it ended: little is left to do after the last one."""
@@ -121,10 +123,12 @@ class Answer:
         self.shape.note(choice.index, ids)
         if not logprobs or packed is not None:
             text = whole_text(self._vocabulary, ids, choice.ending)
+            self._note(choice, text)
             return self._behind_prompt(choice, Piece(text, [], token_ids, packed=packed))
         transcript = self._transcript(choice)
         said = transcript.push(ids, logprobs)
         rest = transcript.finish(choice.ending)
+        self._note(choice, said.text + rest.text)
         return self._behind_prompt(choice, Piece(said.text + rest.text, said.entries + rest.entries, token_ids))
 
     async def _told(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -161,6 +165,7 @@ class Answer:
                     reason = choice.ending.reason
                     rest = transcript.finish(choice.ending)
                     text, entries = text + rest.text, entries + rest.entries
+                self._note(choice, text)
                 piece = Piece(text, entries, token_ids)
                 if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
                     piece = await self.gateway.text.in_thread(self._behind_prompt, choice, piece)
@@ -209,10 +214,23 @@ class Answer:
         return 0 if self._settings.prompt_logprobs is None else len(self.jobs[choice.prompt_index].prompt_ids)
 
     def _close(self, generation: Generation, bounds: Bounds, disconnected: bool) -> None:
-        bounds.settle(generation)
-        generation.close()
+        self._end(generation, bounds)
         if disconnected:
             self.gateway.metrics.count_disconnect()
+
+    def _end(self, generation: Generation, bounds: Bounds) -> None:
+        bounds.settle(generation)
+        generation.close()
+        if self._log is not None:
+            self._log.ended()
+
+    @cached_property
+    def _log(self) -> PromptLog | None:
+        return PromptLog(self.shape.request_id) if self.gateway.config.log_prompts else None
+
+    def _note(self, choice: Choice, text: str) -> None:
+        if self._log is not None:
+            self._log.answered(choice.index, text)
 
     def _measure(self, generation: Generation) -> None:
         metrics = self.gateway.metrics

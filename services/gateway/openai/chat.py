@@ -1,6 +1,5 @@
 """``POST /v1/chat/completions``."""
 
-import secrets
 import time
 from functools import partial
 from typing import NamedTuple
@@ -47,8 +46,8 @@ class Asked(NamedTuple):
     unknown: list[str]  # parameters that the model's template does not know
 
 
-async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> Asked:
-    """What ``body`` asks of the schedulers. ``prefix``: of its id. Raises ``TokaError``."""
+async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
+    """What ``body`` asks of the schedulers. Raises ``TokaError``."""
     check_choices(1, body, gateway.config.max_choices)
     max_tokens = check_max_tokens(body, gateway.config.max_output_tokens)
     facts = await gateway.fleet.model(body.model)
@@ -69,11 +68,10 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> 
     )
     check_grammar_copies(1, body, grammar)
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
-    request_id = f"{prefix}-{secrets.token_hex(16)}"
     prompts = [prompt.ids if kept is None else prompt.ids[-kept:]]
     check_prompts(prompts, gateway.config.max_prompt_tokens, "messages")
     jobs = make_jobs(
-        request_id,
+        caller.request_id,
         prompts,
         settings,
         facts,
@@ -82,12 +80,12 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, prefix: str) -> 
         seed=caller.retry_seed if body.seed is None else body.seed,
     )
     reader = partial(make_reader, gateway, body, prompt, tools, parallel=parallel)
-    return Asked(request_id, facts, settings, jobs, reader, prompt.unknown)
+    return Asked(caller.request_id, facts, settings, jobs, reader, prompt.unknown)
 
 
 async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ChatBody)
-    asked = await ask(gateway, body, caller, "chatcmpl")
+    asked = await ask(gateway, body, caller)
     shape = ChatShape(
         asked.request_id,
         asked.facts,

@@ -1,6 +1,5 @@
 """``POST /v1/completions``."""
 
-import secrets
 import time
 from collections.abc import Sequence
 
@@ -45,9 +44,8 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     check_truncation(body.truncate_prompt_tokens, facts)
     prompts = await _token_ids(gateway, body, facts.max_context_tokens)
     check_prompts(prompts, gateway.config.max_prompt_tokens, "prompt")
-    request_id = f"cmpl-{secrets.token_hex(16)}"
     jobs = make_jobs(
-        request_id,
+        caller.request_id,
         prompts,
         settings,
         facts,
@@ -56,7 +54,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
         seed=caller.retry_seed if body.seed is None else body.seed,
     )
     shape = CompletionShape(
-        request_id,
+        caller.request_id,
         facts,
         gateway.text.token_text if body.logprobs is not None and not settings.packed_logprobs else None,
         include_usage=body.wants_usage,

@@ -104,7 +104,7 @@ async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: flo
 async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller, *, large: bool) -> Asked:
     try:
         chat = await gateway.text.in_thread(body.chat) if large else body.chat()
-        return await ask(gateway, chat, caller, "resp")
+        return await ask(gateway, chat, caller)
     except InvalidRequest as error:
         raise _renamed(error) from None
 
