@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import httpx
 
 from bench.chaos.answer import Answer, Defect, Stream, failed
@@ -22,10 +23,23 @@ _OPTIONS = [
 ]
 
 
+class _Transport(httpx.AsyncHTTPTransport):
+    """httpx's pool closes connections that were idle for long, now and then one that it has just given to a request
+    (httpcore 1.0). That is no server's doing: the request is sent again."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        while True:
+            try:
+                return await super().handle_async_request(request)
+            except httpx.NetworkError as error:
+                if not any(isinstance(cause, anyio.ClosedResourceError) for cause in error.__cause__.args):
+                    raise
+
+
 def http_client(connections: int) -> httpx.AsyncClient:
     """Without a limit of time for answers: whoever asks has one of its own."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_OPTIONS)
+    transport = _Transport(limits=limits, socket_options=_OPTIONS)
     return httpx.AsyncClient(transport=transport, trust_env=False, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
 

@@ -8,8 +8,10 @@ from services.common.config import GatewayConfig
 from services.common.handover import Handover
 from services.common.rpc.channel import Dialer
 from services.common.text.tokenizer import Tokenizer
+from services.common.tracing import Tracing
 from services.gateway.access.guard import Guard
 from services.gateway.batch.service import BatchService
+from services.gateway.console.observer import Observer
 from services.gateway.fleet import Fleet
 from services.gateway.metrics import RequestMetrics, make_registry
 from services.gateway.numbers import Numbers
@@ -32,6 +34,8 @@ class Gateway:
     metrics: RequestMetrics
     registry: CollectorRegistry
     formats: OutputFormats
+    observer: Observer
+    tracing: Tracing | None
 
     @classmethod
     def make(cls, config: GatewayConfig, timings: Timings, handover: Handover | None = None) -> "Gateway":
@@ -47,6 +51,9 @@ class Gateway:
             timings=replace(timings, failover=config.failover_seconds),
             dialer=Dialer.of(config, config.grpc_token_file),
         )
-        registry = make_registry(metrics, ReplicaMetrics(fleet.replicas), paths)
+        replicas = ReplicaMetrics(fleet.replicas, figures=config.replica_metrics)
+        registry = make_registry(metrics, replicas, paths, lambda: ",".join(sorted(fleet.models)))
         formats = OutputFormats.of(config, tokenizer)
-        return cls(config, guard, BatchService(config), TextEngine(tokenizer), fleet, metrics, registry, formats)
+        batches, text, observer = BatchService(config), TextEngine(tokenizer), Observer(fleet)
+        tracing = Tracing.of(config, "toka-gateway")
+        return cls(config, guard, batches, text, fleet, metrics, registry, formats, observer, tracing)

@@ -4,6 +4,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from services.gateway import probes
+from services.gateway.console.routes import add_console
 from services.gateway.gateway import Gateway
 from services.gateway.openai.errors import response
 
@@ -20,6 +21,7 @@ def make_admin_app(gateway: Gateway) -> ASGIApp:
         ("/metrics", probes.metrics),
     ):
         api.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+    add_console(api, public=False)
     return api
 
 

@@ -23,7 +23,8 @@ class Bounds:
         if self._deadline_ms is not None and self._left_s() <= 0:
             raise _overdue()
         self._prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
-        self._reserved = limits.reserve(caller.key, self._prompt_tokens + sum(map(_answer_tokens, jobs)))
+        most = self._prompt_tokens + sum(map(_answer_tokens, jobs))
+        self._reserved = limits.reserve(caller.key, most) if caller.line is None else caller.line.reserve(most)
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, generation: Generation) -> None:

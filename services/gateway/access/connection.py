@@ -11,6 +11,10 @@ from services.common.config import GatewayConfig
 from services.gateway.openai import errors
 
 _LEAST_BODY_BYTES = 16 * 1024  # of a body that goes on, in the time that a client has
+# Who closes under what a client still sends breaks the connection, and the client may not read why. So what comes
+# behind a refusal is thrown away for so long, of so many connections beyond those that may be open.
+_LINGER_S = 2.0
+_MOST_LINGERING = 1024
 
 
 class Patience(NamedTuple):
@@ -195,7 +199,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(431, f"the head of the request has more than {most} bytes", "request_header_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Say so, if nothing else is being said, and close."""
+        """Say so, if nothing else is being said, and close when the client has read it."""
         self._refused = True
         cycle = self.cycle
         idle = cycle is None or cycle.response_complete or (self._in_body and not cycle.response_started)
@@ -211,4 +215,14 @@ class Connection(HttpToolsProtocol):
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
-        self.transport.close()
+        if not self._heard and len(self.connections) > self._patience.max_connections + _MOST_LINGERING:
+            self.transport.close()
+            return
+        if cycle is not None:  # what its endpoint says now is not heard
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(_LINGER_S, self.timeout_keep_alive_handler)

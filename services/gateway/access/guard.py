@@ -16,7 +16,11 @@ log = structlog.get_logger(__name__)
 # In the scope of a request whose caller has shown it: the ``Key``.
 KEY = "toka.key"
 METRICS = "/metrics"
-_OPEN = frozenset({"/health", "/ready", "/ping"})
+CONSOLE = "/console"
+CONSOLE_STATE = f"{CONSOLE}/state"
+_OPEN = frozenset({"/health", "/ready", "/ping", CONSOLE, f"{CONSOLE}/", f"{CONSOLE}/config"})
+_CONSOLE_FILES = f"{CONSOLE}/static/"  # the same for everybody: what they show is asked for with a key
+_OF_ADMINS = frozenset({METRICS, CONSOLE_STATE})
 _AUTHORIZATION = b"authorization"
 
 
@@ -34,16 +38,22 @@ class Guard:
 
     def admit(self, scope: MutableMapping[str, Any]) -> None:
         """Note whose request it is. Raises ``Unauthenticated`` or ``PermissionDenied``."""
-        if self._ring is None or scope["path"] in _OPEN:
+        path = scope["path"]
+        if self._ring is None or path in _OPEN or path.startswith(_CONSOLE_FILES):
             return
         key = self._find(scope)
-        needed = ADMIN if scope["path"] == METRICS else INFERENCE
+        needed = ADMIN if path in _OF_ADMINS else INFERENCE
         if needed not in key.scopes:
             raise PermissionDenied(
-                f"this API key has not the scope {needed!r} that {scope['path']} needs; use one that has it",
+                f"this API key has not the scope {needed!r} that {path} needs; use one that has it",
                 reason="INSUFFICIENT_SCOPE",
             )
         scope[KEY] = key
+
+    @property
+    def wants_keys(self) -> bool:
+        """Whether requests are asked for one."""
+        return self._ring is not None
 
     def tells_all(self, scope: MutableMapping[str, Any]) -> bool:
         """Whether who asks on the public port may hear of the replicas."""
@@ -55,6 +65,21 @@ class Guard:
             return ADMIN in self._find(scope).scopes
         except TokaError:
             return False
+
+    def key_named(self, name: str) -> Key | None:
+        """The key whose limits count for what its owner left to be done; None: nobody's do. Raises ``Unauthenticated``
+        or ``PermissionDenied`` when that key would not be let in now."""
+        if self._ring is None or not name:
+            return None
+        self._ring.refresh()
+        if (key := self._ring.named(name)) is None:
+            raise Unauthenticated("the API key that this was asked with is not known here any more, or has expired")
+        if INFERENCE not in key.scopes:
+            raise PermissionDenied(
+                f"the API key that this was asked with has not the scope {INFERENCE!r} any more",
+                reason="INSUFFICIENT_SCOPE",
+            )
+        return key
 
     def told(self, error: TokaError) -> TokaError:
         """``error`` as clients hear it: where there are keys, what is the matter with schedulers and the store, and

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -12,12 +11,12 @@ from services.common.errors import Internal, TokaError, Unavailable
 from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.files import Files
 from services.gateway.batch.finishing import finish
-from services.gateway.batch.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, Outcome
-from services.gateway.batch.requests import Requests
+from services.gateway.batch.leases import HEARTBEAT_S, ChunkKey, ChunkLease, LeaseLost, Leases, Outcome
+from services.gateway.batch.line_runner import LineRunner, RunningChunk
 from services.gateway.batch.responses import Responses
 from services.gateway.batch.tables import IN_PROGRESS, VALIDATING, StoredBatch
 from services.gateway.batch.tries import Tries
-from services.gateway.batch.validation import CHUNK_LINES, validate
+from services.gateway.batch.validation import validate
 
 log = structlog.get_logger(__name__)
 
@@ -25,17 +24,6 @@ POLL_S = 1.0  # how late work of other gateways, or that they left, is found
 CLEAN_UP_S = 60.0
 _PURGE_PAUSE_S = 0.01
 _RETRY_S = 1.0  # after the store did not answer
-
-Key = tuple[int, int]  # batch_seq, number of a chunk
-
-
-@dataclass(eq=False)
-class _Running:
-    """A chunk that is ours."""
-
-    lease: ChunkLease
-    left: set[int]  # lines without a result in the store
-    tasks: set[asyncio.Task] = field(default_factory=set)
 
 
 class Executor:
@@ -49,9 +37,8 @@ class Executor:
         responses: Responses,
         tries: Tries,
         blobs: Blobs,
-        requests: Requests,
+        runner: LineRunner,
         *,
-        concurrency: int,
         max_body_bytes: int,
     ) -> None:
         self._leases = leases
@@ -59,18 +46,13 @@ class Executor:
         self._responses = responses
         self._tries = tries
         self._blobs = blobs
-        self._requests = requests
+        self._runner = runner
         self._max_body_bytes = max_body_bytes
-        self._slots = asyncio.Semaphore(concurrency)
-        self._unstarted = 0  # lines that are leased and wait for a slot
-        self._chunks: dict[Key, _Running] = {}
-        self._outcomes: list[tuple[Key, Outcome]] = []  # each holds a slot until it is committed
+        self._chunks: dict[ChunkKey, RunningChunk] = {}
         self._phases: dict[int, StoredBatch] = {}  # batches that we validate or finish
         self._turn: deque[int] = deque()  # batches, the one that was served last at the end
         self._stopping = False
-        self._work, self._room, self._news = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._beat_now = asyncio.Event()
-        self._over = asyncio.Event()
+        self._work, self._beat_now, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._writing = asyncio.Lock()  # our transactions on several chunks, one at a time
         self._tasks: list[asyncio.Task] = []
         self._spawned: set[asyncio.Task] = set()
@@ -83,18 +65,17 @@ class Executor:
     def look(self) -> None:
         """There may be something new to do, or to stop."""
         self._work.set()
-        self._room.set()
+        self._runner.room.set()
         self._beat_now.set()
 
     async def stop(self) -> None:
         """Stop running lines, keep the results there are, and leave the rest to others at once."""
         self._stopping = True
         self._over.set()
-        for running in self._chunks.values():
-            for task in running.tasks:
-                task.cancel()
+        for chunk in self._chunks.values():
+            chunk.drop()
         self.look()
-        self._news.set()
+        self._runner.news.set()
         await asyncio.gather(*self._tasks, *self._spawned, return_exceptions=True)
         with contextlib.suppress(TokaError):
             await self._commit_outcomes()
@@ -149,24 +130,23 @@ class Executor:
 
     async def _fill(self) -> None:
         """Lease another chunk whenever there will soon be slots for it."""
-        if self._unstarted >= CHUNK_LINES:
-            self._room.clear()
-            await self._room.wait()
+        if not self._runner.has_room:
+            self._runner.room.clear()
+            await self._runner.room.wait()
             return
         lease = await self._next_lease()
         if lease is None:
-            self._room.clear()
-            await _wait(self._room, POLL_S)
+            self._runner.room.clear()
+            await _wait(self._runner.room, POLL_S)
         elif self._stopping:
             return
         else:
-            self._chunks[lease.key] = _Running(lease, set(lease.lines[:, 0].tolist()))
-            self._unstarted += len(lease.lines)
-            self._spawn(self._start_lines(self._chunks[lease.key]))
+            self._chunks[lease.key] = chunk = self._runner.take(lease)
+            self._spawn(self._run(chunk))
 
     async def _next_lease(self) -> ChunkLease | None:
         """Batches take turns."""
-        runnable = await self._leases.runnable()
+        runnable = await self._leases.runnable(self._runner.crowded())
         known = set(runnable)
         self._turn = deque(seq for seq in self._turn if seq in known)
         self._turn.extend(seq for seq in runnable if seq not in self._turn)
@@ -177,58 +157,32 @@ class Executor:
                 return lease
         return None
 
-    async def _start_lines(self, running: _Running) -> None:
-        """Each of the chunk's lines in a task of its own, as slots become free."""
-        lease, left = running.lease, len(running.lease.lines)
+    async def _run(self, chunk: RunningChunk) -> None:
+        key, batch = chunk.lease.key, chunk.lease.batch
         try:
-            ranges = [(offset, size) for _, offset, size in lease.lines.tolist()]
-            texts = await self._blobs.read_ranges(lease.batch.input_blob, ranges)
-            if not texts:  # all done, but for its end, which the next heartbeat would miss
-                await self._end_chunk(lease.key)
-            for number, text in zip(lease.lines[:, 0].tolist(), texts, strict=True):
-                await self._slots.acquire()
-                left -= 1
-                self._started(1)
-                if self._stopping or self._chunks.get(lease.key) is not running:
-                    self._slots.release()
-                    return
-                task = asyncio.create_task(self._run_line(lease, number, text))
-                running.tasks.add(task)
-                task.add_done_callback(running.tasks.discard)
+            if not chunk.left:  # all done, but for its end, which the next heartbeat would miss
+                await self._end_chunk(key)
+            await self._runner.start(chunk)
         except TokaError as error:
-            self._chunks.pop(lease.key, None)
-            log.error("batch lines cannot be read", id=lease.batch.id, reason=error.message)
+            self._chunks.pop(key, None)
+            log.error("batch lines cannot be read", id=batch.id, reason=error.message)
             with contextlib.suppress(Unavailable):
                 if isinstance(error, Internal):
-                    await self._leases.fail(lease.batch.seq, error.message)
-        finally:
-            self._started(left)
-
-    def _started(self, lines: int) -> None:
-        self._unstarted -= lines
-        if self._unstarted < CHUNK_LINES:
-            self._room.set()
-
-    async def _run_line(self, lease: ChunkLease, number: int, text: bytes) -> None:
-        try:
-            batch = lease.batch
-            result = await self._requests.run(batch.endpoint, number, text, batch.fairness_key, batch.key_name)
-        except BaseException:
-            self._slots.release()
-            raise
-        self._outcomes.append((lease.key, result))
-        self._news.set()
+                    await self._leases.fail(batch.seq, error.message)
+        except Exception:
+            self._chunks.pop(key, None)
+            log.exception("batch lines cannot be begun", id=batch.id)
 
     # Keeping what came out.
 
     async def _commit(self) -> None:
-        await self._news.wait()
-        self._news.clear()
+        await self._runner.news.wait()
+        self._runner.news.clear()
         await self._commit_outcomes()
 
     async def _commit_outcomes(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        by_chunk: dict[Key, list[Outcome]] = {}
+        outcomes = self._runner.take_outcomes()
+        by_chunk: dict[ChunkKey, list[Outcome]] = {}
         for key, result in outcomes:
             by_chunk.setdefault(key, []).append(result)
         if not by_chunk:
@@ -245,35 +199,32 @@ class Executor:
                 log.warning("results of batches wait", reason=error.message)
                 again = True
                 await asyncio.sleep(_RETRY_S)
-        for _ in outcomes:
-            self._slots.release()
+        self._runner.kept(len(outcomes))
         for key in lost:
             self._drop(key)
         for key, results in by_chunk.items():
             self._done(key, {result.line for result in results})
 
-    def _done(self, key: Key, lines: set[int]) -> None:
+    def _done(self, key: ChunkKey, lines: set[int]) -> None:
         """``lines`` of a chunk are kept; with the last of them it is over."""
-        running = self._chunks.get(key)
-        if running is None:
+        chunk = self._chunks.get(key)
+        if chunk is None:
             return
-        running.left -= lines
-        if not running.left:
+        chunk.left -= lines
+        if not chunk.left:
             del self._chunks[key]
             self._work.set()  # it may have been the last of the batch
 
-    async def _end_chunk(self, key: Key) -> None:
+    async def _end_chunk(self, key: ChunkKey) -> None:
         async with self._writing:
             await self._leases.commit({key: []}, again=False)
         self._chunks.pop(key, None)
         self._work.set()
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: ChunkKey) -> None:
         """A chunk is not ours any more, or nobody wants it."""
-        running = self._chunks.pop(key, None)
-        if running is not None:
-            for task in running.tasks:
-                task.cancel()
+        if (chunk := self._chunks.pop(key, None)) is not None:
+            chunk.drop()
 
     # Staying alive in the store.
 
@@ -283,7 +234,7 @@ class Executor:
             return
         began = dict(self._chunks)
         async with self._writing:
-            statuses, chunks = await self._leases.beat(list(self._phases.values()))
+            statuses, chunks = await self._leases.beat(list(self._phases.values()), began)
         for key in began.keys() - chunks:
             if self._chunks.get(key) is began[key]:
                 self._drop(key)

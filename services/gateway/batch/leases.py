@@ -5,12 +5,12 @@ the former owner still writes names him as the owner, and has no effect: no resu
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, insert, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.gateway.batch.batches import COUNTS, Counts, counts_of
@@ -36,6 +36,8 @@ LEASE_S = 10.0
 HEARTBEAT_S = 3.0
 _PURGED_AT_ONCE = 500  # results, or chunks
 
+ChunkKey = tuple[int, int]  # batch_seq, number of a chunk
+
 
 class LeaseLost(Exception):
     """Somebody else has it now, or nobody needs it any more."""
@@ -50,7 +52,7 @@ class ChunkLease:
     lines: np.ndarray
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> ChunkKey:
         return self.batch.seq, self.number
 
 
@@ -200,8 +202,8 @@ class Leases:
 
     # Chunks.
 
-    async def runnable(self) -> list[int]:
-        """Batches with lines that nobody runs, the oldest first."""
+    async def runnable(self, without: Collection[str] = ()) -> list[int]:
+        """Batches with lines that nobody runs, the oldest first; not those of the keys ``without``."""
         free = select(Chunk.number).where(
             Chunk.batch_seq == StoredBatch.seq, Chunk.done.is_(False), Chunk.lease_until <= time.time()
         )
@@ -209,6 +211,7 @@ class Leases:
             StoredBatch.status == IN_PROGRESS,
             StoredBatch.pool == self._pool,
             StoredBatch.expires_at > now(),
+            StoredBatch.key_name.not_in(without),
             free.exists(),
         )
         async with self._store.reading() as session:
@@ -240,7 +243,7 @@ class Leases:
                 lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
             return ChunkLease(batch, chunk.number, lines)
 
-    async def commit(self, outcomes: dict[tuple[int, int], list[Outcome]], *, again: bool) -> set[tuple[int, int]]:
+    async def commit(self, outcomes: dict[ChunkKey, list[Outcome]], *, again: bool) -> set[ChunkKey]:
         """Keep the outcomes of lines of some chunks, by chunk; returns the chunks that are not ours any more, of which
         nothing was kept. ``again``: an earlier call failed, and may yet have had its effect."""
         lost = set()
@@ -257,7 +260,7 @@ class Leases:
                     await session.execute(insert(LineResult), rows)
         return lost
 
-    async def _count(self, session: AsyncSession, key: tuple[int, int], outcomes: list[Outcome]) -> bool:
+    async def _count(self, session: AsyncSession, key: ChunkKey, outcomes: list[Outcome]) -> bool:
         """Add ``outcomes`` to the chunk's counts, which ends it with its last line; False if it is not ours."""
         at_key = (Chunk.batch_seq == key[0], Chunk.number == key[1])
         ok = sum(outcome.ok for outcome in outcomes)
@@ -275,18 +278,25 @@ class Leases:
         await session.execute(ended.values(done=True, done_at=time.time(), owner=None, lease_until=0.0))
         return True
 
-    async def beat(self, batches: Sequence[StoredBatch]) -> tuple[dict[int, str], set[tuple[int, int]]]:
-        """Extend our leases of chunks, and of ``batches``. Returns the chunks that are ours, and the status of each of
-        their batches. (Whoever validates or finishes a batch that is not his any more hears it when he writes.)"""
+    async def beat(
+        self, batches: Sequence[StoredBatch], chunks: Collection[ChunkKey]
+    ) -> tuple[dict[int, str], set[ChunkKey]]:
+        """Extend our leases of ``chunks``, and of ``batches``; what else was ours is others' when its time is over.
+        Returns those chunks that are ours, and the status of each of their batches. (Whoever validates or finishes a
+        batch that is not his any more hears it when he writes.)"""
         until = time.time() + LEASE_S
         async with self._store.writing() as session:
             for batch in sorted(batches, key=lambda batch: batch.seq):
                 await session.execute(update(StoredBatch).where(_held(batch, self._owner)).values(lease_until=until))
-            mine = (Chunk.owner == self._owner, Chunk.done.is_(False))
+            mine = (
+                Chunk.owner == self._owner,
+                Chunk.done.is_(False),
+                tuple_(Chunk.batch_seq, Chunk.number).in_([*chunks]),
+            )
             await session.execute(update(Chunk).where(*mine).values(lease_until=until))
-            chunks = {tuple(row) for row in await session.execute(select(Chunk.batch_seq, Chunk.number).where(*mine))}
-            query = select(StoredBatch.seq, StoredBatch.status).where(StoredBatch.seq.in_({seq for seq, _ in chunks}))
-            return dict(tuple(row) for row in await session.execute(query)), chunks
+            ours = {tuple(row) for row in await session.execute(select(Chunk.batch_seq, Chunk.number).where(*mine))}
+            query = select(StoredBatch.seq, StoredBatch.status).where(StoredBatch.seq.in_({seq for seq, _ in ours}))
+            return dict(tuple(row) for row in await session.execute(query)), ours
 
     async def release(self, batch_seq: int | None = None) -> None:
         """Others may run what we have leased: of one batch, or (None) everything."""
@@ -308,6 +318,8 @@ class Leases:
 
 async def _work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any] | None:
     """If ``batch`` is to be validated or finished now: the columns that change with that. Else None."""
+    if batch.status not in ACTIVE:  # somebody was faster, and it has ended: its chunks are all done, or gone
+        return None
     if batch.status == FINALIZING or (batch.status == VALIDATING and batch.expires_at > now()):
         return {}
     chunks = select(Chunk.number).where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))

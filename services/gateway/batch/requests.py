@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ import structlog
 from fastapi import Request, Response
 
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
+from services.gateway.access.lines import Line
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Outcome
 from services.gateway.batch.lines import parse_line
+from services.gateway.batch.slots import Slot
+from services.gateway.batch.tables import StoredBatch
 from services.gateway.http import CALLER, Caller
 from services.gateway.openai.errors import to_response
 from services.gateway.openai.json_value import write_again
@@ -39,35 +43,47 @@ class Requests:
         self._gateway = gateway
         self._endpoints = endpoints
 
-    async def run(self, endpoint: str, number: int, text: bytes, fairness_key: str, key_name: str) -> Outcome:
-        """What becomes of a line of a batch, which waits for a scheduler as long as it takes."""
+    async def run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
+        """What becomes of a line of ``batch``, which waits for a scheduler, and without its ``slot`` for its key's
+        tokens, as long as it takes. Raises ``Displaced``."""
+        return await line.hold(partial(self._run, batch, number, text, line, slot))
+
+    async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
         request = parse_line(text)
         body = dict(request["body"])
-        if body.get("stream"):
+        if line.refusal is not None:
+            response = to_response(line.refusal)
+        elif body.get("stream"):
             error = InvalidRequest("stream: not in a batch; leave it out", field="stream", reason="INVALID_VALUE")
             response = to_response(error)
         else:
             priority = body.get("priority")
             if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
                 body["priority"] = LOW_PRIORITY
-            if endpoint == _RESPONSES:
+            if batch.endpoint == _RESPONSES:
                 body.setdefault("store", False)  # the batch keeps it
-            # Its key's limits are for those who wait; a batch runs when there is room.
-            caller = Caller("", fairness_key, key_name, isolated=self._gateway.guard.isolates)
+            isolated = self._gateway.guard.isolates
+            caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)
             try:
                 raw = write_again(body)
             except InvalidRequest as error:
                 response = to_response(error)
             else:
-                response = await self._persistently(endpoint, raw, caller)
+                response = await self._persistently(batch.endpoint, raw, caller, slot)
         return outcome(number, request["custom_id"], response)
 
-    async def _persistently(self, endpoint: str, raw: bytes, caller: Caller) -> Response:
+    async def _persistently(self, endpoint: str, raw: bytes, caller: Caller, slot: Slot) -> Response:
         losses, pause = 0, _FIRST_PAUSE_S
         while True:
             waiting = bool(self._gateway.fleet.trouble)
             try:
-                return await self.ask(endpoint, raw, caller)
+                try:
+                    return await self.ask(endpoint, raw, caller)
+                except Overloaded:
+                    if not caller.line.wants_tokens:
+                        raise
+                    await _wait_for_tokens(caller.line, slot)
+                    continue
             except Overloaded as error:
                 pause = max(pause, error.retry_after_s)
             except Unavailable as error:
@@ -105,6 +121,19 @@ class Requests:
             return await self._endpoints[endpoint](Request(scope, receive))
         except TokaError as error:
             raise self._gateway.guard.told(error) from None
+
+
+async def _wait_for_tokens(line: Line, slot: Slot) -> None:
+    """Others run meanwhile. Raises as ``Line.wait_for_tokens``."""
+    slot.give_back()
+    refusal = None
+    try:
+        await line.wait_for_tokens()
+    except TokaError as error:
+        refusal = error
+    await slot.take()
+    if refusal is not None:
+        raise refusal
 
 
 def outcome(number: int, custom_id: str, response: Response) -> Outcome:

@@ -13,12 +13,14 @@ from fastapi import Request
 
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, NotFound, TokaError, Unavailable
+from services.gateway.access.lines import Lines
 from services.gateway.batch.batches import Batches
 from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.executor import Executor
 from services.gateway.batch.files import Files
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Leases
+from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Endpoint, Requests
 from services.gateway.batch.responses import Responses
 from services.gateway.batch.store import Store
@@ -137,8 +139,7 @@ class BatchService:
             responses,
             tries,
             blobs,
-            Requests(gateway, self.endpoints),
-            concurrency=config.batch_concurrency,
+            LineRunner(blobs, Requests(gateway, self.endpoints), Lines(gateway.guard), config.batch_concurrency),
             max_body_bytes=config.max_body_bytes,
         )
         log.info("store open", pool=pool, owner=owner)

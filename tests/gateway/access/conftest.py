@@ -18,6 +18,8 @@ ENTRIES = {
     "late": "expires = 2020-01-01",
     "two-at-once": "max_concurrent = 2",
     "thrifty": "tokens_per_minute = 300",
+    "saver": "tokens_per_minute = 6000",
+    "both": "max_concurrent = 1\ntokens_per_minute = 300",
 }
 
 
@@ -26,13 +28,14 @@ class KeysFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.entries = dict(ENTRIES)  # what else the file says of each, by name
         self.keys = {name: new_key() for name in ENTRIES}
         self.write(*ENTRIES)
 
     def write(self, *names: str) -> None:
         entry = '[[keys]]\nname = "{}"\nhash = "{}"\n{}\n'
         new = self.path.with_suffix(".new")
-        new.write_text("".join(entry.format(name, hash_of(self.keys[name]), ENTRIES[name]) for name in names))
+        new.write_text("".join(entry.format(name, hash_of(self.keys[name]), self.entries[name]) for name in names))
         new.rename(self.path)
 
 
@@ -59,14 +62,14 @@ class Guarded:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
 
 
-def start(directory: Path, **gateway) -> Guarded:
+def start(directory: Path, *, step_ms: int = 1, **gateway) -> Guarded:
     keys, port = KeysFile(directory / "keys.toml"), free_port()
     flags = {"api_keys_file": keys.path, "isolate_keys": "T", "admin_port": port} | gateway
-    running = Deployment(directory, worker={"step_ms": 1}, gateway=flags)
+    running = Deployment(directory, worker={"step_ms": step_ms}, gateway=flags)
     return Guarded(running.wait_ready(), keys, f"http://127.0.0.1:{port}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(tmp_path_factory):
     made = start(tmp_path_factory.mktemp("guarded"))
     yield made

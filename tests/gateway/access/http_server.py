@@ -55,7 +55,7 @@ class Client:
     """One connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self.writer = reader, writer
+        self.reader, self.writer = reader, writer
 
     @classmethod
     async def of(cls, port: int, **settings) -> "Client":
@@ -67,18 +67,29 @@ class Client:
 
     async def head(self) -> bytes:
         """Of the next response."""
-        return await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
 
     async def rest(self) -> bytes:
         """All that comes until the server closes the connection, or breaks it."""
         received = b""
         try:
-            while data := await asyncio.wait_for(self._reader.read(65536), PATIENCE_S):
+            while data := await asyncio.wait_for(self.reader.read(65536), PATIENCE_S):
                 received += data
         except ConnectionError:
             pass
         self.writer.close()
         return received
 
+    async def pour(self, data: bytes, *, every: float = 0.0) -> bytes:
+        """Send ``data`` over and over until the server ends the connection; returns what it said."""
+        said = asyncio.create_task(self.rest())
+        try:
+            while not said.done():
+                await self.send(data)
+                await asyncio.sleep(every)
+        except ConnectionError:
+            pass
+        return await said
+
     async def body(self, size: int) -> bytes:
-        return await asyncio.wait_for(self._reader.readexactly(size), PATIENCE_S)
+        return await asyncio.wait_for(self.reader.readexactly(size), PATIENCE_S)

@@ -63,7 +63,8 @@ def stored(guarded) -> list[int]:
 
 
 def test_without_a_right_key_every_route_refuses_and_nothing_is_touched(guarded):
-    eventually(lambda: (guarded.running.directory / "store" / "batches.db").exists())
+    with guarded.http("team") as client:
+        assert client.get("/v1/files").status_code == 200  # the store is open
     accepted, kept = guarded.metric("toka_requests_accepted_total"), stored(guarded)
     with guarded.http(None) as client:
         for method, path in ROUTES:

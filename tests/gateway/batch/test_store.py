@@ -150,6 +150,26 @@ async def test_of_two_who_finish_one_does(store):
     assert await kept(store) == {}
 
 
+async def test_a_batch_that_another_finished_between_look_and_claim_stays_ended(store, monkeypatch):
+    """Both see that it is to be finished; the slower one claims when the other is through with it."""
+    batch = await running_batch(store, chunks=1)
+    fast, slow = owner(store, "fast"), owner(store, "slow")
+    lease = await fast.lease_chunk(batch.seq)
+    await fast.commit({lease.key: outcomes(1, 2, 3)}, again=False)
+    look = slow._candidates
+
+    async def look_and_be_overtaken(session):
+        found = await look(session)
+        claimed = await fast.claim_batch()
+        await fast.finish(claimed, await fast.close_chunks(claimed), None, None)
+        return found
+
+    monkeypatch.setattr(slow, "_candidates", look_and_be_overtaken)
+    assert await slow.claim_batch() is None
+    async with store.reading() as session:
+        assert await session.scalar(select(StoredBatch.status)) == "completed"
+
+
 async def test_a_batch_whose_time_is_over_is_finished_as_expired(store):
     batch = await running_batch(store)
     mine = owner(store, "mine")
@@ -157,11 +177,11 @@ async def test_a_batch_whose_time_is_over_is_finished_as_expired(store):
     async with store.writing() as session:
         await session.execute(update(StoredBatch).values(expires_at=now()))
     assert await mine.runnable() == []
-    statuses, _ = await mine.beat([])
+    statuses, _ = await mine.beat([], [lease.key])
     assert statuses == {batch.seq: "in_progress"}
     claimed = await owner(store, "other").claim_batch()
     assert (claimed.status, claimed.ending) == ("finalizing", "expired")
-    statuses, chunks = await mine.beat([])
+    statuses, chunks = await mine.beat([], [lease.key])
     assert (statuses, chunks) == ({batch.seq: "finalizing"}, {lease.key})
 
 
@@ -178,12 +198,15 @@ async def test_gateways_of_another_model_leave_a_batch_alone(store):
 async def test_a_heartbeat_keeps_what_is_held(store):
     batch = await running_batch(store)
     mine = owner(store, "mine")
-    await mine.lease_chunk(batch.seq)
+    for _ in range(2):
+        await mine.lease_chunk(batch.seq)
     await pass_leases(store)
-    await mine.beat([])
+    assert await mine.beat([], [(batch.seq, 0), (batch.seq, 7)]) == ({batch.seq: "in_progress"}, {(batch.seq, 0)})
     async with store.reading() as session:
-        until = await session.scalar(select(Chunk.lease_until).where(Chunk.owner == "mine"))
-    assert until > time.time() + leases.LEASE_S / 2
+        query = select(Chunk.lease_until).where(Chunk.batch_seq == batch.seq).order_by(Chunk.number)
+        held, left = await session.scalars(query)
+    assert held > time.time() + leases.LEASE_S / 2
+    assert left < time.time()  # what it holds no more, though it never said so, is others' to take
 
 
 async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_is_in_it(store, store_url):

@@ -5,7 +5,7 @@ import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.scheduler.core import onboarding, outlook
-from services.scheduler.core.plan import Result, WrongAnswer
+from services.scheduler.core.plan import Failure, Result, WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prefix_tree import ROOT
 from services.scheduler.core.request import FinishReason, Priority, SamplingSettings
@@ -178,7 +178,7 @@ def test_a_lost_worker_costs_nothing_but_the_time():
 @pytest.mark.parametrize(
     "wrong",
     [{"slots": [64]}, {"tokens": [62]}, {"tokens": [5, 6]}, {"logprobs": [0.0, 0.0]}, {"top_counts": [1]},
-     {"slots": [], "tokens": [], "failures": ((64, ""),)}],
+     {"slots": [], "tokens": [], "failures": (Failure(64, ""),)}],
 )  # fmt: skip
 def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
     driver = Driver(SHAPE)
