@@ -177,7 +177,7 @@ async def _serve(config: BenchConfig) -> None:
     stop = Stop()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: (_tell_threads(), stop.set()))
     runner = Idle(config.rows, config.step_us / 1e6, config.host_us / 1e6)
-    await serve(WorkerConfig(worker_listen=config.listen), stop, load=lambda: Booted(runner, "idle", "none", "none"))
+    await serve(WorkerConfig(worker_listen=config.listen), stop, load=lambda: Booted(runner, "idle", "cpu", "none"))
 
 
 def _tell_threads() -> None:
