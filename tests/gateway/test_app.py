@@ -30,7 +30,7 @@ def client(gateway: Gateway) -> httpx.AsyncClient:
 
 def responses(gateway: Gateway) -> dict[tuple[str, str], float]:
     """``toka_http_requests`` by route and status."""
-    samples = [sample for family in gateway.metrics.collect() for sample in family.samples]
+    samples = [sample for family in gateway.metrics.families("m") for sample in family.samples]
     counts = [sample for sample in samples if sample.name == "toka_http_requests_total"]
     return {tuple(sample.labels.values()): sample.value for sample in counts}
 

@@ -171,7 +171,7 @@ async def test_what_is_lost_is_sent_again_and_counted():
         assert all(call.accepted for call in calls)  # the client was told once
         counted = {
             sample.labels["reason"]: sample.value
-            for family in place.metrics.collect()
+            for family in place.metrics.families("m")
             if family.name == "toka_failovers"
             for sample in family.samples
         }

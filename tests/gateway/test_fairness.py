@@ -14,7 +14,7 @@ from tests.gateway.deployment import Deployment, eventually_async
 
 def key_of(*headers: tuple[str, str]) -> str:
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-    return read_caller(Request({"type": "http", "headers": raw})).fairness_key
+    return read_caller(Request({"type": "http", "path": "/", "headers": raw})).fairness_key
 
 
 def test_the_fairness_key_is_a_digest_of_the_api_key():
