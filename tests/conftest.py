@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of ``-n auto``, as ``make test`` has it. Tests of a GPU take all of its memory; others start many processes."""
-    return 0 if DEVICE.type == "cuda" else 2
+    return 0 if DEVICE.type == "cuda" else 3
 
 
 # Folders whose files share servers that take long to start: one process runs them all.

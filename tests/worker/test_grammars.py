@@ -275,7 +275,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(vocab_size):
     missing = vocab_size <= 91  # "z" is not among the model's tokens
     assert list(grammars.failures(np.array([0, 1]))) == ([1] if missing else [])
     if missing:
-        assert "no token of this model may come next" in grammars.failures(np.array([1]))[1]
+        assert "no token of this model may come next" in grammars.failures(np.array([1]))[1].message
     grammars.close()
 
 
