@@ -39,9 +39,14 @@ def ask(server: Server, **settings) -> httpx.Response:
 
 
 def metrics(server: Server) -> dict[str, float]:
-    """All of them by name and labels, but for those about processes, and for what is counted by asking."""
+    """All of them by name and labels, but for those about processes, for what is counted by asking, and for what a
+    step loop that waits counts, too: each gateway has heard of it at another time."""
     lines = httpx.get(f"{server.base_url}/metrics", timeout=60, trust_env=False).text.splitlines()
-    samples = dict(line.rsplit(" ", 1) for line in lines if line.startswith("toka_") and '"/metrics"' not in line)
+    samples = dict(
+        line.rsplit(" ", 1)
+        for line in lines
+        if line.startswith("toka_") and '"/metrics"' not in line and not line.startswith("toka_step_loop_seconds")
+    )
     return {name: float(value) for name, value in samples.items()}
 
 
