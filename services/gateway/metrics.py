@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.common.metrics.registry import registry_of
 from services.gateway.numbers import Numbers, counting_process
 from services.gateway.session.codec import FINISH_REASONS, Ending
 
@@ -231,12 +232,9 @@ def make_registry(
 ) -> CollectorRegistry:
     """What ``/metrics`` shows. ``paths``: where the gateways of the deployment count, if there are several: whichever
     of them is asked answers for all. ``model``: names what is served; empty while it is not known."""
+    if not paths:
+        return registry_of([replicas, OwnMetrics(metrics, model)])
     registry = CollectorRegistry()
     registry.register(replicas)
-    if paths:
-        registry.register(GatewayMetrics(paths, model))
-        return registry
-    registry.register(OwnMetrics(metrics, model))
-    for collector in (ProcessCollector, PlatformCollector, GCCollector):
-        collector(registry=registry)
+    registry.register(GatewayMetrics(paths, model))
     return registry

@@ -5,17 +5,11 @@ import pytest
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.keys import Key
 from services.common.limits import Limits
+from tests.fakes.clock import Clock
 
 
 def key(name: str = "a", **limits) -> Key:
     return Key(name, frozenset({"inference"}), **limits)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

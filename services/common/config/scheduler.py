@@ -82,15 +82,11 @@ class SchedulerConfig(KeysConfig, MetricsConfig):
             ("hydragen_min_group_size", "use_hydragen=T", self.use_hydragen),
             ("hydragen_min_prefix_len", "use_hydragen=T", self.use_hydragen),
             ("pp_num_buffer_stages", "pp_size=2 or more", self.pp_size > 1),
+            ("statsd_prefix", "statsd_server_url", self.statsd_server_url is not None),
         ):
             value = getattr(self, name)
             if not there and value != fields[name].default:
                 raise ValueError(f"flag {name}={value}: has no effect without {needed}; leave it out, or set both")
-        if self.statsd_server_url is None and self.statsd_prefix != fields["statsd_prefix"].default:
-            raise ValueError(
-                f"flag statsd_prefix={self.statsd_prefix}: has no effect without statsd_server_url; leave it out, or"
-                " set both"
-            )
         if self.statsd_server_url is not None and not self.stats_report_seconds:
             raise ValueError(
                 f"flag statsd_server_url={self.statsd_server_url}: is told nothing with stats_report_seconds=0; leave"

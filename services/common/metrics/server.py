@@ -6,18 +6,12 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 
 import structlog
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from services.common.config import MetricsConfig
 from services.common.handover import listen
+from services.common.metrics.registry import registry_of
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +38,7 @@ async def serve_metrics(config: MetricsConfig, collector: Collector) -> AsyncIte
 @contextlib.asynccontextmanager
 async def serve_on(listener: socket.socket, collectors: Iterable[Collector]) -> AsyncIterator[str]:
     """As ``serve_metrics``, on a socket that listens."""
-    registry = CollectorRegistry()
-    for collector in collectors:
-        registry.register(collector)
-    for facts in (ProcessCollector, PlatformCollector, GCCollector):
-        facts(registry=registry)
-    page = _Page(registry)
+    page = _Page(registry_of(collectors))
     server = await asyncio.start_server(page.answer, sock=listener, limit=_MOST_HEAD_BYTES)
     host, port = listener.getsockname()[:2]
     try:

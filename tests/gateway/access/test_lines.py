@@ -9,16 +9,10 @@ from services.common.errors import InvalidRequest, Overloaded, Unauthenticated
 from services.common.limits import Limits
 from services.gateway.access.guard import Guard
 from services.gateway.access.lines import MAX_UNFUNDED, Displaced, Lines
+from tests.fakes.clock import Clock
 from tests.gateway.access.conftest import KeysFile
 
 PATIENCE_S = 60.0
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway.console.observer import Observer
 from services.gateway.console.plan_watch import PlanWatch
+from tests.gateway.access.http_server import until
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
 
@@ -57,14 +58,6 @@ async def connected():
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         yield scheduler, channel, Replica(stub)
     await server.stop(None)
-
-
-async def until(condition) -> None:
-    """As soon as ``condition``, which belongs to the event loop."""
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
