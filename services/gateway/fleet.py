@@ -34,13 +34,14 @@ class Fleet:
         metrics: RequestMetrics,
         timings: Timings,
         dialer: Dialer = PLAIN,
+        turn: int | None = None,
     ) -> None:
         self.draining = False
         self._timings = timings
-        self._router = PrefixRouter()
+        self._router = PrefixRouter(turn)
         self._failover = Failover(self._choose_again, metrics, timings.failover)
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task] = []
+        self._tasks: list[asyncio.Task[None]] = []
         client_id = f"gateway-{socket.gethostname()}-{os.getpid()}"
         self.replicas = [
             Replica(
@@ -161,7 +162,7 @@ class Fleet:
         ready = [
             replica
             for replica in self._ready(call.part.job.model)
-            if replica.backlog <= MOST_BACKLOG and (replica.model.can_resume or not call.part.resumes)
+            if replica.backlog <= MOST_BACKLOG and (replica.can_resume or not call.part.resumes)
         ]
         if not_this is not None:
             ready = [replica for replica in ready if replica.address != not_this] or ready
@@ -176,7 +177,9 @@ class Fleet:
                 async with asyncio.timeout(_LOOK_S if stalled else None):
                     await changed.wait()
             for replica in stalled:
-                if replica.stalled_s >= self._timings.move_after and self._ready(replica.model.id):
+                if replica.stalled_s < self._timings.move_after or replica.model is None:
+                    continue
+                if self._ready(replica.model.id):
                     replica.hand_over()
 
     @staticmethod

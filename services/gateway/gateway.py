@@ -43,13 +43,14 @@ class Gateway:
         guard = Guard(config, 1 if handover is None else handover.count)
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
         paths = handover.numbers if handover is not None else []
-        metrics = RequestMetrics(Numbers.of_file(paths[handover.index]) if paths else None)
+        metrics = RequestMetrics(Numbers.of_file(paths[handover.index]) if handover is not None and paths else None)
         fleet = Fleet(
             config.scheduler_addresses,
             tokenizer_fingerprint=tokenizer.fingerprint,
             metrics=metrics,
             timings=replace(timings, failover=config.failover_seconds),
             dialer=Dialer.of(config, config.grpc_token_file),
+            turn=None if handover is None else handover.index,
         )
         replicas = ReplicaMetrics(fleet.replicas, figures=config.replica_metrics)
         registry = make_registry(metrics, replicas, paths, lambda: ",".join(sorted(fleet.models)))

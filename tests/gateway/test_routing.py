@@ -27,6 +27,18 @@ def test_gateways_that_know_of_no_work_do_not_all_begin_with_the_same_replica():
     assert {PrefixRouter().choose(targets, prompt(0)).address for _ in range(200)} == {"a", "b", "c"}
 
 
+def test_a_burst_over_several_gateways_is_dealt_out_evenly():
+    """Each knows of its own requests alone, and they came to them as they liked."""
+    requests = {"a": 0, "b": 0, "c": 0, "d": 0}
+    for gateway, share in enumerate((7, 5, 6, 6)):
+        router, targets = PrefixRouter(gateway), [Target(address) for address in requests]
+        for number in range(share):
+            chosen = router.choose(targets, prompt(1000 * gateway + 100 * number, 8 * BLOCK_TOKENS))
+            chosen.outstanding_tokens += 1024 * 500 + 13 * number % 7
+            requests[chosen.address] += 1
+    assert set(requests.values()) == {6}
+
+
 def test_a_known_prefix_goes_where_it_is_cached_though_another_has_less_to_do():
     router, first, second = PrefixRouter(), Target("a"), Target("b", 5)
     assert router.choose([first, second], prompt(0)) is first
