@@ -184,7 +184,7 @@ def test_only_the_tokenizer_file_decides_about_bos(tmp_path, add_bos):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -27,7 +27,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_greedy_tokens_are_those_of_transformers(architecture, length, checkpoint, reference, runner_for):
     directory, prompt = checkpoint(architecture), prompt_of(length)
     (tokens,) = runner_for(directory).generate([prompt], 20, chunk=30)

@@ -14,7 +14,8 @@ from services.worker.attention.factory import make_attention
 from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels
 from services.worker.layers.linear import Linear
-from services.worker.layers.rotary import RopeSettings, Rotary
+from services.worker.layers.rope import RopeSettings
+from services.worker.layers.rotary import Rotary
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from tests.checkpoints import LLAMA3_ROPE
@@ -32,6 +33,9 @@ VARIANTS = {
     "llama-no-groups": ("llama", {"num_key_value_heads": 4}),
     "llama-sentencepiece": ("llama", {"tokenizer": "sentencepiece"}),
     "llama-sharded": ("llama", {"sharded": True}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 300}),  # as many tokens as below
+    "mistral-head-dim": ("mistral", {"sliding_window": None, "head_dim": 48}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied-sharded": ("qwen2", {"tied": True, "sharded": True}),
     "qwen3": ("qwen3", {}),
@@ -71,7 +75,7 @@ def test_float32_logits_are_those_of_transformers(variant, checkpoint, reference
     torch.testing.assert_close(logits_of(directory, token_ids), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_bfloat16_agrees_with_float32_in_log_probabilities(architecture, checkpoint):
     directory = checkpoint(architecture)
     token_ids = np.random.default_rng(1).integers(0, 390, 100).tolist()
@@ -108,7 +112,7 @@ def test_rope_settings_of_older_checkpoints_are_read_too(checkpoint, tmp_path):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "needs low_freq_factor, which is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of LlamaForCausalLM, Qwen2ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -160,6 +164,28 @@ def test_a_setting_that_is_null_is_as_good_as_none(name, checkpoint, tmp_path):
 def test_heads_of_qwen3_have_128_values_where_the_config_does_not_say(checkpoint, tmp_path):
     changed = write_config(checkpoint("qwen3"), tmp_path, head_dim=...)
     assert read_model_config(read_json(changed / "config.json")).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [({"sliding_window": 300}, 300), ({"sliding_window": None}, 8192), ({}, 4096), ({"sliding_window": 9000}, 8192)],
+)
+def test_contexts_of_mistral_end_where_its_window_does(changes, limit, checkpoint, reference, tmp_path):
+    changed = write_config(
+        checkpoint("mistral"), tmp_path, **{"sliding_window": ..., "max_position_embeddings": 8192} | changes
+    )
+    assert read_model_config(read_json(changed / "config.json")).max_context_tokens == limit
+    assert reference(changed).config.sliding_window == changes.get("sliding_window", limit)
+
+
+def test_a_token_behind_the_window_of_mistral_would_see_less(checkpoint, reference):
+    """Why contexts end there, and not one token later."""
+    full, windowed = (checkpoint("mistral", sliding_window=window) for window in (None, 299))
+    token_ids = list(range(5, 305))
+    with torch.inference_mode():
+        expected = reference(windowed)(torch.tensor([token_ids])).logits[0]
+    differs = (logits_of(full, token_ids) - expected).abs().amax(-1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [299]
 
 
 def hidden_of(model, tokens: int, keep=None):

@@ -15,6 +15,8 @@ from services.common.model_files import read_json
 _BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Their hub repositories name other classes by mistake; transformers overrules those.
 _ALWAYS_BY_MODEL_TYPE = ("qwen2",)
+# Whatever class is named, transformers takes their files as they are.
+_AS_THEY_ARE = ("mistral",)
 
 # Qwen's published splitting rule: words with one leading non-letter, single digits, punctuation, white space.
 _QWEN_WORDS = (
@@ -26,6 +28,8 @@ def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> Non
     """Change ``backend`` as the tokenizer class of the model in ``directory`` does."""
     settings = read_json(directory / "tokenizer_config.json")
     model_type = read_json(directory / "config.json").get("model_type", "")
+    if model_type in _AS_THEY_ARE:
+        return
     name = settings.get("tokenizer_class", "").removesuffix("Fast")
     if not name or model_type in _ALWAYS_BY_MODEL_TYPE:
         name = _BY_MODEL_TYPE.get(model_type, name)

@@ -6,11 +6,13 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.worker.models.config import ModelConfig
 from services.worker.models.llama import read_llama
+from services.worker.models.mistral import read_mistral
 from services.worker.models.qwen2 import read_qwen2
 from services.worker.models.qwen3 import read_qwen3
 
 ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "LlamaForCausalLM": read_llama,
+    "MistralForCausalLM": read_mistral,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen3ForCausalLM": read_qwen3,
 }
