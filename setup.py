@@ -33,6 +33,11 @@ COMMANDS = {
         "toka-download = services.launcher.download:main",
         "toka-run-batch = services.launcher.run_batch:main",
     ],
+    "cli": [
+        "toka-bench = services.cli.bench:main",
+        "toka-doctor = services.cli.doctor:main",
+        "toka-top = services.cli.top:main",
+    ],
 }
 
 runpy.run_path(str(ROOT / "protos" / "generate.py"))["generate_stubs"]()

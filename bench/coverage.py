@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.problems import Problem, read_problems
+from bench.problems import read_problems
 from bench.server import report, serve
+from services.cli.bench.problems import Problem
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 

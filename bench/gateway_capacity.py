@@ -20,11 +20,12 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from bench.client import failures, makespan, send_all
-from bench.problems import few_shot_prompts, read_problems
+from bench.problems import read_problems
 from bench.processes import Usage
 from bench.scheduler_capacity import processes
 from bench.server import START_TIMEOUT_S, report
+from services.cli.bench.clients import failures, makespan, send_all
+from services.cli.bench.problems import few_shot_prompts
 from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int
 from services.common.handover import Handover, listen

@@ -5,18 +5,17 @@ requests. Time to first token: from the request, on a connection that is open, t
 and different, so that none is cached. The last line is one JSON object.
 """
 
-import math
-import statistics
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
 
-from bench.client import Reply, failures, send_all
 from bench.server import report
 from bench.target import Target, TargetConfig, first_target, ratios, rival
+from services.cli.bench.clients import failures, send_all
+from services.cli.bench.exchange import Reply
+from services.cli.bench.stream_times import HEADINGS, StreamTimes
 from services.common.config import from_command_line
 from services.common.flags import Float, Int, Ints
 
@@ -53,29 +52,23 @@ def main() -> None:
 
 def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]]:
     """Milliseconds by number of streams."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"{target.name}: {config.prompt_tokens} tokens in, {config.output_tokens} out")
-    for column in ("streams", "ms per token", "ms to first token", "p99", "tokens/s"):
+    for column in HEADINGS:
         table.add_column(column, justify="right")
     found = {}
     rng = np.random.default_rng(7)
     for count in config.concurrent:
         rounds = [measure_round(config, target, count, rng) for _ in range(config.rounds + 1)]
         replies = [reply for answered in rounds[1:] for reply in answered]
-        failed = failures(replies)
-        good = [reply for reply in replies if not reply.error]
-        if not good:
+        failures(replies)
+        times = StreamTimes.of(replies)
+        if times is None:
             raise SystemExit("no request was answered")
-        first = sorted(1000 * (reply.first_at - reply.sent_at) for reply in good)
-        values = {
-            "per_token_ms": statistics.median(map(per_token_ms, good)),
-            "first_token_ms": statistics.median(first),
-            "first_token_p99_ms": first[int(0.99 * (len(first) - 1))],
-            "failures": failed,
-        }
-        # No time at all: every answer came as one text.
-        rate = 1000 * count / values["per_token_ms"] if values["per_token_ms"] else math.inf
-        table.add_row(str(count), *(f"{values[name]:.2f}" for name in list(values)[:3]), f"{rate:.0f}")
-        found[str(count)] = values
+        table.add_row(*times.row(count))
+        found[str(count)] = asdict(times)
     Console().print(table)
     return found
 
@@ -95,11 +88,6 @@ def measure_round(config: LatencyConfig, target: Target, count: int, rng: np.ran
         for _ in range(count)
     ]
     return send_all(f"{target.url}/v1/completions", bodies, config.clients)
-
-
-def per_token_ms(reply: Reply) -> float:
-    """Milliseconds per token of one stream. A chunk may hold several tokens: usage says how many there were."""
-    return 1000 * (reply.last_at - reply.first_at) / max(1, reply.completion_tokens - 1)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
-from rich.console import Console
-from rich.table import Table
 
-from bench.client import failures, makespan, send_all
-from bench.problems import PROBLEMS, few_shot_prompts, read_problems
+from bench.problems import PROBLEMS
 from bench.server import report
 from bench.target import Target, TargetConfig, measure_throughput, median_run
 from bench.watch import Watch, during, plot, steady, summary
+from services.cli.bench.clients import failures, makespan, send_all
+from services.cli.bench.problems import few_shot_prompts, read_problems
 from services.common.config import from_command_line
 from services.common.flags import Float, Int
 
@@ -52,17 +51,23 @@ def measure(config: MonkeysConfig, target: Target) -> dict[str, Any]:
     """All repeats on one server; the figures are those of the median one."""
     runs = [measure_once(config, target, drawn=index == config.repeats - 1) for index in range(config.repeats)]
     middle = median_run(runs)
+    print_table(config, target, middle)
+    spread = ", ".join(f"{rate:.0f}" for rate in middle["runs"])
+    print(f"{target.name}: {middle['tokens']} tokens in {middle['seconds']:.2f} s, end to end {spread} tok/s")
+    return middle
+
+
+def print_table(config: MonkeysConfig, target: Target, middle: dict[str, Any]) -> None:
+    """End to end, and in the steady state."""
+    from rich.console import Console
+    from rich.table import Table
 
     table = Table(title=f"{target.name}: {config.prompts} prompts x {config.samples} samples")
     for column in ("", "end to end", "steady"):
         table.add_column(column, justify="right" if column else "left")
     for name in dict.fromkeys((*middle["whole"], *middle["steady"])):
         table.add_row(name, *(_written(middle[part].get(name)) for part in ("whole", "steady")))
-    console = Console()
-    console.print(table)
-    spread = ", ".join(f"{rate:.0f}" for rate in middle["runs"])
-    print(f"{target.name}: {middle['tokens']} tokens in {middle['seconds']:.2f} s, end to end {spread} tok/s")
-    return middle
+    Console().print(table)
 
 
 def measure_once(config: MonkeysConfig, target: Target, *, drawn: bool) -> dict[str, Any]:

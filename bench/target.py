@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from pydantic import Field, field_validator
 
 from bench.server import serve
+from services.cli.bench.server import served_model, without_version
 from services.common.flags import Config, Int, Strings
 from services.common.process import allow_connections
 
@@ -115,6 +115,5 @@ def ratios(figure: float, others: Mapping[str, float], *, lower_is_better: bool 
 
 
 def _running(name: str, url: str) -> Target:
-    url = url.rstrip("/").removesuffix("/v1")
-    models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()
-    return Target(name, url, models["data"][0]["id"])
+    url = without_version(url)
+    return Target(name, url, served_model(url))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 
-from bench.client import Reply
 from bench.processes import Usage
 from bench.target import Target
+from services.cli.bench.exchange import Reply
 
 PERIOD_S = 0.25
 FULL = 0.97  # of the most sequences that ran: the server is in its steady state

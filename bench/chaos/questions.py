@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.chaos.answer import Answer
-from bench.problems import few_shot_prompts, read_problems
+from bench.problems import read_problems
+from services.cli.bench.problems import few_shot_prompts
 
 _SCHEMA = {
     "type": "object",

@@ -108,6 +108,7 @@ class Calls:
                 ("Forecast", forecast),
                 ("Forecast", observe_pb2.ForecastRequest(request_id=f"fuzz-{random.randrange(number + 1)}")),
                 ("ListRequests", observe_pb2.ListRequestsRequest(horizon_steps=1000)),
+                ("CancelRequest", observe_pb2.CancelRequestRequest(request_id=mark)),
                 ("WatchPlans", observe_pb2.WatchPlansRequest()),
                 ("Tokenize", observe_pb2.TokenizeRequest(text=f"{mark} é" * random.choice((1, 300)))),
                 ("Tokenize", observe_pb2.TokenizeRequest(chat=chat)),

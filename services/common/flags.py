@@ -7,12 +7,13 @@ Values as in the original Tokasaurus: ``T`` and ``F`` for booleans, and arithmet
 import ast
 import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 ENV_PREFIX = "TOKA_"
+Examples = tuple[tuple[str, str], ...]  # arguments, and what they do
 
 
 class FlagError(Exception):
@@ -23,11 +24,14 @@ class Config(BaseModel):
     """Base of every config: frozen, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    examples: ClassVar[Examples] = ()  # of its usage
+    never_given: ClassVar[frozenset[str]] = frozenset()  # flags that it has, and refuses
 
 
 C = TypeVar("C", bound=Config)
 
-_OPERATORS = {
+_Operator = Callable[..., int | float]
+_OPERATORS: dict[type[ast.operator | ast.unaryop], _Operator] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -138,7 +142,7 @@ def load(kind: type[C], arguments: Sequence[str], environment: Mapping[str, str]
 
 
 def _describe(problem: Any) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
+    message: str = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return message
     name = problem["loc"][0]

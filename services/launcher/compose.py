@@ -49,7 +49,7 @@ class ComposeConfig(Config):
         if self.ranks > MOST_RANKS:
             raise ValueError(
                 f"flags tp={self.tp} pp={self.pp}: a replica of {self.ranks} ranks, and one container has {MOST_RANKS}"
-                " at most; lower them, or start its workers on several hosts (docs/operations.md)"
+                " at most; lower them, or start its workers on several hosts (docs/deploy-hosts.md)"
             )
         if self.gpus and self.device == "cpu":
             raise ValueError(f"flag gpus={','.join(self.gpus)}: has no effect with device=cpu; leave one of them out")
@@ -106,7 +106,7 @@ def overlay(config: ComposeConfig) -> str:
 
 
 def _arguments(config: ComposeConfig) -> list[str]:
-    given = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "device": config.device}
+    given: dict[str, object] = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "device": config.device}
     if config.gpus:
         given["gpus"] = ",".join(config.gpus)
     if config.grpc_port != SCHEDULER_PORT:

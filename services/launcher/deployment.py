@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.config.flag import as_text
 from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
 from services.common.handover import Handover
@@ -109,17 +110,7 @@ def _flags(kind: type[Config], config: DeploymentConfig, chosen: dict[str, objec
         value = chosen.get(name, getattr(config, name))
         if value is not None and value != info.default:
             values[name] = value
-    return tuple(f"{name}={_as_text(value)}" for name, value in values.items())
-
-
-def _as_text(value: object) -> str:
-    match value:
-        case bool():
-            return "T" if value else "F"
-        case tuple():
-            return ",".join(map(str, value))
-        case _:
-            return str(value)
+    return tuple(f"{name}={as_text(value)}" for name, value in values.items())
 
 
 def _reachable(host: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -27,7 +28,7 @@ async def wait_until_ready(spec: ChildSpec) -> None:
 async def grpc_ready(address: str, dialer: Dialer = PLAIN) -> None:
     """Return once the server at ``address`` is SERVING."""
     async with dialer.open_aio(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # of which the types leave out the methods
         while True:
             watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             try:

@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,8 +107,10 @@ class _Run:
             limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
             headers = {"authorization": f"Bearer {config.api_key}"}
             verify = ssl.create_default_context(cafile=config.ca)
-            settings = {"timeout": config.timeout_s, "limits": limits, "headers": headers, "verify": verify}
-            async with httpx.AsyncClient(**settings, trust_env=False) as client, asyncio.TaskGroup() as group:
+            connections = httpx.AsyncClient(
+                timeout=config.timeout_s, limits=limits, headers=headers, verify=verify, trust_env=False
+            )
+            async with connections as client, asyncio.TaskGroup() as group:
 
                 def advance() -> None:
                     progress.update(bar, advance=1, failed=self._tally.failed)
@@ -125,7 +127,7 @@ class _Run:
 
     def read_output(self) -> set[str]:
         """The custom_ids in the output, whose last line may be torn, and goes."""
-        path, known = Path(self._config.output), set()
+        path, known = Path(self._config.output), set[str]()
         if not path.exists():
             return known
         kept = path.with_name(path.name + ".kept")
@@ -146,7 +148,7 @@ class _Run:
     def _parse(self, number: int, text: bytes) -> dict[str, Any] | None:
         """A request; None for what is none, which is complained about."""
         try:
-            request = orjson.loads(text)
+            request: dict[str, Any] = orjson.loads(text)
             if request["method"] != "POST" or not isinstance(request["body"], dict):
                 raise ValueError("expected method POST and a JSON object as body")
             if not request["custom_id"] or not request["url"].startswith("/"):
@@ -158,8 +160,10 @@ class _Run:
             return None
         return request
 
-    async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any], output: BinaryIO, advance) -> None:
-        result = {"id": f"batch_req_{os.urandom(16).hex()}", "custom_id": request["custom_id"]}
+    async def _answer(
+        self, client: httpx.AsyncClient, request: dict[str, Any], output: BinaryIO, advance: Callable[[], None]
+    ) -> None:
+        result: dict[str, Any] = {"id": f"batch_req_{os.urandom(16).hex()}", "custom_id": request["custom_id"]}
         try:
             answer = await self._send(client, request)
             try:
@@ -236,7 +240,8 @@ def _ready(url: str) -> bool:
 
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:

@@ -72,21 +72,21 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
         self._ready_at = 0.0
-        self._forwarding: asyncio.Task | None = None
+        self._forwarding: asyncio.Task[None] | None = None
         self._stderr: asyncio.ReadTransport | None = None
         self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
 
     async def live(self) -> Death:
         """Start the process; returns when it has died, and whatever it started with it."""
-        await self._start()
-        log.debug("child started", child=self.spec.name, pid=self.process.pid)
+        process = await self._start()
+        log.debug("child started", child=self.spec.name, pid=process.pid)
         readiness = asyncio.create_task(self._note_ready())
         try:
-            status = await self.process.wait()
+            status = await process.wait()
             at = time.monotonic()
-            if self._listener is not None:
+            if self._listener is not None and self.spec.handover is not None:
                 self.spec.handover.leave(self._listener)
-            await self._end_group()
+            await self._end_group(process)
         finally:
             readiness.cancel()
         served_s = at - self._ready_at if self.ready.is_set() else None
@@ -106,21 +106,23 @@ class Child:
                 break
         else:
             log.warning("child did not end in time and is killed", child=self.spec.name)
-        await self._end_group()
+        await self._end_group(process)
 
-    async def _end_group(self) -> None:
+    async def _end_group(self, process: asyncio.subprocess.Process) -> None:
         """Kill the process and whatever it started, which would outlive it and keep its stderr open."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-            os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
-        await asyncio.wait({self._forwarding}, timeout=_READ_S)
-        self._forwarding.cancel()
-        self._stderr.close()  # somebody may have left the group and have its other end
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if self._forwarding is not None:
+            await asyncio.wait({self._forwarding}, timeout=_READ_S)
+            self._forwarding.cancel()
+        if self._stderr is not None:
+            self._stderr.close()  # somebody may have left the group and have its other end
 
-    async def _start(self) -> None:
+    async def _start(self) -> asyncio.subprocess.Process:
         environment = child_environment(self.spec, dict(os.environ)) | {PARENT_PID: str(os.getpid())}
         inherited = []
-        if self._listener is not None:
+        if self._listener is not None and self.spec.handover is not None:
             inherited.append(self._listener.fileno())
             environment |= replace(self.spec.handover, listener=self._listener.fileno()).environment
         command = [sys.executable, "-m", self.spec.module, *self.spec.flags]
@@ -138,6 +140,7 @@ class Child:
         finally:
             os.close(writing)
         self._forwarding = asyncio.create_task(self._forward_errors(stderr))
+        return self.process
 
     async def _note_ready(self) -> None:
         await wait_until_ready(self.spec)

@@ -9,8 +9,9 @@ import pytest
 
 from bench.admission import POLICIES, BenchConfig, share_prompt
 from bench.coverage import coverage
-from bench.problems import Problem, read_problems
+from bench.problems import read_problems
 from bench.traces import mix
+from services.cli.bench.problems import Problem
 
 PROGRAMS = {
     "serve_cpu": (["sequences=2", "max_tokens=8", "repeats=1"], "ratio_to_transformers"),

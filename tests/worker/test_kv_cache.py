@@ -5,8 +5,13 @@ import torch
 
 from services.worker.kv_cache import KvCache
 from services.worker.layers.fp8 import FP8
+from services.worker.layers.rope import RopeSettings
+from services.worker.memory import page_bytes
+from services.worker.models.config import ModelConfig
 from tests.worker.interpreter import DEVICE
 
+# vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, norm_eps, max_context_tokens, ...
+LOCAL = ModelConfig(32, 48, 64, 2, 6, 3, 8, 1e-6, 20, RopeSettings("default", 1e4), True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 
 
@@ -22,7 +27,7 @@ def test_a_cache_begins_with_zeros_and_takes_what_it_says(dtype):
         assert part.dtype == dtype
         assert not part.float().any()
     size = sum(part.nbytes for part in (cache.all_keys, cache.all_values, cache.tokens))
-    assert size == 5 * KvCache.bytes_per_page(2, 4, 3, 8, dtype)
+    assert size == 5 * page_bytes(LOCAL, 4, dtype.itemsize)
 
 
 @DTYPES

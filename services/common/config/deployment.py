@@ -1,17 +1,36 @@
 """The flags of ``toka``."""
 
 import sys
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
 from services.common.config.gateway import GatewayConfig
 from services.common.config.scheduler import SchedulerConfig
 from services.common.config.worker import WorkerConfig
-from services.common.flags import Int
+from services.common.flags import Examples, Int
+
+# What it chooses for its children itself.
+_PLACES = (
+    *("worker_listen", "worker_addresses", "scheduler_listen", "scheduler_addresses"),
+    *("master_addr", "master_port", "dp_rank", "tp_rank", "pp_rank"),
+)
 
 
 class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     """What ``toka`` takes: everything its children take, and how many of them there are."""
+
+    never_given = frozenset({*_PLACES, "insecure_worker"})
+    examples: ClassVar[Examples] = (
+        ("", "the built-in model on http://127.0.0.1:10210/v1, on a GPU where there is one, else on the CPU"),
+        (
+            "model=/models/Llama-3.1-8B-Instruct kv_cache_num_tokens=auto torch_compile=T use_cudagraphs=T",
+            "a Hugging Face directory, or a hub id, on one GPU, with all of its memory; toka-doctor with the same flags"
+            " says whether it fits",
+        ),
+        ("model=/models/M dp_size=2 tp_size=2", "on four GPUs: two replicas, each on two; pp_size cuts by layers"),
+        ("host=0.0.0.0 api_keys_file=keys.toml", "for other hosts, who need a key (toka-key makes one)"),
+    )
 
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
     gateways: Int = Field(
@@ -48,8 +67,7 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
 
     @model_validator(mode="after")
     def _children_are_not_placed_by_hand(self) -> "DeploymentConfig":
-        addresses = ("worker_listen", "worker_addresses", "scheduler_listen", "scheduler_addresses")
-        for name in (*addresses, "master_addr", "master_port", "dp_rank", "tp_rank", "pp_rank"):
+        for name in _PLACES:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"flag {name}: toka chooses the addresses and ranks of its children itself; leave it out, or start"

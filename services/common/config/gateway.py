@@ -1,18 +1,23 @@
 """The flags of a gateway."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from services.common.config.keys import KeysConfig
-from services.common.flags import Bool, Float, Int, Strings
+from services.common.flags import Bool, Examples, Float, Int, Strings
 
 
 class GatewayConfig(KeysConfig):
     """One gateway: HTTP in, sessions to every scheduler out."""
 
-    host: str = "127.0.0.1"
-    port: Int = Field(10210, ge=0, le=65535)
+    examples: ClassVar[Examples] = (
+        ("", "HTTP on 127.0.0.1:10210, for the scheduler that toka-scheduler starts on this host"),
+        ("host=0.0.0.0 scheduler_addresses=node1:10310,node2:10310", "for other hosts, in front of two replicas"),
+    )
+
+    host: str = Field("127.0.0.1", description="where HTTP is served; 0.0.0.0: for other hosts")
+    port: Int = Field(10210, ge=0, le=65535, description="of HTTP; 0: any that is free")
     scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")

@@ -1,18 +1,23 @@
 """The flags of a scheduler."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.keys import KeysConfig
 from services.common.config.metrics import MetricsConfig
-from services.common.flags import Bool, Float, Int, Strings
+from services.common.flags import Bool, Examples, Float, Int, Strings
 
 PRIORITY_CLASSES = ("high", "normal", "low")
 
 
 class SchedulerConfig(KeysConfig, MetricsConfig):
     """One scheduler: one replica's queue, pages and plans."""
+
+    examples: ClassVar[Examples] = (
+        ("", "on 127.0.0.1:10310, for the worker that toka-worker starts on this host"),
+        ("model=/models/M worker_addresses=node1:10410,node2:10410", "for a replica of two ranks, one on each host"),
+    )
 
     scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
     worker_addresses: Strings = Field(

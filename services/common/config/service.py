@@ -18,7 +18,7 @@ class ServiceConfig(GrpcConfig):
     model: str = Field("builtin", description="Hugging Face directory or hub id; 'builtin' = the model in this package")
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
     served_model_name: str | None = Field(None, description="model id in the API; default: the model's directory name")
-    log_level: LogLevel = "INFO"
+    log_level: LogLevel = Field("INFO", description="least important log lines that are written")
     log_format: LogFormat = Field(
         "auto", description="of log lines: json, or console for people; auto: console on a terminal, else json"
     )

@@ -1,22 +1,28 @@
 """The flags of a worker."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.addresses import is_public
 from services.common.config.metrics import MetricsConfig
-from services.common.flags import Bool, Int, Ints
+from services.common.flags import Bool, Examples, Int, Ints
 
 
 class WorkerConfig(MetricsConfig):
     """One worker: one device, its share of the weights, and the paged KV cache."""
 
+    examples: ClassVar[Examples] = (
+        ("", "the built-in model on 127.0.0.1:10410, on a GPU where there is one"),
+        ("model=/models/M kv_cache_num_tokens=auto", "one GPU, with all of its memory"),
+        ("model=/models/M tp_size=2 tp_rank=1 master_addr=node1", "the second of two ranks, which meet at node1"),
+    )
+
     worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
     insecure_worker: Bool = Field(
         False, description="other hosts may reach the worker without mTLS: a private network guards it"
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a device, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
@@ -64,7 +70,7 @@ class WorkerConfig(MetricsConfig):
     @field_validator("kv_cache_num_tokens")
     @classmethod
     def _a_size(cls, value: int | str) -> int | str:
-        if value != "auto" and not 1 <= value < 2**40:
+        if value != "auto" and not (isinstance(value, int) and 1 <= value < 2**40):
             raise ValueError("expected 1 or more tokens, or auto")
         return value
 

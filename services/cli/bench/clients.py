@@ -1,0 +1,138 @@
+"""Client processes: each with its share of the requests, and all begin at the same moment.
+
+They are spawned by, and report to, the thread of the program that measures.
+"""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+
+from services.cli.bench.exchange import Endpoint, Reply
+from services.cli.bench.sending import Body, Report, Share, send_share
+from services.common.process import allow_connections
+
+_START_S = 60.0  # for a client process to be there
+_SETTLE_S = 0.1  # from the last client's readiness to the moment when all begin
+_PATIENCE_S = 0.01  # of one look for reports
+
+
+class ClientError(Exception):
+    """A client process did not start, failed, or was killed."""
+
+
+class Clients:
+    """The processes, while the context is open."""
+
+    def __init__(self, endpoint: Endpoint, shares: Sequence[Share], period_s: float | None = None) -> None:
+        """They report every ``period_s``; None: at their end, so that nothing else is done while it is measured."""
+        self._tasks = [(index, endpoint, share, period_s) for index, share in enumerate(shares)]
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._open: list[Connection] = []
+
+    def __enter__(self) -> "Clients":
+        allow_connections()
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def begin(self) -> None:
+        """Let all of them begin at one moment."""
+        start = time.perf_counter() + _SETTLE_S
+        for pipe in self._pipes:
+            pipe.send(start)
+        self._open = list(self._pipes)
+
+    def reports(self) -> Iterator[list[Report]]:
+        """What came, again and again, be it nothing, until all have ended. Raises ``ClientError``."""
+        while self._open:
+            heard = []
+            for pipe in wait(self._open, timeout=_PATIENCE_S):
+                assert isinstance(pipe, Connection)
+                heard.append(self._receive(pipe))
+            yield heard
+
+    def _receive(self, pipe: Connection) -> Report:
+        try:
+            report: Report = pipe.recv()
+        except EOFError:
+            report = Report(self._pipes.index(pipe), trouble="it was killed")
+        if report.trouble:
+            raise ClientError(f"a client process failed: {report.trouble}")
+        if report.busy is not None:
+            self._open.remove(pipe)
+        return report
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # or starting the first process would start it, and let SIGINT through
+        # Ctrl-C reaches every process of a terminal, and is for the one that prints what was measured.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in self._tasks:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=send_share, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for pipe, task in zip(self._pipes, self._tasks, strict=True):
+            pipe.send(task)
+        for pipe in self._pipes:
+            if not pipe.poll(_START_S):
+                raise ClientError("a client process did not start in time")
+            self._receive(pipe)
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def send_all(
+    url: str, bodies: Sequence[Body], clients: int = 1, meanwhile: Callable[[], None] = lambda: None
+) -> list[Reply]:
+    """POST every body to ``url`` at once, from ``clients`` processes; replies in the order of ``bodies``.
+
+    ``meanwhile`` is called again and again in this thread until all have answered; it should sleep a little itself.
+    """
+    shares = []
+    for first in range(min(clients, len(bodies))):
+        numbers = range(first, len(bodies), clients)
+        shares.append(Share(numbers, {number: bodies[number] for number in numbers}.__getitem__))
+    replies: dict[int, Reply] = {}
+    with Clients(Endpoint(url), shares) as processes:
+        meanwhile()
+        processes.begin()
+        for reports in processes.reports():
+            meanwhile()
+            replies.update(pair for report in reports for pair in report.replies)
+    return [replies[number] for number in range(len(bodies))]
+
+
+def failures(replies: Sequence[Reply]) -> int:
+    """How many requests got no answer; prints the first reason."""
+    failed = [reply.error for reply in replies if reply.error]
+    if failed:
+        print(f"{len(failed)} of {len(replies)} requests failed, the first: {failed[0]}")
+    return len(failed)
+
+
+def makespan(replies: Sequence[Reply]) -> float:
+    """Seconds from the first request to the last answer."""
+    return max(reply.ended_at for reply in replies) - min(reply.sent_at for reply in replies)

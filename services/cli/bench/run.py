@@ -1,0 +1,93 @@
+"""One start of the command: its server, what it shows, and where its results go."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from services.cli.bench.display import Live, show, warn_if_busy
+from services.cli.bench.exchange import Endpoint, Reply
+from services.cli.bench.figures import Figures
+from services.cli.bench.load import Load, Outcome, drive
+from services.cli.bench.plot import plot
+from services.cli.bench.sending import Bodies
+from services.cli.bench.server import ServerError, served_model, without_version
+
+INTERRUPTED = 130  # the exit status after Ctrl-C
+
+
+@dataclass
+class Run:
+    """Used by the command's one thread. ``settings``: the options, as the results tell them."""
+
+    command: str
+    settings: dict[str, Any]
+    url: str
+    model: str
+    endpoint: Endpoint
+    clients: int
+    json_to: Path | None
+    plot_to: Path | None
+    console: Console = field(default_factory=Console)
+    progress: Console = field(default_factory=lambda: Console(stderr=True))
+    busy: float = 0.0
+    interrupted: bool = False
+
+    @classmethod
+    def of(cls, command: str, settings: Mapping[str, Any], *, chat: bool = False) -> "Run":
+        """From a command's options. Raises ``ServerError``."""
+        given = dict(settings)
+        json_to, plot_to, api_key, ca = (given.pop(name, None) for name in ("json_to", "plot_to", "api_key", "ca"))
+        if given.get("seed", 0) is None:
+            given["seed"] = random.SystemRandom().randrange(2**32)
+        url = without_version(given.pop("url"))
+        model = given.pop("model") or served_model(url, api_key, ca)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        authority = None if ca is None else str(ca)
+        endpoint = Endpoint(url + path, api_key or "none", authority, given.pop("timeout"))
+        return cls(command, given, url, model, endpoint, given.pop("clients"), json_to, plot_to)
+
+    def warm_up(self, live: Live, body: Bodies, first: int, count: int) -> None:
+        """``count`` requests, which do not count, one after the other. Raises ``ServerError`` if one fails."""
+        if not count or self.interrupted:
+            return
+        outcome = self.drive(live, "warming up", Load(body, count, first, concurrency=1), clients=1)
+        for _, reply in outcome.replies:
+            if reply.error:
+                raise ServerError(f"{self.url} does not serve such requests: {reply.error}")
+
+    def drive(self, live: Live, what: str, load: Load, clients: int | None = None) -> Outcome:
+        """Send a load, unless there was Ctrl-C before."""
+        live.begin(what, load.count)
+        if self.interrupted:
+            return Outcome(interrupted=True)
+        outcome = drive(self.endpoint, load, clients or self.clients, live.told)
+        self.busy, self.interrupted = max(self.busy, outcome.busy), outcome.interrupted
+        return outcome
+
+    def tell(self, outcome: Outcome, title: str, *, streamed: bool) -> int:
+        """Show, write and draw the figures of a load; the exit status."""
+        replies = [reply for _, reply in outcome.replies]
+        figures = Figures.of(replies, streamed=streamed, unfinished=outcome.running if outcome.interrupted else 0)
+        show(self.console, title, figures, replies)
+        return self.end(figures.as_json(), replies, title, streamed=streamed, failed=figures.failed)
+
+    def end(self, figures: dict[str, Any], replies: Sequence[Reply], title: str, *, streamed: bool, failed: int) -> int:
+        """Write and draw; the exit status: 1 if requests failed, or none was answered."""
+        warn_if_busy(self.console, self.busy)
+        if self.json_to is not None:
+            head = {"command": self.command, "url": self.url, "model": self.model, "settings": self.settings}
+            tail = {"client_busy": self.busy, "interrupted": self.interrupted}
+            self.json_to.write_text(json.dumps(head | figures | tail, default=str, indent=2) + "\n")
+            self.console.print(f"figures: {self.json_to}", highlight=False)
+        if self.plot_to is not None and replies:
+            plot(replies, title, self.plot_to, streamed=streamed)
+            self.console.print(f"plot: {self.plot_to}", highlight=False)
+        if self.interrupted:
+            self.console.print("interrupted: this is what was measured so far")
+            return INTERRUPTED
+        return 1 if failed or not replies else 0

@@ -1,0 +1,114 @@
+"""A client process: sends its share of the requests on an event loop, and reports. It imports little, to start soon."""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from services.cli.bench.exchange import Endpoint, Reply, Sender
+
+Body = dict[str, Any]
+Bodies = Callable[[int], Body]  # by the request's number; they cross to client processes, so they are pickled
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process sends."""
+
+    numbers: Sequence[int]  # of the requests, in order
+    body: Bodies
+    due: Sequence[float] | None = None  # seconds from the start, by position; None = as soon as may be
+    concurrency: int | None = None  # at most so many at once; None = any number
+    seconds: float | None = None  # from the start: no request begins later
+
+
+@dataclass
+class Report:
+    """What a process tells since its last report."""
+
+    client: int  # which process
+    replies: list[tuple[int, Reply]] = field(default_factory=list)  # by the request's number
+    running: int = 0  # requests now
+    arrivals: int = 0  # of text since the last report
+    busy: float | None = None  # its CPU time over the time it took; None = it goes on
+    trouble: str = ""  # why it ended before its time, else empty
+
+
+def send_share(pipe: Connection) -> None:
+    """The process' program: take a share, say that it is there, wait for the moment, send, and report."""
+    index, endpoint, share, period_s = pipe.recv()
+    try:
+        client = _Client(index, pipe, endpoint, share)
+        pipe.send(Report(index))
+        asyncio.run(client.run(pipe.recv(), period_s))
+    except Exception:
+        pipe.send(Report(index, trouble=traceback.format_exc()))
+
+
+class _Client:
+    """What a client process does, on its event loop."""
+
+    def __init__(self, index: int, pipe: Connection, endpoint: Endpoint, share: Share) -> None:
+        self._index = index
+        self._pipe = pipe
+        self._endpoint = endpoint
+        self._share = share
+        self._sender = Sender(endpoint)
+        self._replies: list[tuple[int, Reply]] = []
+        self._told = 0  # arrivals of text
+        at_once = share.due is None and share.concurrency is None
+        # Made before the moment when all of them are needed; else each when it is its turn.
+        self._made = [self._encode(number) for number in share.numbers] if at_once else []
+
+    async def run(self, start: float, period_s: float | None) -> None:
+        """All requests of the share; ``start`` is the moment to begin."""
+        await asyncio.sleep(start - time.perf_counter())
+        cpu = time.process_time()
+        reporting = None if period_s is None else asyncio.create_task(self._report_every(period_s))
+        await self._send_all(start)
+        if reporting is not None:
+            reporting.cancel()
+        self._report((time.process_time() - cpu) / (time.perf_counter() - start))
+
+    async def _send_all(self, start: float) -> None:
+        share = self._share
+        if share.concurrency is not None:
+            numbers = iter(share.numbers)
+            await asyncio.gather(*(self._one_by_one(numbers, start) for _ in range(share.concurrency)))
+        elif share.due is not None:
+            async with asyncio.TaskGroup() as group:
+                for number, due in zip(share.numbers, share.due, strict=True):
+                    request = self._encode(number)
+                    await asyncio.sleep(start + due - time.perf_counter())
+                    group.create_task(self._exchange(number, request))
+        else:
+            await asyncio.gather(*map(self._exchange, share.numbers, self._made))
+
+    async def _one_by_one(self, numbers: Iterable[int], start: float) -> None:
+        """One of several that draw from the same ``numbers``."""
+        end = None if self._share.seconds is None else start + self._share.seconds
+        for number in numbers:
+            if end is not None and time.perf_counter() >= end:
+                return
+            await self._exchange(number, self._encode(number))
+
+    async def _exchange(self, number: int, request: bytes) -> None:
+        reply = await self._sender.exchange(request)
+        self._replies.append((number, reply))  # not before: a report takes the list away meanwhile
+
+    def _encode(self, number: int) -> bytes:
+        return self._endpoint.encode(self._share.body(number))
+
+    async def _report_every(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            self._report()
+
+    def _report(self, busy: float | None = None) -> None:
+        replies, self._replies = self._replies, []
+        arrivals = self._sender.arrivals - self._told
+        self._told = self._sender.arrivals
+        self._pipe.send(Report(self._index, replies, self._sender.running, arrivals, busy))

@@ -1,0 +1,139 @@
+"""Do weights, the largest step and the KV cache fit? By the worker's own rules; the step's part is a guess until the
+worker has measured it at its start."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.cli.doctor.findings import Finding, amount, fail, ok, warn
+from services.cli.doctor.machine import Machine
+from services.cli.doctor.model import Shape
+from services.worker.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
+from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.shares import local_config
+
+# What a process has on a device before it loads anything: CUDA's context and libraries.
+_CONTEXT = 1 << 30
+# The guess of a step's memory is taken so many times, to be sure.
+_CAUTION = 1.5
+
+
+def look_at_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
+    """Of each replica's scarcest rank."""
+    if not machine.on_cuda:
+        yield from _on_cpu(machine, shape)
+    elif machine.workers <= len(machine.gpus):
+        yield from _on_cuda(machine, shape)
+    # else: what is said of the GPUs says it
+
+
+def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
+    """Of a replica's ranks on CUDA, in their order."""
+    config, found = machine.config, []
+    for stage, layers in enumerate(shape.stages):
+        for rank in range(config.tp_size):
+            ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
+            found.append(footprint(config, shape.described, ranks, layers, shape.max_context))
+    return found
+
+
+def _on_cuda(machine: Machine, shape: Shape) -> Iterator[Finding]:
+    config, size = machine.config, machine.config.page_size
+    ranks = footprints(machine, shape)
+    gpus = machine.gpus[: machine.workers]
+    pairs = [(ranks[index % len(ranks)], gpu.total, gpu.free - _CONTEXT) for index, gpu in enumerate(gpus)]
+    most, likely, least = (
+        min(rank.pages_in(free, total, steps=steps) for rank, total, free in pairs) * size
+        for steps in (0.0, 1.0, _CAUTION)
+    )
+    rank, total, free = min(pairs, key=lambda pair: pair[0].pages_in(pair[2], pair[1]))
+    text = (
+        f"each GPU: weights {amount(rank.weights)}, largest step about {amount(rank.step)}, tables and CUDA graphs"
+        f" {amount(rank.reserved)}, kept free {amount(margin(total))}, of {amount(free)}"
+    )
+    facts = {
+        "weights_bytes": rank.weights,
+        "step_bytes": rank.step,
+        "free_bytes": free,
+        "cache_tokens_that_fit": max(0, likely),
+        "bytes_per_token": rank.page // size,
+    }
+    asked = config.kv_cache_num_tokens
+    smaller = "a GPU with more memory, tp_size= or pp_size= for more GPUs, quantization=fp8, or a smaller model"
+    if most < size:
+        yield fail("memory", f"{text}; nothing is left for the KV cache", smaller, **facts)
+        return
+    text += f"; room for about {max(0, likely):,} tokens of KV cache, {amount(max(0, likely) * rank.page / size)}"
+    lower = "max_tokens_per_forward= or max_seqs_per_forward= lower"
+    if asked == "auto":
+        if least < shape.max_context:
+            text += f", and the context is {shape.max_context:,}"
+            yield warn("memory", text, f"{smaller}; or max_context_tokens={max(size, least)}", **facts)
+        else:
+            yield ok("memory", f"{text}, which auto takes: {_sequences(likely, shape)}", **facts)
+    elif asked > most:
+        fix = f"kv_cache_num_tokens={max(size, least)} or auto; or {smaller}"
+        yield fail("memory", f"{text}, and kv_cache_num_tokens={asked:,} are asked for", fix, **facts)
+    elif asked > least:
+        fix = f"kv_cache_num_tokens={max(size, least)} or auto; or {lower}"
+        yield warn("memory", f"{text}; whether the {asked:,} that are asked for fit, the start will show", fix, **facts)
+    else:
+        yield from _fits(text, asked, shape, facts, spare=likely > 2 * asked)
+
+
+def _fits(text: str, asked: int, shape: Shape, facts: dict[str, int], *, spare: bool) -> Iterator[Finding]:
+    text += f"; {asked:,} are asked for: {_sequences(asked, shape)}"
+    if asked < shape.max_context:
+        fix = f"kv_cache_num_tokens={shape.max_context} or more, or max_context_tokens={asked}"
+        yield warn("memory", f"{text}, so longer requests are refused", fix, **facts)
+    elif spare:
+        yield ok("memory", f"{text} (kv_cache_num_tokens=auto takes all)", **facts)
+    else:
+        yield ok("memory", text, **facts)
+
+
+def _sequences(tokens: int, shape: Shape) -> str:
+    whole = tokens // shape.max_context
+    if not whole:
+        return f"less than one sequence of {shape.max_context:,} tokens"
+    return f"{whole:,} sequence{'s' * (whole != 1)} of {shape.max_context:,} tokens at once, more of shorter ones"
+
+
+def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
+    """All workers share the host's memory. A page of the cache takes some when it is first written to."""
+    config = machine.config
+    item = BFLOAT16 if config.dtype == "bfloat16" else FLOAT32
+    asked = config.kv_cache_num_tokens
+    if asked == "auto":
+        fix = "kv_cache_num_tokens=131072, for example"
+        yield fail("memory", "flag kv_cache_num_tokens=auto: only on cuda, and the workers would run on cpu", fix)
+        return
+    weights = cache = 0
+    for stage, layers in enumerate(shape.stages):
+        for rank in range(config.tp_size):
+            ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
+            local = local_config(shape.described, ranks, len(layers))
+            weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
+            cache += page_bytes(local, config.page_size, item) * (asked // config.page_size)
+    weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()
+    text = f"CPU: weights {amount(weights)}, KV cache {amount(cache)} when it is full, of {amount(free)}"
+    facts = {"weights_bytes": weights, "cache_bytes": cache, "free_bytes": free}
+    if weights > free:
+        yield fail("memory", text, "a smaller model, fewer replicas (dp_size=), or dtype=bfloat16", **facts)
+    elif weights + cache > free:
+        yield warn("memory", text, "lower kv_cache_num_tokens=, or end other programs", **facts)
+    else:
+        yield from _fits(text, asked, shape, facts, spare=False)
+
+
+def available_memory() -> int:
+    """Bytes that this host has for new programs, or its container, if that is less."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # not Linux: all that there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    [kib] = [line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    free = int(kib) * 1024
+    most, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if most.exists() and (limit := most.read_text().strip()).isdigit():
+        free = min(free, int(limit) - int(used.read_text()))
+    return free

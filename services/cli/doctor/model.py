@@ -1,0 +1,139 @@
+"""The model: its files, and whether this worker runs it as the flags say."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
+from services.cli.doctor.shards import Broken, Shard, read_shards
+from services.common.config import DeploymentConfig
+from services.common.errors import InvalidRequest
+from services.common.model_files import TEXT_FILES, WEIGHT_FILES, read_card, read_json, resolve
+from services.worker.models.checkpoint import DERIVED, checkpoint_shapes
+from services.worker.models.config import ModelConfig
+from services.worker.models.registry import read_model_config
+from services.worker.parallel.shares import refuse_unshareable
+from services.worker.parallel.stages import layers_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model that can be run: what memory is reckoned with."""
+
+    described: ModelConfig
+    stages: tuple[range, ...]  # layers
+    max_context: int
+
+
+def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
+    """Where the model is, on this machine: nothing is fetched."""
+    if config.model == "builtin" or Path(config.model).exists() or config.model.startswith((".", "/", "~")):
+        try:
+            return resolve(config.model, weights=False), []
+        except InvalidRequest as error:
+            return None, [fail("model", error.message.partition(": ")[0], "give a directory, a hub id, or builtin")]
+    import huggingface_hub  # its client takes time to load
+
+    wanted = [*TEXT_FILES, *(WEIGHT_FILES if config.load_format != "dummy" else ())]
+    try:
+        found = huggingface_hub.snapshot_download(config.model, allow_patterns=wanted, local_files_only=True)
+    except Exception as error:  # of many kinds, its own and others
+        said = f"{config.model} is not on this machine ({type(error).__name__}); the start fetches it"
+        return None, [warn("model", said, f"toka-download model={config.model} fetches it now, and says if it cannot")]
+    return Path(found), []
+
+
+def look_at_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | None, list[Finding]]:
+    """``config.json``, and the flags that must go with it."""
+    try:
+        described = read_model_config(read_json(directory / "config.json", required=True))
+        refuse_unshareable(described, config.tp_size)
+        stages = layers_of(described, config.pp_size, config.pp_layers)
+        card = read_card(str(directory))
+    except InvalidRequest as error:
+        return None, [_with_fix(error.message)]
+    limit = described.max_context_tokens
+    if (config.max_context_tokens or 0) > limit:
+        text = f"flag max_context_tokens={config.max_context_tokens}: the model's own limit is {limit}"
+        return None, [fail("model", text, "lower it or leave it out")]
+    text = f"{directory}: {described.layers} layers of {described.hidden_size}, {described.heads} heads and"
+    text += f" {described.kv_heads} for keys, {described.vocab_size:,} tokens, context of {limit:,}"
+    findings = [ok("model", text)]
+    if not card.eos_token_ids:
+        fix = "add eos_token_id to generation_config.json"
+        findings.append(warn("model", "no eos_token_id: answers end at max_tokens or a stop string only", fix))
+    return Shape(described, tuple(stages), config.max_context_tokens or limit), findings
+
+
+def _with_fix(message: str) -> Finding:
+    if "; " in message:
+        return from_error("model", message)
+    return fail("model", message, "give the directory of a model that this worker runs, with all of its files")
+
+
+def look_at_tokenizer(config: DeploymentConfig, directory: Path) -> Iterator[Finding]:
+    """By loading it, as a gateway does."""
+    try:
+        from services.common.text.tokenizer import Tokenizer  # not where only the commands are installed
+    except ImportError as error:
+        yield unknown("tokenizer", f"not looked at: {error.name} is not installed", "pip install 'tokasaurus[text]'")
+        return
+    place = config.tokenizer or str(directory)
+    if not Path(place).is_dir() and config.tokenizer:
+        yield unknown("tokenizer", f"{place} is no directory here: not looked at", f"toka-download model={place}")
+        return
+    try:
+        tokenizer = Tokenizer.load(place)
+    except InvalidRequest as error:
+        yield fail("tokenizer", error.message, "fetch tokenizer.json and its neighbours, or name another tokenizer=")
+        return
+    except Exception as error:  # a library's, of whatever kind: what it was given is broken
+        yield fail("tokenizer", f"{place}: cannot be read ({error})", "fetch its files again")
+        return
+    if tokenizer.has_chat_template:
+        yield ok("tokenizer", f"{place}, with a chat template")
+    else:
+        fix = "use completions, or add chat_template.jinja to its directory"
+        yield warn("tokenizer", f"{place}: no chat template, so chats are refused", fix)
+
+
+def look_at_weights(config: DeploymentConfig, directory: Path, described: ModelConfig | None) -> Iterator[Finding]:
+    """Are the files whole, and the tensors those that ``config.json`` asks for (None: it is not readable)?"""
+    if config.load_format == "dummy":
+        yield ok("weights", "load_format=dummy: none are read")
+        return
+    shards: list[Shard] = []
+    broken = False
+    for each in read_shards(directory):
+        if isinstance(each, Broken):
+            broken = True
+            yield fail("weights", str(each), each.fix)
+        else:
+            shards.append(each)
+    if broken:
+        return
+    if described is not None:
+        stored = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+        differences = list(_compare(stored, described))
+        yield from differences
+        if differences:
+            return
+    size = sum(shard.size for shard in shards)
+    yield ok("weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, whole", bytes=size)
+
+
+def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> Iterator[Finding]:
+    expected = checkpoint_shapes(described)
+    allowed = {"lm_head.weight"} if described.tied_embeddings else set()
+    absent = sorted(expected.keys() - stored.keys())
+    strange = sorted(name for name in stored.keys() - expected.keys() - allowed if not name.endswith(DERIVED))
+    other = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
+    if absent:
+        text = f"{len(absent)} tensors that config.json asks for are missing, e.g. {absent[0]}"
+        yield fail("weights", text, "fetch the model again, config.json with it")
+    if other:
+        text = f"{other[0]} has shape {list(stored[other[0]])}, config.json asks for {list(expected[other[0]])}"
+        yield fail("weights", text, "config.json and the weights do not belong together: fetch both again")
+    if strange:
+        text = f"{len(strange)} tensors have no place in this architecture, e.g. {strange[0]}"
+        yield fail("weights", text, "fetch weights that are not quantised already, and their own config.json")

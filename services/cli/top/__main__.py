@@ -1,0 +1,4 @@
+from services.cli.top import main
+
+if __name__ == "__main__":
+    main()

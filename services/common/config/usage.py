@@ -1,0 +1,48 @@
+"""What ``help`` prints."""
+
+import itertools
+import os
+import shutil
+import sys
+import textwrap
+
+from services.common.config.flag import BOOLEANS, Flag, flags_of
+from services.common.flags import Config
+
+_NAMES, _NARROWEST, _WIDEST = 36, 80, 160
+
+
+def usage(kind: type[Config]) -> str:
+    """What the program is for, examples, and a paragraph for each flag: name, default, meaning."""
+    program = os.path.basename(sys.argv[0])
+    width = min(max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST), _WIDEST)
+    lines = [f"usage: {program} [flag=value ...]", ""]
+    for arguments, meaning in vars(kind).get("examples", ()):
+        lines += [f"  {program} {arguments}".rstrip(), f"      {meaning}"]
+    lines += [
+        "",
+        *textwrap.wrap(
+            "Each flag is also an environment variable, TOKA_<FLAG>; the command line wins. T and F are booleans,"
+            " numbers in parentheses are evaluated: '(512 * 1024)'. A flag without a value here has none, or one of the"
+            f' model\'s. Shells complete flags and their values: eval "$({program} --completion bash)", or zsh, or'
+            " fish.",
+            width,
+        ),
+    ]
+    for group, flags in itertools.groupby(flags_of(kind), key=lambda flag: flag.group):
+        lines += ["", *textwrap.wrap((group.__doc__ or "").split("\n\n")[0].strip(), width)]
+        for flag in flags:
+            lines += _paragraph(flag, width)
+    return "\n".join(lines)
+
+
+def _paragraph(flag: Flag, width: int) -> list[str]:
+    head = f"  {flag.name}={flag.default or ''}"
+    parts = ["must be given"] if flag.default is None else []
+    parts += [flag.description] if flag.description else []
+    if len(flag.choices) > 1 and flag.choices != BOOLEANS:
+        parts.append(f"({' | '.join(flag.choices)})")
+    meaning = textwrap.wrap(" ".join(parts), width - _NAMES) or [""]
+    if len(head) >= _NAMES:
+        return [head, *(" " * _NAMES + line for line in meaning)]
+    return [f"{head:<{_NAMES}}{meaning[0]}".rstrip(), *(" " * _NAMES + line for line in meaning[1:])]

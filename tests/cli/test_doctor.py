@@ -1,0 +1,288 @@
+"""toka-doctor: what it finds is what a start would meet."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from services.cli.doctor.command import app
+from services.cli.doctor.findings import Finding, Level
+from services.cli.doctor.model import find
+from services.common.config import DeploymentConfig
+from services.common.errors import InvalidRequest
+from services.common.flags import build
+from services.common.model_files import BUILTIN, read_json
+from services.worker import weights
+from services.worker.layers.factory import make_kernels
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.registry import read_model_config
+from tests.cli.looking import findings, only
+from tests.worker.small_models import CPU
+
+INDEX = "model.safetensors.index.json"
+# Those of Hugging Face's config.json, as far as they count.
+LLAMA_1B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "eos_token_id": 128009,
+}  # fmt: skip
+LLAMA_8B = LLAMA_1B | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command. What of ``environment`` is lower case is of the fake driver."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TOKA_")}
+    clean |= {name if name.isupper() else f"FAKE_{name.upper()}": value for name, value in environment.items()}
+    command = [sys.executable, "-m", "services.cli.doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """The built-in model, in two files with an index."""
+    target = tmp_path / "model"
+    shutil.copytree(BUILTIN, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
+    tensors = load_file(BUILTIN / "model.safetensors")
+    names = sorted(tensors)
+    placed = {name: f"part-{1 + (index % 2)}.safetensors" for index, name in enumerate(names)}
+    for file in set(placed.values()):
+        save_file({name: tensors[name] for name in names if placed[name] == file}, target / file)
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return target
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_builtin_model_can_be_started():
+    answer = doctor("--json", "port=0", "grpc_port=0", "device=cpu")
+    told = json.loads(answer.stdout)
+    assert answer.returncode == 0, answer.stdout
+    assert told["ok"]
+    levels = {each["subject"]: each["level"] for each in told["findings"]}
+    assert levels["weights"] == levels["tokenizer"] == levels["memory"] == levels["model"] == "ok"
+    [memory] = [each for each in told["findings"] if each["subject"] == "memory"]
+    stored = (BUILTIN / "model.safetensors").stat().st_size  # in two bytes each
+    assert memory["facts"]["weights_bytes"] == pytest.approx(2 * stored, rel=0.01)
+    assert "64 sequences of 2,048 tokens" in memory["text"]
+
+
+def test_nothing_of_torch_is_loaded():
+    program = (
+        "import sys; from typer.testing import CliRunner; from services.cli.doctor.command import app;"
+        "done = CliRunner().invoke(app, ['port=0', 'grpc_port=0', 'device=cpu']); print(done.output);"
+        "assert done.exit_code == 0; assert not {'torch', 'triton', 'flashinfer', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_whole_folder_is_whole(folder):
+    found = only("weights", folder)
+    assert found.level is Level.OK
+    assert found.text.startswith("2 files")
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "part-1.safetensors"
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 100)
+
+
+def store(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Tensors in the place of others; None: it is not there any more, nor in the index."""
+    placed = json.loads((folder / INDEX).read_text())["weight_map"]
+    for name, tensor in tensors.items():
+        file = placed.setdefault(name, "part-1.safetensors")
+        stored = load_file(folder / file)
+        stored.pop(name, None)
+        if tensor is None:
+            del placed[name]
+        else:
+            stored[name] = tensor
+        save_file(stored, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+
+
+BROKEN = {
+    "a missing file": (lambda folder: (folder / "part-2.safetensors").unlink(), "part-2.safetensors does not exist"),
+    "a truncated file": (truncate, "it is not whole"),
+    "an index that is cut off": (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a":'), "is no index"),
+    "no weights": (lambda folder: [each.unlink() for each in (*folder.glob("part*"), folder / INDEX)],
+                   "model.safetensors does not exist"),
+    "a file of Git LFS": (
+        lambda folder: (folder / "part-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid"),
+        "is a Git LFS pointer",
+    ),
+    "an empty file": (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "does not begin as"),
+    "noise": (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 4096), "does not begin as"),
+    "a tensor that is not there": (lambda folder: store(folder, **{"model.norm.weight": None}), "e.g. model.norm"),
+    "a tensor of another shape": (
+        lambda folder: store(folder, **{"model.norm.weight": torch.ones(7)}), "model.norm.weight has shape [7]"
+    ),
+    "weights that are quantised": (
+        lambda folder: store(folder, **{"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}),
+        "1 tensors have no place in this architecture, e.g. model.layers.0.mlp.up_proj.weight_scale",
+    ),
+    "another config.json": (
+        lambda folder: change_json(folder / "config.json", num_hidden_layers=7), "config.json asks for are missing"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_weights_that_a_worker_refuses_are_found(what, folder):
+    broke, sentence = BROKEN[what]
+    broke(folder)
+    found = [each for each in findings("weights", folder) if sentence in each.text]
+    assert found
+    assert found[0].level is Level.FAIL
+    assert found[0].fix
+    described = read_model_config(read_json(folder / "config.json"))
+    model = DecoderModel(described, torch.float32, torch.device("meta"), make_kernels(CPU, torch.float32))
+    with pytest.raises(InvalidRequest):
+        weights.load(folder, model.targets(), tied_embeddings=described.tied_embeddings)
+
+
+def test_an_index_of_another_version_is_found(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "part-1.safetensors"
+    index["weight_map"]["model.layers.0.input_layernorm.weight"] = "part-2.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    found = findings("weights", folder)
+    assert {each.level for each in found} == {Level.FAIL}
+    assert "which it has not" in found[0].text
+
+
+def test_weights_of_another_format_are_named(folder):
+    for each in (*folder.glob("part*"), folder / INDEX):
+        each.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    found = only("weights", folder)
+    assert "as *.bin only" in found.text
+    assert "convert them to safetensors" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "subject", "sentence"),
+    [
+        ("config.json", None, "model", "config.json does not exist"),
+        ("config.json", "{", "model", "is not valid JSON"),
+        ("config.json", '{"architectures": ["BertModel"]}', "model", "architectures=['BertModel'] is not supported"),
+        ("tokenizer.json", None, "tokenizer", ""),
+        ("tokenizer.json", "{}", "tokenizer", ""),
+    ],
+)
+def test_a_broken_text_file_is_found(name, content, subject, sentence, folder):
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    found = only(subject, folder)
+    assert found.level is Level.FAIL
+    assert sentence in found.text
+    assert found.fix
+
+
+def test_a_model_without_a_template_or_an_end_is_warned_of(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}))
+    (folder / "generation_config.json").unlink()
+    change_json(folder / "config.json", eos_token_id=None)
+    assert "no chat template" in only("tokenizer", folder).text
+    assert "no eos_token_id" in findings("model", folder)[1].text
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"tp_size": 4, "device": "cpu"}, "which 4 ranks cannot share equally"),
+        ({"pp_size": 7, "device": "cpu"}, "the model has 6 layers, and every stage needs one"),
+        ({"max_context_tokens": 4096}, "the model's own limit is 2048"),
+    ],
+)
+def test_flags_that_the_model_does_not_allow_fail(flags, sentence):
+    found = only("model", **flags)
+    assert found.level is Level.FAIL
+    assert sentence in found.text
+    assert found.fix
+
+
+def test_a_model_that_is_not_here_is_told(tmp_path):
+    nowhere = only("model", tmp_path / "nowhere")
+    assert nowhere.level is Level.FAIL
+    assert "is not a directory" in nowhere.text
+    _, [hub] = find(build(DeploymentConfig, {"model": "nobody/nothing-of-this-name"}))
+    assert hub.level is Level.WARN
+    assert "toka-download model=nobody/nothing-of-this-name" in hub.fix
+
+
+def test_a_taken_port_fails_with_the_flag_that_chooses_another():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        answer = doctor(f"port={port}", "grpc_port=0", "device=cpu", "--quiet")
+    assert answer.returncode == 1
+    assert re.search(r"fail +ports", answer.stdout)
+    assert f"sport = :{port}" in answer.stdout.replace("\n", "")
+    assert "port=" in answer.stdout
+
+
+def test_a_place_that_cannot_be_written_to_fails(tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    found = only("compile cache", compile_cache_dir=str(tmp_path / "file" / "cache"))
+    assert found.level is Level.FAIL
+    assert "compile_cache_dir=" in found.fix
+
+
+def test_a_wrong_flag_is_answered_with_the_nearest():
+    wrong = CliRunner().invoke(app, ["tp_sise=2"])
+    assert (wrong.exit_code, wrong.stderr.count("did you mean tp_size=?")) == (2, 1)
+    assert CliRunner().invoke(app, ["device=cpu", "--gpu-memory", "80"]).exit_code == 2
+
+
+def planned(tmp_path: Path, config: dict[str, Any], gib: float, **flags: Any) -> Finding:
+    """Of a model that is only a config.json."""
+    model = tmp_path / "planned"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config))
+    return only("memory", model, gib, load_format="dummy", **flags)
+
+
+def test_the_plan_for_a_gpu_is_about_what_one_was_measured_to_hold(tmp_path):
+    """docs/gpus.md has the worker's own figures on an H200."""
+    small = planned(
+        tmp_path, LLAMA_1B, 139.8, kv_cache_num_tokens="auto", use_cudagraphs=True, max_seqs_per_forward=8192,
+        max_tokens_per_forward=16384,
+    )  # fmt: skip
+    assert small.level is Level.OK
+    assert small.facts["cache_tokens_that_fit"] == pytest.approx(4_161_536, rel=0.03)
+    large = planned(tmp_path, LLAMA_8B, 139.8, kv_cache_num_tokens="auto")
+    assert large.facts["weights_bytes"] == pytest.approx(15.0 * 2**30, rel=0.02)
+    assert large.facts["bytes_per_token"] == 128 * 1024 + 4
+    halves = planned(tmp_path, LLAMA_8B, 139.8, kv_cache_num_tokens="auto", tp_size=2)
+    assert halves.facts["weights_bytes"] == pytest.approx(large.facts["weights_bytes"] / 2, rel=0.02)
+    assert halves.facts["bytes_per_token"] == 64 * 1024 + 4
+
+
+def test_a_cache_that_does_not_fit_fails_and_the_size_that_is_named_fits(tmp_path):
+    assert planned(tmp_path, LLAMA_8B, 12).fix.startswith("a GPU with more memory")
+    fails = planned(tmp_path, LLAMA_8B, 24, kv_cache_num_tokens=1 << 20)
+    assert fails.level is Level.FAIL
+    size = int(re.search(r"kv_cache_num_tokens=(\d+)", fails.fix)[1])
+    fits = planned(tmp_path, LLAMA_8B, 24, kv_cache_num_tokens=size, max_context_tokens=1024)
+    assert fits.level is Level.OK
+    doubtful = planned(tmp_path, LLAMA_8B, 24, kv_cache_num_tokens=size + 4096, max_context_tokens=1024)
+    assert doubtful.level is Level.WARN
+    short = planned(tmp_path, LLAMA_8B, 24, kv_cache_num_tokens=4096)
+    assert "longer requests are refused" in short.text

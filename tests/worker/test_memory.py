@@ -1,0 +1,75 @@
+"""What is said of a rank's memory before a start is what its model then takes."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.common.config import WorkerConfig
+from services.common.model_files import BUILTIN, read_json
+from services.worker.layers.factory import make_kernels, make_linear
+from services.worker.layers.rope import RopeSettings
+from services.worker.memory import BFLOAT16, footprint, rotation_bytes, weight_bytes
+from services.worker.models.checkpoint import checkpoint_shapes
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.registry import read_model_config
+from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.shares import local_config
+from services.worker.parallel.stages import layers_of
+from tests.worker.small_models import CPU
+
+PLAIN = ModelConfig(
+    vocab_size=336, hidden_size=128, intermediate_size=192, layers=3, heads=8, kv_heads=2, head_dim=32, norm_eps=1e-6,
+    max_context_tokens=64, rope=RopeSettings("default", 1e4), tied_embeddings=False,
+)  # fmt: skip
+MODELS = {
+    "llama": PLAIN,
+    "tied": replace(PLAIN, tied_embeddings=True),
+    "qwen3": replace(PLAIN, tied_embeddings=True, qk_norm=True, vocab_size=350),
+    "biases": replace(PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True),
+}
+GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 3))
+
+
+def made(model: ModelConfig, ranks: Ranks, layers: range, quantization: str) -> DecoderModel:
+    local = local_config(model, ranks, len(layers))
+    linear = make_linear(local, torch.bfloat16, CPU, quantization, ranks.tp_size)
+    return DecoderModel(
+        model, torch.bfloat16, CPU, make_kernels(CPU, torch.bfloat16), linear, ranks=ranks, layers=layers
+    )
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_take_what_is_said(name, quantization):
+    model = MODELS[name] if quantization == "none" else replace(MODELS[name], vocab_size=352)
+    for tp_size, pp_size in GRIDS:
+        stages = layers_of(model, pp_size)
+        for tp_rank, pp_rank in itertools.product(range(tp_size), range(pp_size)):
+            ranks, layers = Ranks(tp_rank, tp_size, pp_rank, pp_size), stages[pp_rank]
+            decoder = made(model, ranks, layers, quantization)
+            taken = sum(each.nbytes for each in itertools.chain(decoder.parameters(), decoder.buffers()))
+            assert weight_bytes(model, ranks, layers, BFLOAT16, quantization) == taken, (ranks, layers)
+            rotary = decoder.rotary
+            assert rotation_bytes(model) == rotary.cos.nbytes + rotary.sin.nbytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_has_the_tensors_that_are_loaded(name):
+    targets = made(MODELS[name], Ranks(), range(3), "none").targets()
+    assert checkpoint_shapes(MODELS[name]) == {key: tuple(target.shape) for key, target in targets.items()}
+
+
+def test_less_fits_beside_a_larger_step_and_more_with_fp8():
+    model = read_model_config(read_json(BUILTIN / "config.json"))
+    free = total = 8 << 30
+
+    def fitting(**flags) -> int:
+        found = footprint(WorkerConfig(**flags), model, Ranks(), range(model.layers), model.max_context_tokens)
+        return found.pages_in(free, total)
+
+    assert 0 < fitting(max_tokens_per_forward=65536) < fitting()
+    assert fitting(use_cudagraphs=True) < fitting() < fitting(kv_cache_dtype="fp8")
+    assert footprint(WorkerConfig(), model, Ranks(), range(model.layers), 2048).pages_in(1 << 29, 1 << 29) < 1
