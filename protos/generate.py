@@ -1,4 +1,4 @@
-"""Generate the Python stubs beside their contracts: ``python protos/generate.py [--descriptor-set FILE]``.
+"""Generate the Python stubs beside their contracts: ``python protos/generate.py [--types | --descriptor-set FILE]``.
 
 A contract's directory is its proto package and the import path of its stubs, so nothing is patched afterwards:
 ``protos/tokasaurus/worker/v1/plan.proto`` becomes ``import tokasaurus.worker.v1.plan_pb2``.
@@ -6,6 +6,7 @@ A contract's directory is its proto package and the import path of its stubs, so
 
 import argparse
 import sys
+import sysconfig
 from importlib import resources
 from pathlib import Path
 
@@ -26,9 +27,14 @@ def include_paths() -> list[str]:
     return [str(ROOT), str(resources.files("grpc_tools") / "_proto"), str(google_rpc.parents[1])]
 
 
-def run_protoc(*outputs: str) -> None:
-    """Run the compiler over every contract; raise ``RuntimeError`` when it refuses one."""
-    arguments = ["protoc", *(f"-I{path}" for path in include_paths()), *outputs, *contracts()]
+def services() -> list[str]:
+    """The contracts that have a service."""
+    return [name for name in contracts() if "\nservice " in (ROOT / name).read_text()]
+
+
+def run_protoc(*outputs: str, only: list[str] | None = None) -> None:
+    """Run the compiler over every contract, or ``only`` those; raise ``RuntimeError`` when it refuses one."""
+    arguments = ["protoc", *(f"-I{path}" for path in include_paths()), *outputs, *(only or contracts())]
     if protoc.main(arguments) != 0:
         raise RuntimeError(f"protoc failed: {' '.join(arguments)}")
 
@@ -36,10 +42,13 @@ def run_protoc(*outputs: str) -> None:
 def generate_stubs() -> None:
     """Write ``*_pb2.py``, ``*_pb2.pyi`` and ``*_pb2_grpc.py`` beside each contract."""
     run_protoc(f"--python_out={ROOT}", f"--pyi_out={ROOT}")
-    services = [name for name in contracts() if "\nservice " in (ROOT / name).read_text()]
-    paths = [f"-I{path}" for path in include_paths()]
-    if protoc.main(["protoc", *paths, f"--grpc_python_out={ROOT}", *services]) != 0:
-        raise RuntimeError("protoc failed on the service stubs")
+    run_protoc(f"--grpc_python_out={ROOT}", only=services())
+
+
+def generate_service_types() -> None:
+    """Write ``*_pb2_grpc.pyi``, which only mypy reads: with mypy-protobuf, a dependency of ``[dev]`` alone."""
+    plugin = Path(sysconfig.get_path("scripts")) / "protoc-gen-mypy_grpc"
+    run_protoc(f"--plugin={plugin}", f"--mypy_grpc_out=quiet:{ROOT}", only=services())
 
 
 def write_descriptor_set(target: Path) -> None:
@@ -50,8 +59,11 @@ def write_descriptor_set(target: Path) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--descriptor-set", type=Path, help="write the committed descriptor set instead of stubs")
+    parser.add_argument("--types", action="store_true", help="write the service stubs' types for mypy instead")
     options = parser.parse_args(arguments)
-    if options.descriptor_set:
+    if options.types:
+        generate_service_types()
+    elif options.descriptor_set:
         write_descriptor_set(options.descriptor_set)
     else:
         generate_stubs()

@@ -14,6 +14,7 @@
     ├── Overloaded              the queue is full: says when to come back             RESOURCE_EXHAUSTED   429
     ├── Unavailable             loading, draining, or a peer is down: try again       UNAVAILABLE          503
     ├── DeadlineExceeded                                                              DEADLINE_EXCEEDED    504
+    ├── Cancelled               an operator ended it, not the caller                  CANCELLED            499
     └── Internal                ours: logged with its cause, sent without it          INTERNAL             500
 
 gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.openai.errors``.
@@ -111,6 +112,12 @@ class DeadlineExceeded(TokaError):
     """The request's own deadline passed."""
 
     reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(TokaError):
+    """An operator ended the request."""
+
+    reason = "CANCELLED_BY_OPERATOR"
 
 
 class Internal(TokaError):

@@ -84,6 +84,7 @@ class Service:
             "GetLoad": stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=metadata),
             "Forecast": stub.Forecast(observe_pb2.ForecastRequest(request=request()), metadata=metadata),
             "ListRequests": stub.ListRequests(observe_pb2.ListRequestsRequest(), metadata=metadata),
+            "CancelRequest": stub.CancelRequest(observe_pb2.CancelRequestRequest(request_id="x"), metadata=metadata),
             "WatchPlans": stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=metadata),
             "Tokenize": stub.Tokenize(observe_pb2.TokenizeRequest(text="a"), metadata=metadata),
             "Detokenize": stub.Detokenize(observe_pb2.DetokenizeRequest(token_ids=[40]), metadata=metadata),
@@ -149,16 +150,17 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
 
 
 METHODS = {
-    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "WatchPlans", "Tokenize", "Detokenize",
-    "reflection",
+    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "CancelRequest", "WatchPlans", "Tokenize",
+    "Detokenize", "reflection",
 }  # fmt: skip
-OF_ADMINS = {"Session", "ListRequests", "WatchPlans"}
+OF_ADMINS = {"Session", "ListRequests", "CancelRequest", "WatchPlans"}
+LET_IN = dict.fromkeys(METHODS, OK) | {"CancelRequest": grpc.StatusCode.NOT_FOUND}  # there is no such request
 
 
 async def test_without_keys_everything_is_open():
     async with serving() as service:
-        assert await service.codes(trusted=()) == dict.fromkeys(METHODS, OK)
-        assert await service.codes(shown("whatever"), trusted=()) == dict.fromkeys(METHODS, OK)
+        assert await service.codes(trusted=()) == LET_IN
+        assert await service.codes(shown("whatever"), trusted=()) == LET_IN
 
 
 @pytest.mark.parametrize("with_token", [False, True])
@@ -188,17 +190,17 @@ async def test_a_key_opens_what_its_scopes_say(keys, token):
         trusted = shown(token.read_text().strip())
         for name in ("team", "other"):
             codes = await service.codes(shown(KEYS[name]), trusted=trusted)
-            assert codes == dict.fromkeys(METHODS, OK) | dict.fromkeys(OF_ADMINS, NO)
+            assert codes == LET_IN | dict.fromkeys(OF_ADMINS, NO)
         codes = await service.codes(shown(KEYS["boss"]), trusted=trusted)
-        assert codes == dict.fromkeys(METHODS, NO) | dict.fromkeys([*OF_ADMINS, "reflection"], OK)
-        assert await service.codes(trusted, trusted=trusted) == dict.fromkeys(METHODS, OK)
+        assert codes == dict.fromkeys(METHODS, NO) | {name: LET_IN[name] for name in (*OF_ADMINS, "reflection")}
+        assert await service.codes(trusted, trusted=trusted) == LET_IN
 
 
 async def test_a_token_alone_is_wanted_for_everything(token):
     async with serving(grpc_token_file=str(token)) as service:
         trusted = shown(token.read_text().strip())
         assert {await ends(call) for call in service.calls().values()} == {WHO}
-        assert await service.codes(trusted, trusted=trusted) == dict.fromkeys(METHODS, OK)
+        assert await service.codes(trusted, trusted=trusted) == LET_IN
 
 
 async def test_a_refusal_says_why(keys):

@@ -1,11 +1,13 @@
-"""GetModel, GetLoad, Forecast, WatchPlans, Tokenize, Detokenize."""
+"""GetModel, GetLoad, Forecast, ListRequests, CancelRequest, WatchPlans, Tokenize, Detokenize."""
 
 import subprocess
 import sys
 
 import grpc
 import pytest
+from google.rpc import code_pb2
 
+from services.common.rpc.status import from_status
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeReplica
@@ -103,6 +105,45 @@ async def test_everything_unfinished_is_listed_with_its_end():
             service.worker.release()
             await client.finished(0, 1, 2)
         assert not (await service.stub.ListRequests(o.ListRequestsRequest())).requests
+
+
+async def test_a_request_of_somebody_else_is_cancelled_running_waiting_or_in_part():
+    """Its client is told who ended it; what it held is free; others notice nothing."""
+    async with start(FakeShape(page_count=12, max_slots=2)) as service:
+        service.worker.hold()
+        async with session(service) as client:
+            fields = {"tokens": TOKENS, "stopping": g.Stopping(max_tokens=40, ignore_eos=True)}
+            for handle, (name, n) in enumerate({"runs": 1, "stays": 1, "waits": 3}.items()):
+                await client.submit(handle, request_id=name, n=n, **fields)
+            await client.decided(2)
+            for name, samples in (("runs", 1), ("waits", 3)):
+                asked = o.CancelRequestRequest(request_id=name)
+                assert (await service.stub.CancelRequest(asked)).samples == samples
+                with pytest.raises(grpc.aio.AioRpcError) as refused:  # it has ended
+                    await service.stub.CancelRequest(asked)
+                assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+            await client.finished(0, 2, 3, 4)
+            for handle in (0, 2, 3, 4):
+                finish = client.samples[handle].finish
+                assert (finish.reason, finish.error.code) == (g.FINISH_REASON_CANCELLED, code_pb2.CANCELLED)
+                assert from_status(finish.error).reason == "CANCELLED_BY_OPERATOR"
+            service.worker.release()
+            await client.finished(1)
+            assert client.samples[1].finish.reason == g.FINISH_REASON_LENGTH
+            assert len(client.samples[1].tokens) == 40
+        load = await service.until_load(lambda load: not load.in_use_pages)
+        assert load.counters.sequences_cancelled == 4
+        call = service.stub.Generate(g.GenerateRequest(request_id="direct", **fields))
+        service.worker.hold()
+        assert (await call.read()).HasField("accepted")
+        assert (await service.stub.CancelRequest(o.CancelRequestRequest(request_id="direct"))).samples == 1
+        reasons = []
+        while (news := await call.read()) is not grpc.aio.EOF:
+            reasons += [each.finish.reason for each in news.outputs.samples if each.HasField("finish")]
+        assert reasons == [g.FINISH_REASON_CANCELLED]
+        assert await call.code() is grpc.StatusCode.OK
+        service.worker.release()
+        await service.until_load(lambda load: not load.in_use_pages)
 
 
 async def test_plans_can_be_watched(service):

@@ -26,7 +26,7 @@ def make_admin_app(gateway: Gateway) -> ASGIApp:
 
 
 async def ready(request: Request) -> Response:
-    """``/ready`` of the public port: whether, and only to operators why not."""
+    """Whether a request sent now would be served; why not, to operators only."""
     gateway: Gateway = request.app.state.gateway
     told = await probes.ready(request)
     if gateway.guard.tells_all(request.scope):

@@ -20,7 +20,7 @@ class Bounds:
     def __init__(self, limits: Limits, caller: Caller, jobs: Sequence[Job]) -> None:
         """Raises ``TokaError`` when there is no time, or the key has not so many tokens."""
         self._deadline_ms = jobs[0].settings.deadline_ms
-        if self._deadline_ms is not None and self._left_s() <= 0:
+        if self._deadline_ms is not None and _left_s(self._deadline_ms) <= 0:
             raise _overdue()
         self._prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
         most = self._prompt_tokens + sum(map(_answer_tokens, jobs))
@@ -31,7 +31,7 @@ class Bounds:
         """Watch over its time."""
         if self._deadline_ms is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._left_s() + _GRACE_S, generation.fail, _overdue())
+            self._timer = loop.call_later(_left_s(self._deadline_ms) + _GRACE_S, generation.fail, _overdue())
 
     def settle(self, generation: Generation) -> None:
         """It has ended, with all its answers or without; to be called before it is closed. Of one that its client left
@@ -40,7 +40,7 @@ class Bounds:
             self._timer.cancel()
             self._timer = None
         if self._reserved is not None and all(choice.ending is not None for choice in generation.choices):
-            made = sum(choice.ending.completion_tokens for choice in generation.choices)
+            made = sum(choice.outcome.completion_tokens for choice in generation.choices)
             self._reserved.settle(self._prompt_tokens + made)
 
     def give_back(self) -> None:
@@ -48,8 +48,9 @@ class Bounds:
         if self._reserved is not None:
             self._reserved.settle(0)
 
-    def _left_s(self) -> float:
-        return self._deadline_ms / 1000 - time.time()
+
+def _left_s(deadline_ms: int) -> float:
+    return deadline_ms / 1000 - time.time()
 
 
 def _answer_tokens(job: Job) -> int:

@@ -1,7 +1,8 @@
 """One client's connection, and how long it may take over what it sends and what it is sent."""
 
+import asyncio
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httptools
 import orjson
@@ -43,7 +44,7 @@ class Connection(HttpToolsProtocol):
     """Lives on the event loop. ``sweep``, called now and then, ends it when its client is too slow: one that sends
     gets 408, one that does not read is cut off, which cancels what runs for it."""
 
-    def __init__(self, *args, patience: Patience, clock: Clock, **kwargs) -> None:
+    def __init__(self, *args: Any, patience: Patience, clock: Clock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._patience = patience
         self._clock = clock
@@ -59,7 +60,7 @@ class Connection(HttpToolsProtocol):
         self._unsent = 0  # bytes, when the client last took some
         self._unsent_since = 0.0
 
-    def connection_made(self, transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._head_since = self._unsent_since = self._clock.now
         if len(self.connections) > self._patience.max_connections:
@@ -70,7 +71,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         if sys.version_info < (3, 12):
-            transport._read_ready_cb = None  # its own method: a circle, which later versions open themselves
+            # Its own method: a circle, which later versions open themselves.
+            transport._read_ready_cb = None  # type: ignore[attr-defined]  # not of its interface
 
     def data_received(self, data: bytes) -> None:
         if self._refused:

@@ -17,10 +17,10 @@ log = structlog.get_logger(__name__)
 KEY = "toka.key"
 METRICS = "/metrics"
 CONSOLE = "/console"
-CONSOLE_STATE = f"{CONSOLE}/state"
+CONSOLE_STATE, CONSOLE_REQUESTS = f"{CONSOLE}/state", f"{CONSOLE}/requests"
 _OPEN = frozenset({"/health", "/ready", "/ping", CONSOLE, f"{CONSOLE}/", f"{CONSOLE}/config"})
 _CONSOLE_FILES = f"{CONSOLE}/static/"  # the same for everybody: what they show is asked for with a key
-_OF_ADMINS = frozenset({METRICS, CONSOLE_STATE})
+_OF_ADMINS = frozenset({METRICS, CONSOLE_STATE, CONSOLE_REQUESTS})
 _AUTHORIZATION = b"authorization"
 
 
@@ -41,7 +41,7 @@ class Guard:
         path = scope["path"]
         if self._ring is None or path in _OPEN or path.startswith(_CONSOLE_FILES):
             return
-        key = self._find(scope)
+        key = _find(self._ring, scope)
         needed = ADMIN if path in _OF_ADMINS else INFERENCE
         if needed not in key.scopes:
             raise PermissionDenied(
@@ -62,7 +62,7 @@ class Guard:
         if self._ring is None:
             return True
         try:
-            return ADMIN in self._find(scope).scopes
+            return ADMIN in _find(self._ring, scope).scopes
         except TokaError:
             return False
 
@@ -90,15 +90,16 @@ class Guard:
         what = "it cannot be done now; send it again" if isinstance(error, Unavailable) else "internal error"
         return type(error)(f"{what}; operators are told why", reason=error.reason)
 
-    def _find(self, scope: MutableMapping[str, Any]) -> Key:
-        self._ring.refresh()
-        presented = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
-        scheme, _, token = presented[0].decode("latin-1").partition(" ") if len(presented) == 1 else ("", "", "")
-        if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthenticated("this server wants an API key: send the header 'Authorization: Bearer KEY'")
-        if (key := self._ring.find(token.strip())) is None:
-            raise Unauthenticated("this API key is not known here, or has expired")
-        return key
+
+def _find(ring: KeyRing, scope: MutableMapping[str, Any]) -> Key:
+    ring.refresh()
+    presented = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
+    scheme, _, token = presented[0].decode("latin-1").partition(" ") if len(presented) == 1 else ("", "", "")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise Unauthenticated("this server wants an API key: send the header 'Authorization: Bearer KEY'")
+    if (key := ring.find(token.strip())) is None:
+        raise Unauthenticated("this API key is not known here, or has expired")
+    return key
 
 
 def exposure(config: GatewayConfig) -> list[str]:

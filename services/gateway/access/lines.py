@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.common.errors import Overloaded, TokaError
 from services.common.keys import Key
@@ -48,7 +48,7 @@ class Line:
         self.refusal: TokaError | None = None  # its key may ask nothing any more
         self._lines, self._name = lines, name
         self._key: Key | None = None  # None: nobody counts
-        self._task: asyncio.Task | None = None  # that runs it
+        self._task: asyncio.Task[Any] | None = None  # that runs it
         self._displaced = False
         self._unfunded = False
         self._wanted = 0  # tokens that it could not have yet
@@ -76,13 +76,14 @@ class Line:
 
     async def hold(self, work: Callable[[], Awaitable[R]]) -> R:
         """The result of ``work()``, which runs in the calling task. Raises ``Displaced``. It has ended then."""
-        self._task = asyncio.current_task()
+        self._task = task = asyncio.current_task()
+        assert task is not None  # this is a coroutine
         try:
             if self._displaced:
                 raise Displaced
             return await work()
         except asyncio.CancelledError:
-            if self._displaced and not self._task.uncancel():
+            if self._displaced and not task.uncancel():
                 if self._spent is not None:  # it pays for the try that ends well
                     self._spent.settle(0)
                 raise Displaced from None
@@ -130,7 +131,7 @@ class Line:
         async with self._lines.turns[self._name]:
             while True:
                 self._key = key = guard.key_named(self._name)  # which may have other limits by now
-                if key.tokens_per_minute is None:
+                if key is None or key.tokens_per_minute is None:
                     return
                 if not (late_s := guard.limits.spare_in_s(key, wanted)):
                     self._held = guard.limits.reserve(key, wanted)

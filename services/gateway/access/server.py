@@ -5,8 +5,9 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -36,7 +37,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self._clock, self._ticked_at = Clock(), time.monotonic()
         patience = Patience.of(config)
-        settings = {
+        settings: dict[str, Any] = {
             "ws": "none",
             "loop": "none",
             "lifespan": "off",
@@ -49,15 +50,16 @@ class Server(uvicorn.Server):
             "timeout_keep_alive": config.keep_alive_seconds,
             "timeout_graceful_shutdown": int(drain_s),
         }
-        tls = {}
+        tls: dict[str, Any] = {}
         if config.http_cert is not None and config.http_key is not None:
             certificate = Certificate(config.http_cert, config.http_key)
             tls["ssl_context_factory"] = lambda *_: certificate.context
-        protocol = partial(Connection, patience=patience, clock=self._clock)
+        protocol: Any = partial(Connection, patience=patience, clock=self._clock)  # for uvicorn, a class of protocols
         super().__init__(uvicorn.Config(app, http=protocol, **settings, **tls))
         # Clients that take all places do not shut out operators and probes.
         protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), clock=self._clock)
         self._admin = uvicorn.Config(admin, http=protocol, **settings)
+        self._make_admin = partial(protocol, self._admin, self.server_state, {})
         self._admin_sockets = admin_sockets
         self._on_listening = on_listening
         self._unswept: list[Connection] = []
@@ -66,9 +68,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._admin.load()
         loop = asyncio.get_running_loop()
-        make = partial(self._admin.http_protocol_class, self._admin, self.server_state, {})
         for each in self._admin_sockets:
-            self.servers.append(await loop.create_server(make, sock=each, backlog=BACKLOG))
+            self.servers.append(await loop.create_server(self._make_admin, sock=each, backlog=BACKLOG))
         if self.started:
             self._on_listening()
 
@@ -82,12 +83,12 @@ class Server(uvicorn.Server):
     def _sweep_some(self) -> None:
         """A part of all connections, so that a tick stays short."""
         if not self._unswept:
-            self._unswept = list(self.server_state.connections)
+            self._unswept = [each for each in self.server_state.connections if isinstance(each, Connection)]
         connections = self.server_state.connections
         for _ in range(min(len(self._unswept), len(connections) // _TICKS + 1)):
             if (connection := self._unswept.pop()) in connections:
                 connection.sweep()
 
     @contextlib.contextmanager
-    def capture_signals(self):
+    def capture_signals(self) -> Generator[None, None, None]:
         yield

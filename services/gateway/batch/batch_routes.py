@@ -46,7 +46,7 @@ class BatchBody(Body):
 
 
 async def create_batch(request: Request) -> Response:
-    """Begin one."""
+    """Begin a batch."""
     config = request.app.state.gateway.config
     raw = await read_body(request, config.max_body_bytes)
     body, caller = parse(raw, BatchBody), read_caller(request)
@@ -98,12 +98,12 @@ async def list_batches(request: Request) -> Response:
 
 
 async def get_batch(request: Request, batch_id: str) -> Response:
-    """One of them."""
+    """How far a batch is."""
     return response(200, batch_object(await (await opened(request)).batches.get(batch_id, read_caller(request).owner)))
 
 
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Stop it; what is done can be had."""
+    """Stop a batch; what is done can be had."""
     place = await opened(request)
     shown = await place.batches.cancel(batch_id, read_caller(request).owner)
     place.executor.look()

@@ -60,7 +60,7 @@ class Batches:
 
     async def _add(self, batch: StoredBatch) -> None:
         async with self._store.writing() as session:
-            file = await find_file(session, batch.input_file_id, batch.key_name)
+            file = await find_file(session, batch.input_file_id, batch.key_name, locked=True, shared=True)
             if file.purpose != "batch":
                 raise InvalidRequest(
                     f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
@@ -126,7 +126,7 @@ async def _shown(session: AsyncSession, batch: StoredBatch) -> Shown:
         )
     ).all()
     left = counts.total - counts.completed - counts.failed
-    return Shown(batch, counts, forecast(left, [(count, done_at) for count, done_at in recent], now()))
+    return Shown(batch, counts, forecast(left, [(count, at) for count, at in recent if at is not None], now()))
 
 
 async def _find(session: AsyncSession, batch_id: str, key_name: str, *, locked: bool = False) -> StoredBatch:

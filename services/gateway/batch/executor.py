@@ -54,8 +54,8 @@ class Executor:
         self._stopping = False
         self._work, self._beat_now, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._writing = asyncio.Lock()  # our transactions on several chunks, one at a time
-        self._tasks: list[asyncio.Task] = []
-        self._spawned: set[asyncio.Task] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._spawned: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to look for work."""

@@ -1,6 +1,7 @@
 """``/v1/files``."""
 
 import hashlib
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
@@ -43,7 +44,7 @@ async def upload_file(request: Request) -> Response:
         form = await receive_form(request, writer, digest)
         done = _described(form, writer.bytes, caller.owner)
         if digest is not None:
-            asked = fingerprint(request.url.path, digest.digest(), form.filename, repr(sorted(form.fields.items())))
+            asked = fingerprint(request.url.path, digest.digest(), done.filename, repr(sorted(form.fields.items())))
             done.id = "file-" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
         await writer.close()
     except BaseException:
@@ -80,12 +81,12 @@ async def list_files(request: Request) -> Response:
 
 
 async def get_file(request: Request, file_id: str) -> Response:
-    """One of them."""
+    """What is known of a file."""
     return response(200, file_object(await (await opened(request)).files.get(file_id, read_caller(request).owner)))
 
 
 async def get_file_content(request: Request, file_id: str) -> Response:
-    """Its content."""
+    """The content of a file."""
     place = await opened(request)
     file = await place.files.get(file_id, read_caller(request).owner)
     headers = {
@@ -97,17 +98,17 @@ async def get_file_content(request: Request, file_id: str) -> Response:
 
 
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Forget it, and its content."""
+    """Forget a file, and its content."""
     place: Opened = await opened(request)
     await place.blobs.delete(await place.files.delete(file_id, read_caller(request).owner))
     return response(200, {"id": file_id, "object": "file", "deleted": True})
 
 
-async def _begun(content):
+async def _begun(content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """``content`` with its first block read: what is missing is an error, and not half an answer."""
     first = await anext(content, b"")
 
-    async def all_of_it():
+    async def all_of_it() -> AsyncIterator[bytes]:
         yield first
         async for block in content:
             yield block

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import delete, or_, select, update
+from sqlalchemy import ColumnElement, delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -74,7 +74,7 @@ class Files:
 
     async def page(
         self, *, key_name: str, after: str | None, limit: int, order: str, purpose: str | None
-    ) -> tuple[Sequence, bool]:
+    ) -> tuple[Sequence[StoredFile], bool]:
         """At most ``limit`` files of a key behind ``after``, and whether there are more. ``order``: asc or desc."""
         query = select(StoredFile).where(_visible(), StoredFile.key_name == key_name)
         if purpose is not None:
@@ -93,7 +93,7 @@ class Files:
     async def delete(self, file_id: str, key_name: str) -> str:
         """Forget the file; returns its blob. Raises ``NotFound``, or ``FailedPrecondition`` while a batch reads it."""
         async with self._store.writing() as session:
-            file = await find_file(session, file_id, key_name)
+            file = await find_file(session, file_id, key_name, locked=True)
             reader = await session.scalar(select(StoredBatch.id).where(_reads(file_id)).limit(1))
             if reader is not None:
                 raise FailedPrecondition(
@@ -111,29 +111,33 @@ class Files:
     async def forget_expired(self) -> list[str]:
         """Forget files whose time is over, and that no batch still reads; returns their blobs."""
         in_use = select(StoredBatch.input_file_id).where(StoredBatch.status.in_(ACTIVE))
+        expired = select(StoredFile.seq, StoredFile.blob).where(
+            StoredFile.expires_at <= now(), StoredFile.id.not_in(in_use)
+        )
         async with self._store.writing() as session:
-            expired = (
-                await session.scalars(
-                    select(StoredFile).where(StoredFile.expires_at <= now(), StoredFile.id.not_in(in_use)).limit(1000)
-                )
-            ).all()
-            if expired:
-                await session.execute(delete(StoredFile).where(StoredFile.seq.in_([file.seq for file in expired])))
-        return [file.blob for file in expired]
+            locked = (await session.execute(expired.limit(1000).with_for_update(skip_locked=True))).all()
+            # Again, now that no batch can begin to read them: one may have done so just before they were locked.
+            over = (await session.execute(expired.where(StoredFile.seq.in_([seq for seq, _ in locked])))).all()
+            await session.execute(delete(StoredFile).where(StoredFile.seq.in_([seq for seq, _ in over])))
+        return [blob for _, blob in over]
 
 
-async def find_file(session: AsyncSession, file_id: str, key_name: str) -> StoredFile:
-    """In a transaction of the caller. Raises ``NotFound``."""
+async def find_file(
+    session: AsyncSession, file_id: str, key_name: str, *, locked: bool = False, shared: bool = False
+) -> StoredFile:
+    """In a transaction of the caller, until whose end it may be ``locked``: ``shared`` with others, but nobody deletes
+    it. Raises ``NotFound``."""
     own = StoredFile.id == file_id, StoredFile.key_name == key_name
-    file = await session.scalar(select(StoredFile).where(*own, _visible()))
+    query = select(StoredFile).where(*own, _visible())
+    file = await session.scalar(query.with_for_update(read=shared) if locked else query)
     if file is None:
         raise NotFound(f"there is no file {file_id[:100]!r}", field="file_id", reason="FILE_NOT_FOUND")
     return file
 
 
-def _visible():
+def _visible() -> ColumnElement[bool]:
     return (StoredFile.status == PROCESSED) & or_(StoredFile.expires_at.is_(None), StoredFile.expires_at > now())
 
 
-def _reads(file_id: str):
+def _reads(file_id: str) -> ColumnElement[bool]:
     return (StoredBatch.input_file_id == file_id) & StoredBatch.status.in_(ACTIVE)

@@ -1,6 +1,6 @@
 """From results to the output file and the error file, and the end of a batch."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from services.common.errors import Internal
@@ -71,7 +71,7 @@ async def _write(
     return written
 
 
-async def _results(batch: StoredBatch, leases: Leases) -> AsyncIterator[tuple[int, bool, bytes]]:
+async def _results(batch: StoredBatch, leases: Leases) -> AsyncGenerator[tuple[int, bool, bytes], None]:
     after = -1
     while some := await leases.results(batch, after, _RESULTS_AT_ONCE):
         for result in some:
@@ -79,7 +79,7 @@ async def _results(batch: StoredBatch, leases: Leases) -> AsyncIterator[tuple[in
         after = some[-1][0]
 
 
-async def _all_lines(batch: StoredBatch, blobs: Blobs) -> AsyncIterator[tuple[int, bytes]]:
+async def _all_lines(batch: StoredBatch, blobs: Blobs) -> AsyncGenerator[tuple[int, bytes], None]:
     blocks = read_lines(blobs, batch.input_blob, 2**40)
     async with aclosing(blocks):
         async for block in blocks:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, insert, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.gateway.batch.batches import COUNTS, Counts, counts_of
 from services.gateway.batch.ids import now
-from services.gateway.batch.store import Store
+from services.gateway.batch.store import Store, rows_changed
 from services.gateway.batch.tables import (
     ACTIVE,
     CANCELLED,
@@ -128,12 +128,12 @@ class Leases:
             await session.execute(insert(Chunk), rows)
 
     async def end_validation(
-        self, batch: StoredBatch, *, total: int, model: str | None, errors: list[dict] | None
+        self, batch: StoredBatch, *, total: int, model: str | None, errors: list[dict[str, Any]] | None
     ) -> None:
         """The lines may run, or there are ``errors`` and none ever will. Raises ``LeaseLost``."""
         async with self._store.writing() as session:
             await self._still_mine(session, batch, VALIDATING)
-            values = {"total": total, "model": model, "owner": None, "lease_until": 0.0}
+            values: dict[str, Any] = {"total": total, "model": model, "owner": None, "lease_until": 0.0}
             if errors:
                 values |= {"status": FAILED, "failed_at": now(), "errors": errors}
             else:
@@ -181,7 +181,8 @@ class Leases:
             LineResult.batch_seq == batch.seq, LineResult.line > after
         )
         async with self._store.reading() as session:
-            return [tuple(row) for row in await session.execute(query.order_by(LineResult.line).limit(limit))]
+            rows = await session.execute(query.order_by(LineResult.line).limit(limit))
+            return [(line, ok, body) for line, ok, body in rows]
 
     async def purge(self) -> bool:
         """Delete some of what ended batches no longer need; whether there is more."""
@@ -272,7 +273,7 @@ class Leases:
         for name in COUNTS[2:]:
             values[name] = getattr(Chunk, name) + sum(getattr(outcome, name) for outcome in outcomes)
         mine = update(Chunk).where(*at_key, Chunk.owner == self._owner, Chunk.done.is_(False))
-        if (await session.execute(mine.values(**values))).rowcount == 0:
+        if await rows_changed(session, mine.values(**values)) == 0:
             return False
         ended = update(Chunk).where(*at_key, Chunk.count == Chunk.completed + Chunk.failed)
         await session.execute(ended.values(done=True, done_at=time.time(), owner=None, lease_until=0.0))
@@ -294,9 +295,10 @@ class Leases:
                 tuple_(Chunk.batch_seq, Chunk.number).in_([*chunks]),
             )
             await session.execute(update(Chunk).where(*mine).values(lease_until=until))
-            ours = {tuple(row) for row in await session.execute(select(Chunk.batch_seq, Chunk.number).where(*mine))}
+            kept = await session.execute(select(Chunk.batch_seq, Chunk.number).where(*mine))
+            ours = {(seq, number) for seq, number in kept}
             query = select(StoredBatch.seq, StoredBatch.status).where(StoredBatch.seq.in_({seq for seq, _ in ours}))
-            return dict(tuple(row) for row in await session.execute(query)), ours
+            return {row.seq: row.status for row in await session.execute(query)}, ours
 
     async def release(self, batch_seq: int | None = None) -> None:
         """Others may run what we have leased: of one batch, or (None) everything."""
@@ -335,7 +337,7 @@ async def _work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, An
     return {"status": FINALIZING, "ending": ending, "finalizing_at": now()}
 
 
-def _held(batch: StoredBatch, owner: str):
+def _held(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
     """An attempt's own lease: the same owner may have lost it and taken it again."""
     return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
 

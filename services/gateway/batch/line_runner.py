@@ -4,13 +4,14 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import structlog
 
 from services.gateway.access.lines import Displaced, Line, Lines
 from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.leases import ChunkKey, ChunkLease, Outcome
-from services.gateway.batch.requests import Requests
+from services.gateway.batch.requests import Requests, failed
 from services.gateway.batch.slots import Slot
 from services.gateway.batch.validation import CHUNK_LINES
 
@@ -23,7 +24,7 @@ class RunningChunk:
 
     lease: ChunkLease
     left: set[int]  # lines without a result in the store
-    tasks: set[asyncio.Task] = field(default_factory=set)  # its lines, or what they wait for
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # its lines, or what they wait for
     dropped: bool = False
 
     def drop(self) -> None:
@@ -121,10 +122,18 @@ class LineRunner:
         return None if waiting.cancelled() else waiting.result()
 
     async def _run(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> None:
+        try:
+            result = await self._result(lease, number, text, line, slot)
+        except Exception:
+            await slot.take()  # it may have waited without one
+            result = failed(lease.batch, number, text)
+        self._outcomes.append((lease.key, result))
+        self.news.set()
+
+    async def _result(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
         while True:
             try:
-                result = await self._requests.run(lease.batch, number, text, line, slot)
-                break
+                return await self._requests.run(lease.batch, number, text, line, slot)
             except Displaced:
                 slot.give_back()
             line = await self._lines.begin(lease.batch.key_name)
@@ -133,11 +142,9 @@ class LineRunner:
             except BaseException:
                 line.end()
                 raise
-        self._outcomes.append((lease.key, result))
-        self.news.set()
 
 
-def _line_over(chunk: RunningChunk, line: Line, slot: Slot, task: asyncio.Task) -> None:
+def _line_over(chunk: RunningChunk, line: Line, slot: Slot, task: asyncio.Task[Any]) -> None:
     """A line has a result, which has its slot until it is kept; or it was stopped, perhaps before it began."""
     chunk.tasks.discard(task)
     line.end()

@@ -1,7 +1,7 @@
 """The lines of an input file: read a block at a time, checked, and given a place among their like."""
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class LineTooLong(Exception):
         self.number = number
 
 
-async def read_lines(blobs: Blobs, name: str, most_bytes: int) -> AsyncIterator[list[RawLine]]:
+async def read_lines(blobs: Blobs, name: str, most_bytes: int) -> AsyncGenerator[list[RawLine], None]:
     """Every line that is not empty, those of a block together. Raises ``LineTooLong``."""
     number, offset, rest = 0, 0, b""
     async for block in blobs.stream(name):
@@ -63,6 +63,14 @@ def parse_line(text: bytes) -> Any:
     return orjson.loads(text.removeprefix(_BOM))
 
 
+class _Wrong(NamedTuple):
+    """What is wrong with a line, and with which of its parameters."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
 @dataclass
 class LineChecker:
     """What a batch file must fulfil as a whole: each line a request to ``endpoint``, with a name of its own.
@@ -83,44 +91,41 @@ class LineChecker:
             if self.total == MAX_LINES + 1:
                 self.fail("too_many_requests", f"the file has more than {MAX_LINES} lines; split it", line.number)
             return None
+        found = self._read(line.text)
+        if isinstance(found, _Wrong):
+            self.fail(found.code, found.message, line.number, found.param)
+            return None
+        return found
+
+    def _read(self, text: bytes) -> "bytes | _Wrong":
         try:
-            request = parse_line(line.text)
+            request = parse_line(text)
         except orjson.JSONDecodeError as error:
-            return self.fail("invalid_json_line", f"this line is not valid JSON: {error}", line.number)
+            return _Wrong("invalid_json_line", f"this line is not valid JSON: {error}")
         if not isinstance(request, dict):
-            return self.fail("invalid_json_line", "this line is not a JSON object", line.number)
+            return _Wrong("invalid_json_line", "this line is not a JSON object")
         for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
             if request.get(name) is None:
-                return self.fail(
-                    "missing_required_parameter", f"missing required parameter: {name!r}", line.number, name
-                )
+                return _Wrong("missing_required_parameter", f"missing required parameter: {name!r}", name)
             if not isinstance(request[name], kind):
                 expected = "a string" if kind is str else "a JSON object"
-                return self.fail("invalid_value", f"{name} must be {expected}", line.number, name)
-        return self._check_request(line, request)
+                return _Wrong("invalid_value", f"{name} must be {expected}", name)
+        return self._check_request(request)
 
-    def _check_request(self, line: RawLine, request: dict[str, Any]) -> bytes | None:
+    def _check_request(self, request: dict[str, Any]) -> "bytes | _Wrong":
         custom_id, method, url = request["custom_id"], request["method"], request["url"]
         if not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
-            return self.fail(
-                "invalid_value", f"custom_id must have 1 to {MAX_ID_CHARACTERS} characters", line.number, "custom_id"
-            )
+            return _Wrong("invalid_value", f"custom_id must have 1 to {MAX_ID_CHARACTERS} characters", "custom_id")
         if method != "POST":
-            return self.fail("invalid_method", f"method must be POST (got {method[:64]!r})", line.number, "method")
+            return _Wrong("invalid_method", f"method must be POST (got {method[:64]!r})", "method")
         if url != self.endpoint:
-            return self.fail(
-                "mismatched_url",
-                f"url must be the batch's endpoint, {self.endpoint} (got {url[:64]!r})",
-                line.number,
-                "url",
+            return _Wrong(
+                "mismatched_url", f"url must be the batch's endpoint, {self.endpoint} (got {url[:64]!r})", "url"
             )
         digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
-            return self.fail(
-                "duplicate_custom_id",
-                f"the custom_id {custom_id[:64]!r} is used by an earlier line",
-                line.number,
-                "custom_id",
+            return _Wrong(
+                "duplicate_custom_id", f"the custom_id {custom_id[:64]!r} is used by an earlier line", "custom_id"
             )
         self._seen.add(digest)
         body = request["body"]

@@ -1,6 +1,7 @@
 """One line as a request to this very gateway: the endpoint that answers HTTP answers it, in process."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from services.gateway.batch.leases import Outcome
 from services.gateway.batch.lines import parse_line
 from services.gateway.batch.slots import Slot
 from services.gateway.batch.tables import StoredBatch
-from services.gateway.http import CALLER, Caller
+from services.gateway.http import CALLER, Caller, name_request
 from services.gateway.openai.errors import to_response
 from services.gateway.openai.json_value import write_again
 
@@ -45,7 +46,7 @@ class Requests:
 
     async def run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
         """What becomes of a line of ``batch``, which waits for a scheduler, and without its ``slot`` for its key's
-        tokens, as long as it takes. Raises ``Displaced``."""
+        tokens, as long as it takes. Raises ``Displaced``, and what is a defect of ours."""
         return await line.hold(partial(self._run, batch, number, text, line, slot))
 
     async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
@@ -80,7 +81,7 @@ class Requests:
                 try:
                     return await self.ask(endpoint, raw, caller)
                 except Overloaded:
-                    if not caller.line.wants_tokens:
+                    if caller.line is None or not caller.line.wants_tokens:
                         raise
                     await _wait_for_tokens(caller.line, slot)
                     continue
@@ -92,9 +93,6 @@ class Requests:
                     return to_response(error)
             except TokaError as error:
                 return to_response(error)
-            except Exception:
-                log.exception("batch line failed")
-                return to_response(Internal("internal error; the server's log has the details"))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, _LAST_PAUSE_S)
 
@@ -136,20 +134,32 @@ async def _wait_for_tokens(line: Line, slot: Slot) -> None:
         raise refusal
 
 
-def outcome(number: int, custom_id: str, response: Response) -> Outcome:
+def failed(batch: StoredBatch, number: int, text: bytes) -> Outcome:
+    """Of a line with which something went wrong that nobody foresaw: the log has it under the ``request_id`` that the
+    error file tells. To be called where the exception is handled."""
+    if not _request_id():
+        name_request({"path": batch.endpoint})
+    log.exception("batch line failed", id=batch.id, line=number)
+    custom_id = None
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # the file may be another than was validated
+        custom_id = parse_line(text)["custom_id"]
+    return outcome(number, custom_id, to_response(Internal.logged()))
+
+
+def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
     """``response`` as a line of the output or the error file."""
     line = {
         "id": new_id("batch_req_"),
         "custom_id": custom_id,
         "response": {
             "status_code": response.status_code,
-            "request_id": response.headers.get("x-request-id", ""),
+            "request_id": response.headers.get("x-request-id") or _request_id(),
             "body": orjson.Fragment(response.body),
         },
         "error": None,
     }
     ok = response.status_code == 200
-    usage = _usage(response.body) if ok else (0, 0, 0)
+    usage = _usage(bytes(response.body)) if ok else (0, 0, 0)
     return Outcome(number, ok, _one_line(line), *usage)
 
 
@@ -162,6 +172,12 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
         "error": {"code": code, "message": message},
     }
     return _one_line(line)
+
+
+def _request_id() -> str:
+    """Of what this task asked last; empty when it was refused before."""
+    request_id: str = structlog.contextvars.get_contextvars().get("request_id", "")
+    return request_id
 
 
 def _one_line(document: dict[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from services.common.errors import AlreadyExists, NotFound, Overloaded, TokaError, Unavailable
 from services.gateway.batch.ids import now
-from services.gateway.batch.store import Store
+from services.gateway.batch.store import Store, rows_changed
 from services.gateway.batch.tables import StoredResponse
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,7 @@ class Responses:
         self._store = store
         self._waiting: dict[asyncio.Future[None], dict[str, Any]] = {}  # records by who waits
         self._waiting_bytes = 0  # of all that somebody waits for
-        self._writer: asyncio.Task | None = None
+        self._writer: asyncio.Task[None] | None = None
 
     async def keep(self, body: dict[str, Any], items: bytes, key_name: str = "") -> None:
         """Keep a response of the API key ``key_name`` from now on. A caller who does not wait for it wants it no more.
@@ -88,7 +88,7 @@ class Responses:
         """Forget it. Raises ``NotFound``, also for one that another key made."""
         query = delete(StoredResponse).where(*_own(response_id, key_name))
         async with self._store.writing() as session:
-            gone = (await session.execute(query)).rowcount
+            gone = await rows_changed(session, query)
         if not gone:
             raise _not_found(response_id)
 
@@ -105,7 +105,7 @@ class Responses:
     async def _write(self, some: Mapping[asyncio.Future[None], dict[str, Any]]) -> None:
         """All of ``some``; where the store is there and takes them not together, each by itself."""
         problem = await self._insert(list(some.values()))
-        problems = dict.fromkeys(some, problem)
+        problems: dict[asyncio.Future[None], Exception | None] = dict.fromkeys(some, problem)
         if problem is not None and len(some) > 1 and not isinstance(problem, Unavailable):
             for kept in [kept for kept in some if not kept.done()]:
                 problems[kept] = await self._insert([some[kept]])

@@ -63,7 +63,7 @@ class BatchService:
         self._tried = asyncio.Event()  # to open it, once
         self._opened: Opened | None = None
         self._store: Store | None = None
-        self._opening: asyncio.Task | None = None
+        self._opening: asyncio.Task[None] | None = None
 
     def start(self, gateway: "Gateway") -> None:
         """Open the store, however often it takes, and then begin to work."""
@@ -160,4 +160,5 @@ def store_url(config: GatewayConfig) -> str:
 
 async def opened(request: Request) -> Opened:
     """Of the gateway that answers ``request``. Raises why there is no store."""
-    return await request.app.state.gateway.batches.opened()
+    batches: BatchService = request.app.state.gateway.batches
+    return await batches.opened()

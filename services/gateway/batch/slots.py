@@ -11,9 +11,10 @@ class Slot:
         self._taken = False
 
     async def take(self) -> None:
-        """Wait for one."""
-        await self._slots.acquire()
-        self._taken = True
+        """Wait for one. May be called again."""
+        if not self._taken:
+            await self._slots.acquire()
+            self._taken = True
 
     def give_back(self) -> None:
         """May be called again."""

@@ -4,9 +4,9 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import Connection, event, insert, inspect, select, text, update
+from sqlalchemy import Connection, CursorResult, UpdateBase, event, insert, inspect, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -91,6 +91,12 @@ class Store:
     async def close(self) -> None:
         """Let the connections go."""
         await self._engine.dispose()
+
+
+async def rows_changed(session: AsyncSession, statement: UpdateBase) -> int:
+    """How many rows ``statement`` changed."""
+    result = await session.execute(statement)
+    return cast("CursorResult[Any]", result).rowcount  # which one of an update or a delete is
 
 
 def _make_engine(url: str) -> AsyncEngine:

@@ -1,8 +1,8 @@
 """The store's tables. Times are Unix time in seconds."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Double, Index, Integer, LargeBinary, String
+from sqlalchemy import JSON, BigInteger, Double, Index, Integer, LargeBinary, String, Table
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 Bytes = LargeBinary(2**31 - 1)
@@ -18,6 +18,9 @@ ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)  # somebody has to wo
 
 class Base(DeclarativeBase):
     """Every table here."""
+
+    if TYPE_CHECKING:
+        __table__: ClassVar[Table]
 
 
 class SchemaVersion(Base):

@@ -1,7 +1,7 @@
 """``multipart/form-data`` with one file in it, written to a blob as it comes."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
@@ -9,6 +9,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
 from services.gateway.batch.blobs import BlobWriter
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
 _MAX_FIELD_BYTES = 64 * 1024
@@ -71,7 +74,7 @@ class _Reader:
         self._header = (bytearray(), bytearray())
         self._name: str | None = None  # of the field that is being read; None: the file
         self._value = bytearray()
-        self.callbacks = {
+        self.callbacks: MultipartCallbacks = {
             "on_part_begin": self._on_part_begin,
             "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
             "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),

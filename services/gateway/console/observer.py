@@ -52,7 +52,7 @@ class Observer:
 
     async def _of_replica(self, replica: Replica) -> dict[str, Any]:
         plan = self._watches[replica].latest()
-        document = {
+        document: dict[str, Any] = {
             "address": replica.address,
             "scheduler_id": replica.scheduler_id or None,
             "model": replica.model.id if replica.model is not None else None,
@@ -67,16 +67,17 @@ class Observer:
         }
         if (stub := replica.stub) is None:
             return document
-        asked = {"metadata": replica.metadata(), "timeout": _PATIENCE_S}
+        who = replica.metadata()
         listing = observe_pb2.ListRequestsRequest(most=_MOST_REQUESTS, horizon_steps=_HORIZON_STEPS)
         try:
-            load = await stub.GetLoad(observe_pb2.GetLoadRequest(), **asked)
+            load = await stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=who, timeout=_PATIENCE_S)
             document |= {"at": time.time(), "load": load_document(load.load)}
-            document["schedule"] = schedule_document(await stub.ListRequests(listing, **asked))
+            listed = await stub.ListRequests(listing, metadata=who, timeout=_PATIENCE_S)
+            document["schedule"] = schedule_document(listed)
         except grpc.RpcError as error:
             document["trouble"] = from_rpc_error(error).message
         except (grpc.aio.UsageError, asyncio.CancelledError):  # its channel was closed, before or meanwhile
-            if asyncio.current_task().cancelling():
+            if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             document["trouble"] = "the connection to it has ended"
         return document

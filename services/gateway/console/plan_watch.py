@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 import grpc
 
 from services.gateway.session.replica import Replica
-from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+from tokasaurus.scheduler.v1 import observe_pb2
+
+if TYPE_CHECKING:
+    from tokasaurus.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 _WANTED_S = 10.0  # without a question the watch ends
 _LOOK_S = 1.0
@@ -30,7 +34,7 @@ class PlanWatch:
             self._task = asyncio.create_task(self._watch(stub))
         return self._plan
 
-    async def _watch(self, stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    async def _watch(self, stub: "SchedulerServiceAsyncStub") -> None:
         reading = asyncio.create_task(self._read(stub))
         try:
             while not reading.done() and time.monotonic() - self._asked_at < _WANTED_S:
@@ -39,7 +43,7 @@ class PlanWatch:
             reading.cancel()
             self._task, self._plan = None, None
 
-    async def _read(self, stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    async def _read(self, stub: "SchedulerServiceAsyncStub") -> None:
         # Why a scheduler does not tell its plans, the observer's other questions show.
         with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):  # the latter: its channel is closed
             call = stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=self._replica.metadata())

@@ -1,23 +1,26 @@
 """``/console``: a page to try the server with and to watch it."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
 
-from services.gateway.access.guard import CONSOLE, CONSOLE_STATE
+from services.common.errors import InvalidRequest, TokaError
+from services.gateway.access.guard import CONSOLE, CONSOLE_REQUESTS, CONSOLE_STATE
 from services.gateway.console.assets import Assets
+from services.gateway.console.cancelling import cancel_request
 from services.gateway.gateway import Gateway
-from services.gateway.openai.errors import response
+from services.gateway.openai.errors import response, to_response
 
 
 def add_console(api: FastAPI, *, public: bool) -> None:
     """The console on ``api``: on the ``public`` port with the playground, and, unless operators have a port of their
-    own, with the live figures; on theirs with those alone."""
+    own, with the live figures and what can be done about them; on theirs with those alone."""
     gateway: Gateway = api.state.gateway
     live = not (public and gateway.config.admin_port)
     asks_key = public and gateway.guard.wants_keys
     assets = Assets()
-    routes = {
+    routes: dict[str, Callable[..., Awaitable[Response]]] = {
         CONSOLE: assets.page,
         f"{CONSOLE}/": _page_without_slash,
         f"{CONSOLE}/static/{{name}}": assets.file,
@@ -25,6 +28,8 @@ def add_console(api: FastAPI, *, public: bool) -> None:
     }
     if live:
         routes[CONSOLE_STATE] = _state
+        # Pages from elsewhere cannot send it: browsers ask first whether they may.
+        api.add_api_route(CONSOLE_REQUESTS, _cancel, methods=["DELETE"], response_model=None, include_in_schema=False)
     for path, endpoint in routes.items():
         api.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
 
@@ -45,3 +50,14 @@ async def _state(request: Request) -> Response:
     return Response(
         await gateway.observer.state(), headers={"cache-control": "no-store"}, media_type="application/json"
     )
+
+
+async def _cancel(request: Request) -> Response:
+    """End the request with the ``id`` of the query. Its client gets an error."""
+    gateway: Gateway = request.app.state.gateway
+    try:
+        if not (request_id := request.query_params.get("id")):
+            raise InvalidRequest("say which request: ?id=...", field="id")
+        return response(200, {"id": request_id, "samples": await cancel_request(gateway.fleet, request_id)})
+    except TokaError as error:  # the operators' port knows no other way
+        return to_response(error)

@@ -1,6 +1,7 @@
 """Who may call what on the public service."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -10,15 +11,16 @@ from services.common.config import SchedulerConfig
 from services.common.errors import PermissionDenied, TokaError, Unauthenticated
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing, salted
 from services.common.limits import Limits
+from services.common.rpc.interceptor import Details, Handler
 from services.common.rpc.token import TokenFile
 from tokasaurus.scheduler.v1 import generate_pb2
 
-Metadata = Sequence[tuple[str, str | bytes]]
+Metadata = Iterable[tuple[str, str | bytes]]
 
 _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # requests for anybody, under any name
-# The others tell everybody's request ids.
-_OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}ListRequests", f"{_SERVICE}WatchPlans"})
+# The others tell everybody's request ids, or end anybody's.
+_OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}ListRequests", f"{_SERVICE}CancelRequest", f"{_SERVICE}WatchPlans"})
 _OPEN = "/grpc.health.v1.Health/"
 _AUTHORIZATION = "authorization"
 
@@ -55,7 +57,9 @@ class Access(grpc.aio.ServerInterceptor):
             isolates=config.isolate_keys,
         )
 
-    async def intercept_service(self, continuation, handler_call_details):
+    async def intercept_service(
+        self, continuation: "Callable[[Details], Awaitable[Handler | None]]", handler_call_details: Details
+    ) -> "Handler | None":
         try:
             self.check(handler_call_details.method, handler_call_details.invocation_metadata)
         except TokaError as error:
@@ -106,17 +110,17 @@ class Access(grpc.aio.ServerInterceptor):
 
 
 def _presented(metadata: Metadata) -> str:
-    values = [value for name, value in metadata if name == _AUTHORIZATION]
+    values = [value for name, value in metadata if name == _AUTHORIZATION and isinstance(value, str)]
     scheme, _, secret = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     if scheme.lower() != "bearer" or not secret.strip():
         raise Unauthenticated("this server wants an API key: send the metadata 'authorization: Bearer KEY'")
     return secret.strip()
 
 
-def _refusing(error: TokaError) -> grpc.RpcMethodHandler:
+def _refusing(error: TokaError) -> Handler:
     """Ends the call with ``error``, whichever kind it is of, without a look at what it sends."""
 
-    async def refuse(requests, context):
+    async def refuse(requests: Any, context: Any) -> Any:
         raise error
         yield
 

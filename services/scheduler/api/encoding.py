@@ -73,7 +73,8 @@ def encode_what_can_be(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dic
         except Exception as error:
             failures[handle] = error
             if handle in finished:
-                end = generate_pb2.Finish(reason=int(FinishReason.ERROR), error=to_status(Internal.logged()))
+                end = generate_pb2.Finish(error=to_status(Internal.logged()))
+                end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # any number of the enum does
                 message.finished.add(handle=handle).finish.CopyFrom(end)
     return message, failures
 
@@ -91,7 +92,7 @@ def encode_scored(message: generate_pb2.PromptLogprobs, scored: Scored) -> None:
 
 def encode_finish(finish: Finish) -> generate_pb2.Finish:
     message = generate_pb2.Finish(
-        reason=int(finish.reason),
+        reason=int(finish.reason),  # type: ignore[arg-type]  # any number of the enum does
         usage=generate_pb2.Usage(
             prompt_tokens=finish.prompt_tokens,
             completion_tokens=finish.completion_tokens,

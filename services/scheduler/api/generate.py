@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
-import grpc
 import numpy as np
 import structlog
 
 from services.common.errors import Internal
 from services.common.packed import fill
+from services.common.rpc.interceptor import AnyContext
 from services.common.text.detokenizer import Detokenizer
 from services.common.tracing import HEADER
 from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored
@@ -47,8 +47,8 @@ class Generation:
         self._traces = Traces(hub.tracing)
 
     async def run(
-        self, message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        self, message: generate_pb2.GenerateRequest, context: AnyContext
+    ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Acceptance, then news, until every sample has its Finish. Raises what the request is refused for."""
         model = self._model
         model.check_name(message.model)
@@ -163,7 +163,7 @@ def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slic
         fill(message, "top_logprobs", delta.top_logprobs[at])
 
 
-def _traceparent(context: grpc.aio.ServicerContext) -> str:
+def _traceparent(context: AnyContext) -> str:
     """Of the caller, in the call's metadata."""
     values = (value for name, value in context.invocation_metadata() or () if name == HEADER)
     return str(next(values, ""))

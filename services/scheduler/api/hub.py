@@ -1,6 +1,7 @@
 """Hands what the step loop says to the streams it is for."""
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 
 import structlog
@@ -9,7 +10,8 @@ from services.common.errors import Internal, TokaError
 from services.common.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.load import Load
-from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine_loop import Asked, EngineLoop
 from services.scheduler.news import News, PlanNews
 
 log = structlog.get_logger(__name__)
@@ -65,7 +67,7 @@ class Hub:
         self._watchers.discard(queue)
         self.engine.watchers = len(self._watchers)
 
-    async def ask(self, question):
+    async def ask(self, question: Callable[[Scheduler], Asked]) -> Asked:
         """``question(core)`` answered by the step loop."""
         return await asyncio.wrap_future(self.engine.ask(question))
 

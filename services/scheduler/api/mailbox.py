@@ -67,7 +67,7 @@ class Mailbox:
     ``overflowed`` is called once when the reader is given up: it may be stuck in a write, and does not ask again.
     """
 
-    def __init__(self, overflowed: Callable[[], None] = lambda: None, most_bytes: int | None = None) -> None:
+    def __init__(self, overflowed: Callable[[], object] = lambda: None, most_bytes: int | None = None) -> None:
         self._items: deque[Any] = deque()
         self._load: Load | None = None  # only the newest counts
         self._bytes = 0

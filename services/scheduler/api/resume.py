@@ -3,6 +3,7 @@
 from services.common.errors import InvalidRequest
 from services.scheduler.api.model import ServedModel
 from services.scheduler.core.request import Finish, FinishReason, Request
+from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2
 
 
@@ -30,7 +31,7 @@ def read_resume(request: Request, message: generate_pb2.GenerateRequest, model: 
         _check_end(request.tokens[-generated:-1].tolist(), model)
     request.resumed_tokens, request.first_sample_index = generated, first
     if request.automaton is not None and generated:
-        before, last = _last_bytes(request, model)
+        before, last = _last_bytes(request, request.automaton, model)
         request.stop_state = request.automaton.run(request.automaton.run(0, before), last)
 
 
@@ -48,35 +49,39 @@ def _check_end(said: list[int], model: ServedModel) -> None:
 def ending_of(request: Request, model: ServedModel) -> Finish | None:
     """The end of a sample whose last token is its last: whoever has it was told of the token and not of the end. None
     when there is more to come."""
-    generated, stopping = request.resumed_tokens, {}
+    generated = request.resumed_tokens
     if not generated:
         return None
     if request.max_tokens is not None:
         limit = request.prompt_tokens + request.max_tokens
     else:
         limit = min(model.shape.max_context_tokens, model.shape.pool_tokens + 1)
+    stop_token_id: int | None = None
+    stop_string: tuple[int, int] | None = None
     reason = FinishReason.LENGTH if len(request.tokens) >= limit else None
     if generated >= request.min_tokens:
         last = int(request.tokens[-1])
         if last in request.stop_token_ids:
-            reason, stopping = FinishReason.STOP, {"stop_token_id": last}
-        elif (match := _match(request, model)) is not None:
-            reason, stopping = FinishReason.STOP, {"stop_string": match}
+            reason, stop_token_id = FinishReason.STOP, last
+        elif (stop_string := _match(request, model)) is not None:
+            reason = FinishReason.STOP
     if reason is None:
         return None
-    return Finish(request.handle, reason, request.prompt_tokens, generated, 0, 0, 0, 0, **stopping)
+    return Finish(
+        request.handle, reason, request.prompt_tokens, generated, stop_token_id=stop_token_id, stop_string=stop_string
+    )
 
 
 def _match(request: Request, model: ServedModel) -> tuple[int, int] | None:
     """The stop string that ends in the last token, and the bytes at the end of the text that are not of the answer."""
     if request.automaton is None:
         return None
-    before, last = _last_bytes(request, model)
+    before, last = _last_bytes(request, request.automaton, model)
     return request.automaton.first_match(request.automaton.run(0, before), last)
 
 
-def _last_bytes(request: Request, model: ServedModel) -> tuple[bytes, bytes]:
+def _last_bytes(request: Request, automaton: Automaton, model: ServedModel) -> tuple[bytes, bytes]:
     """Text of the resumed tokens: of all but the last, as much as a stop string can begin in; and of the last."""
     *before, last = request.tokens[request.prompt_tokens :].tolist()
     text_bytes = model.tokenizer.vocabulary.text_bytes
-    return text_bytes(before)[-max(map(len, request.automaton.patterns)) :], text_bytes([last])
+    return text_bytes(before)[-max(map(len, automaton.patterns)) :], text_bytes([last])

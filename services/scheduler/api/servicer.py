@@ -2,12 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+
+import structlog
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.keys import Key
 from services.common.packed import read_fixed32
+from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
 from services.scheduler.api.encoding import encode_curve, encode_load, encode_overview, encode_plan_news
 from services.scheduler.api.generate import Generation
@@ -20,10 +23,13 @@ from services.scheduler.api.validation import read_request
 from services.scheduler.core.intake import resolve_limit
 from services.scheduler.core.outlook import Outlook, look_ahead
 from services.scheduler.core.overview import Overview, look_over
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
-from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+
+log = structlog.get_logger(__name__)
 
 _LONGEST_HORIZON = 65536
 _MOST_LISTED, _LISTED = 1000, 100
@@ -41,7 +47,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._scheduler_id = scheduler_id
         self._access = access or Access()
 
-    async def Generate(self, request, context):
+    async def Generate(
+        self, request: generate_pb2.GenerateRequest, context: AnyContext
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
         with self._running(context) as key:
             self._access.sign(request, key)
             spending = Spending(self._access.limits, key)
@@ -52,7 +60,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             finally:
                 await stream.aclose()
 
-    async def Session(self, request_iterator, context):
+    async def Session(
+        self, request_iterator: AsyncIterator[session_pb2.SessionRequest], context: AnyContext
+    ) -> AsyncIterator[session_pb2.SessionResponse]:
         stream = Session(self._hub, self._model, self._prover, self._scheduler_id).run(request_iterator)
         try:
             async for response in stream:
@@ -60,15 +70,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             await stream.aclose()
 
-    async def GetModel(self, request, context):
+    async def GetModel(self, request: observe_pb2.GetModelRequest, context: AnyContext) -> observe_pb2.GetModelResponse:
         self._model.check_name(request.model)
         return observe_pb2.GetModelResponse(model=self._model.message())
 
-    async def GetLoad(self, request, context):
+    async def GetLoad(self, request: observe_pb2.GetLoadRequest, context: AnyContext) -> observe_pb2.GetLoadResponse:
         load = await self._hub.ask(lambda core: self._hub.engine.load())
         return observe_pb2.GetLoadResponse(load=encode_load(load))
 
-    async def Forecast(self, request, context):
+    async def Forecast(self, request: observe_pb2.ForecastRequest, context: AnyContext) -> observe_pb2.ForecastResponse:
         with self._running(context) as key:
             return await self._forecast(request, key)
 
@@ -96,7 +106,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             response.curve.CopyFrom(encode_curve(outlook.curve, shape.page_count, request.horizon_steps))
         return response
 
-    async def ListRequests(self, request, context):
+    async def ListRequests(
+        self, request: observe_pb2.ListRequestsRequest, context: AnyContext
+    ) -> observe_pb2.ListRequestsResponse:
         _check_horizon(request.horizon_steps)
         most = request.most if request.HasField("most") else _LISTED
         if most > _MOST_LISTED:
@@ -110,7 +122,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             response.curve.CopyFrom(curve)
         return response
 
-    async def WatchPlans(self, request, context):
+    async def CancelRequest(
+        self, request: observe_pb2.CancelRequestRequest, context: AnyContext
+    ) -> observe_pb2.CancelRequestResponse:
+        samples = await self._hub.ask(lambda core: core.cancel_request(request.request_id))
+        if not samples:
+            raise _not_there(request.request_id)
+        log.info("a request was cancelled by an operator", request_id=request.request_id, samples=samples)
+        return observe_pb2.CancelRequestResponse(samples=samples)
+
+    async def WatchPlans(
+        self, request: observe_pb2.WatchPlansRequest, context: AnyContext
+    ) -> AsyncIterator[observe_pb2.WatchPlansResponse]:
         plans = self._hub.watch()
         try:
             while True:
@@ -118,18 +141,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             self._hub.unwatch(plans)
 
-    async def Tokenize(self, request, context):
+    async def Tokenize(self, request: observe_pb2.TokenizeRequest, context: AnyContext) -> observe_pb2.TokenizeResponse:
         with self._running(context):
             return await self._tokenize(request)
 
-    async def Detokenize(self, request, context):
+    async def Detokenize(
+        self, request: observe_pb2.DetokenizeRequest, context: AnyContext
+    ) -> observe_pb2.DetokenizeResponse:
         with self._running(context):
             return await self._detokenize(request)
 
     @contextmanager
-    def _running(self, context) -> Iterator[Key | None]:
+    def _running(self, context: AnyContext) -> Iterator[Key | None]:
         """Count a call of its key while it runs."""
-        key = self._access.key_of(context.invocation_metadata())
+        key = self._access.key_of(context.invocation_metadata() or ())
         with self._access.limits.running(key):
             yield key
 
@@ -156,11 +181,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Outlook, float]:
     request = core.state.requests.get(request_id)
     if request is None or (key is not None and request.fairness_key != key.name):
-        raise NotFound(f"no unfinished request has the id {request_id!r}", field="request_id")
+        raise _not_there(request_id)
     return _look(core, request), core.step_s
 
 
-def _look(core: Scheduler, subject) -> Outlook:
+def _not_there(request_id: str) -> NotFound:
+    return NotFound(f"no unfinished request has the id {request_id!r}", field="request_id")
+
+
+def _look(core: Scheduler, subject: Request) -> Outlook:
     _check_attached(core)
     return look_ahead(core.state, subject, time.monotonic_ns())
 

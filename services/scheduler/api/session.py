@@ -1,7 +1,7 @@
 """One Session stream: a reader that passes requests on, and one writer fed by a mailbox."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 import structlog
@@ -32,6 +32,8 @@ _PAUSE_S = 0.002
 # them elsewhere. Gateways send one a second.
 _SILENCE_S = 15
 
+_Requests = AsyncIterator[session_pb2.SessionRequest]
+
 
 class Session:
     """Owned by its RPC, on the asyncio loop."""
@@ -50,7 +52,7 @@ class Session:
         self._error: Exception | None = None
         self._traces = Traces(hub.tracing)
 
-    async def run(self, requests: AsyncIterator) -> AsyncIterator[session_pb2.SessionResponse]:
+    async def run(self, requests: _Requests) -> AsyncGenerator[session_pb2.SessionResponse, None]:
         """The responses, until the client is done and everything of its is finished."""
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("payload") != "open":
@@ -118,7 +120,7 @@ class Session:
         silence = Unavailable(f"the client has not been heard of for {silent} s", reason="CLIENT_SILENT")
         self._mailbox.close(silence)
 
-    async def _read(self, requests: AsyncIterator) -> None:
+    async def _read(self, requests: _Requests) -> None:
         try:
             async for message in requests:
                 self._heard = True

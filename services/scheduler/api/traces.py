@@ -18,10 +18,10 @@ _MOST_SAMPLES = 16  # of a request that have spans of their own
 class _Trace:
     """A request that is recorded."""
 
-    __slots__ = ("accepted", "began_ns", "first", "generated", "span", "unfinished")
+    __slots__ = ("accepted", "began_ns", "first", "generated", "span", "tracing", "unfinished")
 
-    def __init__(self, request: Request, span: "Span", began_ns: int) -> None:
-        self.span = span
+    def __init__(self, request: Request, tracing: Tracing, span: "Span", began_ns: int) -> None:
+        self.tracing, self.span = tracing, span
         self.began_ns = began_ns  # since the epoch
         self.first = request.handle
         self.unfinished = request.n
@@ -43,7 +43,7 @@ class Traces:
         handles = range(request.handle, request.handle + request.n)
         if not self._live.keys().isdisjoint(handles):  # it will be refused
             return
-        attributes = {
+        attributes: dict[str, str | int] = {
             "toka.request_id": request.request_id,
             "toka.samples": request.n,
             "gen_ai.usage.input_tokens": request.prompt_tokens,
@@ -53,7 +53,7 @@ class Traces:
         if not span.is_recording():
             return
         request.traced = traceparent_of(span)
-        trace = _Trace(request, span, began_ns)
+        trace = _Trace(request, self._tracing, span, began_ns)
         self._live |= dict.fromkeys(handles, trace)
 
     def accepted(self, request: Request) -> None:
@@ -65,7 +65,7 @@ class Traces:
         if trace is not None and not trace.accepted:
             for each in range(handle, handle + trace.unfinished):
                 del self._live[each]
-            self._tracing.fail(trace.span, error.reason or type(error).__name__)
+            trace.tracing.fail(trace.span, error.reason or type(error).__name__)
             trace.span.end()
 
     def finished(self, finishes: Sequence[Finish]) -> None:
@@ -78,7 +78,7 @@ class Traces:
     def close(self) -> None:
         """Nobody listens any more."""
         for trace in set(self._live.values()):
-            self._tracing.fail(trace.span, FinishReason.CANCELLED.name)
+            trace.tracing.fail(trace.span, FinishReason.CANCELLED.name)
             trace.span.end()
         self._live.clear()
 
@@ -91,7 +91,7 @@ class Traces:
             at = trace.began_ns
             phases = (("queue", finish.queued_ns), ("prefill", finish.prefill_ns), ("decode", finish.decode_ns))
             for name, took_ns in phases:
-                span = self._tracing.start(name, trace.span, attributes={"toka.sample": index}, start_ns=at)
+                span = trace.tracing.start(name, trace.span, attributes={"toka.sample": index}, start_ns=at)
                 if name == "decode":
                     span.set_attribute("gen_ai.usage.output_tokens", finish.completion_tokens)
                     span.set_attribute("gen_ai.response.finish_reasons", [finish.reason.name.lower()])
@@ -100,7 +100,7 @@ class Traces:
                 at += took_ns
                 span.end(at)
         if finish.reason in (FinishReason.ERROR, FinishReason.DEADLINE):
-            self._tracing.fail(trace.span, finish.reason.name)
+            trace.tracing.fail(trace.span, finish.reason.name)
         if not trace.unfinished:
             trace.span.set_attribute("gen_ai.usage.output_tokens", trace.generated)
             trace.span.end()

@@ -1,8 +1,10 @@
 """A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
 
 import random
+from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
 from services.common.errors import InvalidRequest
 from services.common.packed import read_fixed32, read_float
@@ -28,6 +30,7 @@ _PRIORITIES = {
     generate_pb2.PRIORITY_CLASS_NORMAL: Priority.NORMAL,
     generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
 }
+_Number = TypeVar("_Number", int, float)
 _random = random.Random()  # begun by the system's: asking that each time costs more than all other fields together
 _MODES = {
     generate_pb2.ADMISSION_MODE_UNSPECIFIED: None,
@@ -104,7 +107,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
         raise InvalidRequest(f"top_logprobs is {top}: expected 0 to {most}", field="output.top_logprobs")
     if top and not logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: set output.logprobs", field="output.top_logprobs")
-    scored = _number(message.output, "prompt_logprobs", None)
+    scored = message.output.prompt_logprobs if message.output.HasField("prompt_logprobs") else None
     if scored is not None and not model.shape.prompt_logprobs:
         raise InvalidRequest(
             "the worker computes no log-probabilities of prompt tokens: leave prompt_logprobs out, or serve the model"
@@ -237,6 +240,7 @@ def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -
         raise InvalidRequest(f"{name} has {given} characters: expected at most {most}", field=name)
 
 
-def _number(message, name: str, default):
+def _number(message: Message, name: str, default: _Number) -> _Number:
     """The value of an optional scalar, or its default."""
-    return getattr(message, name) if message.HasField(name) else default
+    value: _Number = getattr(message, name) if message.HasField(name) else default
+    return value

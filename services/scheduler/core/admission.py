@@ -115,7 +115,7 @@ def _first_gap(full: np.ndarray, length: int) -> int:
 
 def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast:
     """The forecast of what runs, shares of prompts included."""
-    shares = [request.share for request in state.sharing if request.share.ready_step]
+    shares = [share for share in state.sharing.values() if share.ready_step]
     extra = sum(share.owns_last_page for share in shares)
     nodes = [share.node for share in shares]
     return Forecast(state.pool, state.tree, running, nodes, extra, horizon)

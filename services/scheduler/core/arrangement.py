@@ -4,6 +4,7 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 NONE = np.zeros(0, np.int64)
 
@@ -109,13 +110,13 @@ def _spread(decoding: int, prefill_counts: np.ndarray, parts: int) -> tuple[np.n
     return fill[:decoding], prefill_parts
 
 
-def _fill(loads: np.ndarray, units: int) -> np.ndarray:
+def _fill(loads: npt.NDArray[np.int64], units: int) -> npt.NDArray[np.int64]:
     """How many of ``units`` tokens each part gets when they go to the lightest part one by one: int64 ``[parts]``."""
     low = np.sort(loads)
     levels = (units + np.cumsum(low)) // np.arange(1, len(low) + 1)  # if the units go to the 1, 2... lightest parts
     reached = np.append(low[1:] > levels[:-1], True)
     level = levels[reached.argmax()]
-    room = np.maximum(level - loads, 0)
+    room: npt.NDArray[np.int64] = np.maximum(level - loads, 0)
     open_parts = np.flatnonzero(loads <= level)
     room[open_parts[: units - room.sum()]] += 1
     return room

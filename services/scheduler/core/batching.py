@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.scheduler.core.arrangement import arrange
-from services.scheduler.core.hydragen import choose_groups
+from services.scheduler.core.hydragen import HydragenPolicy, choose_groups
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.core.state import State
 
@@ -23,10 +23,9 @@ class Batching:
 
     def fill(self, plan: Plan, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool) -> None:
         """Put the rows into ``plan``; ``regroup``: Hydragen groups may be chosen anew now."""
-        state = self._state
-        if regroup and state.policy.hydragen is not None:
-            self._regroup()
-        policy = state.policy
+        state, policy = self._state, self._state.policy
+        if regroup and policy.hydragen is not None:
+            self._regroup(policy.hydragen)
         plan.micro_batches = policy.micro_batches
         if not prefilling and policy.micro_batches == 1 and not len(self._prefix_pages):
             self._fill_plain(plan, decoding)
@@ -52,7 +51,7 @@ class Batching:
             self._set_groups(plan, np.zeros((3, 0), np.int64))
         self._state.counters.batch_rows += plan.sequences
 
-    def _regroup(self) -> None:
+    def _regroup(self, policy: HydragenPolicy) -> None:
         state = self._state
         changed = state.membership - self._membership
         if changed * _REGROUP_SHARE < state.slots.running or not changed:
@@ -60,9 +59,7 @@ class Batching:
         self._membership = state.membership
         tree = state.tree
         rows = state.slots.node[state.slots.active]
-        grouping = choose_groups(
-            tree.parent[: tree.top], tree.depth[: tree.top], rows, state.shape.page_size, state.policy.hydragen
-        )
+        grouping = choose_groups(tree.parent[: tree.top], tree.depth[: tree.top], rows, state.shape.page_size, policy)
         tree.group[: tree.top] = grouping.of_node
         self._prefix_pages = grouping.prefix_pages
 

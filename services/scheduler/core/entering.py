@@ -23,6 +23,10 @@ class Entry(NamedTuple):
         return -(-(len(self.tokens) - 1) // page_size) if self.leads else 0
 
 
+# For each entry its slots, int64 ``[samples]``, and their page tables, int32 ``[samples, pages]``.
+Placed = list[tuple[np.ndarray, np.ndarray]]
+
+
 class Lengths(NamedTuple):
     """How long sequences are taken to run; arrays ``[sequences]``."""
 

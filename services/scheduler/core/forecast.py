@@ -12,6 +12,7 @@ does. At most one sequence is in that state.
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.pages import PagePool
 from services.scheduler.core.prefix_tree import ROOT, PrefixTree
@@ -67,13 +68,13 @@ class Forecast:
         self._hold(self._ends, running)
         self.curve = self._own + self._tree_pages(self._ends)
 
-    def with_candidates(self, candidates: Sequences) -> np.ndarray:
+    def with_candidates(self, candidates: Sequences) -> npt.NDArray[np.int64]:
         """Pages in use at steps ``0..horizon-1`` with ``candidates`` admitted now: int64 ``[horizon]``."""
         ends = self._ends.copy()
         self._hold(ends, candidates)
         return self._own + self._own_pages(candidates) + self._tree_pages(ends)
 
-    def _own_pages(self, sequences: Sequences) -> np.ndarray:
+    def _own_pages(self, sequences: Sequences) -> npt.NDArray[np.int64]:
         """Pages of page tables that are not in the tree, at each step."""
         page_size, horizon = self._page_size, self.horizon
         depth = self._depth[sequences.node]
@@ -108,7 +109,7 @@ class Forecast:
             np.maximum.at(ends, self._parent[nodes], ends[nodes])
             nodes = self._parent[nodes]
 
-    def _tree_pages(self, ends: np.ndarray) -> np.ndarray:
+    def _tree_pages(self, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Pages of the tree in use at each step."""
         horizon = self.horizon
         released = np.bincount(np.minimum(ends, horizon), weights=self._sizes, minlength=horizon + 1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.prefix_tree import ROOT
 
@@ -108,7 +109,7 @@ def _deepest_that_pay(
     return np.array(sorted(chosen) if gain > policy.call_cost else [], np.int64)
 
 
-def _nearest(parent: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def _nearest(parent: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """Position in ``chosen`` of the first chosen node from each node upwards, -1 = none: int32 ``[nodes]``."""
     above = np.maximum(parent, ROOT)
     above[chosen] = chosen

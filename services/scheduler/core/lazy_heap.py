@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class LazyHeap(Generic[K, T]):

@@ -3,6 +3,10 @@
 from collections import OrderedDict
 
 import numpy as np
+import numpy.typing as npt
+
+_Ints = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
 
 UNKNOWN = np.iinfo(np.int64).max // 2  # a length of which the data say nothing; a prompt added to it does not overflow
 MOST_LABELS = 200  # remembered at once
@@ -112,7 +116,7 @@ class LengthPredictor:
         self._censored[full] *= kept[:, None]
         self._ended[full] = _MEMORY
 
-    def draw(self, classes: np.ndarray, ages: np.ndarray, quantiles: np.ndarray) -> np.ndarray:
+    def draw(self, classes: _Ints, ages: _Ints, quantiles: _Floats) -> _Ints:
         """The ``quantiles`` in (0, 1) of the lengths of answers that are longer than ``ages``: int64, above the age.
 
         ``UNKNOWN`` for a class of which little is known, and where the quantile is behind all that the data tell.
@@ -130,7 +134,7 @@ class LengthPredictor:
         inside = np.ceil(np.clip(share, 0, 1) * width).astype(np.int64)
         return np.where(known, np.maximum(self._edges[before] + inside, ages + 1), UNKNOWN)
 
-    def mean(self, classes: np.ndarray, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    def mean(self, classes: _Ints, ages: _Ints, limits: _Ints) -> _Floats:
         """Expected lengths of answers that are longer than ``ages`` and cut off at ``limits``: float64.
 
         What is ``UNKNOWN`` counts as cut off.
@@ -149,7 +153,7 @@ class LengthPredictor:
             self._expected[row, limit] = int(mean[0])
         return self._expected[row, limit]
 
-    def spread(self, classes: np.ndarray) -> np.ndarray:
+    def spread(self, classes: _Ints) -> _Floats:
         """Standard deviation of a length, float64; 0 for a class of which little is known.
 
         What is ``UNKNOWN`` counts as if it ended with the longest answer that was seen.
@@ -214,25 +218,28 @@ class LengthPredictor:
         stops = np.where(last, stopped, 0.0).sum(axis=1)
         return np.where(stops >= _LEAST_STOPS, np.minimum(stops / np.maximum(tokens, _LEAST_AT_RISK), 1), 0.0)
 
-    def _deviation(self, ends: np.ndarray, rest: np.ndarray, longest: np.ndarray) -> np.ndarray:
+    def _deviation(self, ends: _Floats, rest: _Floats, longest: _Ints) -> _Floats:
         """Standard deviations of lengths of which ``ends`` are in each bin and ``rest`` are ``longest``."""
         middle = self._edges[:-1] + (self._widths + 1) / 2
         square = middle**2 + (self._widths**2 - 1) / 12
         mean = ends @ middle + rest * longest
         return np.sqrt(np.maximum(ends @ square + rest * longest**2 - mean**2, 0))
 
-    def _survival_at(self, classes: np.ndarray, ages: np.ndarray) -> np.ndarray:
+    def _survival_at(self, classes: _Ints, ages: _Ints) -> _Floats:
         """P(length > age)."""
         ages = np.minimum(ages, self.longest)
         at = self._bin[ages]
         above, below = self._survival[classes, at], self._survival[classes, at + 1]
-        return above - (above - below) * ((ages - self._edges[at]) / self._widths[at])
+        share: _Floats = above - (above - below) * ((ages - self._edges[at]) / self._widths[at])
+        return share
 
-    def _area_at(self, classes: np.ndarray, ages: np.ndarray) -> np.ndarray:
+    def _area_at(self, classes: _Ints, ages: _Ints) -> _Floats:
         """Sum of P(length > t) over t < age."""
         inside = np.minimum(ages, self.longest)
         at = self._bin[inside]
         above, below = self._survival[classes, at], self._survival[classes, at + 1]
         into, width = inside - self._edges[at], self._widths[at]
         behind = (ages - inside) * self._survival[classes, -1]
-        return self._area[classes, at] + into * above - (above - below) * (into * (into - 1) / (2 * width)) + behind
+        gone = (above - below) * (into * (into - 1) / (2 * width))
+        area: _Floats = self._area[classes, at] + into * above - gone + behind
+        return area

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from services.common.errors import Internal
 from services.scheduler.core.ending import Ending, finish_of
-from services.scheduler.core.entering import Entry, Lengths, Settings
+from services.scheduler.core.entering import Entry, Lengths, Placed, Settings
 from services.scheduler.core.preemption import may_yield
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.sharing import Sharing
@@ -32,11 +33,10 @@ class Lifecycle:
         stop_set = state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples))
         return Settings((*shared, stop_set), stop_states)
 
-    def enter(self, entries: list[Entry], settings: list[Settings], lengths: Lengths, step: int, now_ns: int):
+    def enter(self, entries: list[Entry], settings: list[Settings], lengths: Lengths, step: int, now_ns: int) -> Placed:
         """Put waiting samples into free slots, with pages for all tokens they know.
 
-        ``settings``: beside ``entries``; ``lengths``: beside the samples of all entries. Returns for each entry its
-        slots, int64 ``[samples]``, and their page tables, int32 ``[samples, pages]``.
+        ``settings``: beside ``entries``; ``lengths``: beside the samples of all entries.
         """
         state, slots, tree = self._state, self._state.slots, self._state.tree
         counts = np.array([len(entry.samples) for entry in entries])
@@ -59,7 +59,7 @@ class Lifecycle:
         state.membership += len(samples)
         return placed
 
-    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> list:
+    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> Placed:
         """Page tables of the slots ``taken``, ``counts`` of them for each entry; returns what ``enter`` does."""
         state, slots, size = self._state, self._state.slots, self._state.shape.page_size
         depths = [int(state.tree.depth[entry.node]) for entry in entries]
@@ -240,11 +240,11 @@ class Lifecycle:
         if sample.request.automaton is not None:
             sample.stop_state = int(slots.stop_state[slot]) - state.matcher.base(sample.request.automaton)
 
-    def _generated(self, slot: int, start: int) -> np.ndarray:
+    def _generated(self, slot: int, start: int) -> npt.NDArray[np.uint32]:
         """Known tokens of a slot from position ``start`` on."""
         slots, pool = self._state.slots, self._state.pool
         known = int(slots.known[slot])
-        tokens = pool.tokens[slots.pages(slot)].reshape(-1)[:known]
+        tokens: npt.NDArray[np.uint32] = pool.tokens[slots.pages(slot)].reshape(-1)[:known]
         if known > len(tokens):  # the newest token has no page yet
             tokens = np.append(tokens, slots.last_token[slot])
         return tokens[start:].astype(np.uint32)
@@ -263,8 +263,7 @@ class Lifecycle:
         self.register_pages(whole, computed, ready_step=state.step + 1)
         nodes = slots.node[leaving]
         own_from = tree.depth[nodes] + lent
-        columns = (samples, leaving.tolist(), nodes.tolist(), keep_pages)
-        for sample, slot, node, keep in zip(*columns, strict=True):
+        for sample, slot, node, keep in zip(samples, leaving.tolist(), nodes.tolist(), keep_pages, strict=True):
             if slot in state.prefilling:
                 state.prefilling.remove(slot)
             tree.detach(node)

@@ -14,6 +14,7 @@ from services.scheduler.core.forecast import Sequences
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.plan import Plan, SlotAdmissions
 from services.scheduler.core.prediction import Prediction
+from services.scheduler.core.prefix_tree import PageName
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
@@ -77,7 +78,7 @@ class Onboarding:
         entries = []
         looked_up = carried = 0
         later: set[Request] = set()
-        claimed = set()  # pages that an entry before will compute
+        claimed: set[PageName] = set()  # pages that an entry before will compute
         siblings: dict[Request, list[Sample]] = {}
         for sample in waiting:
             if budget <= 0 or room == 0 or len(later) == _MOST_LATER or looked_up > _MOST_LOOKED_UP:
@@ -111,7 +112,7 @@ class Onboarding:
             budget, room = budget - (len(entry.tokens) - entry.cached), room - 1
         return entries
 
-    def _entry(self, plan: Plan, sample: Sample, claimed: set) -> Entry | None:
+    def _entry(self, plan: Plan, sample: Sample, claimed: set[PageName]) -> Entry | None:
         """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
         state, request, size = self._state, sample.request, self._state.shape.page_size
         share, tokens = request.share, sample.tokens

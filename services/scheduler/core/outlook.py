@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.admission import running_curve
 from services.scheduler.core.request import Request, Sample
@@ -64,12 +65,15 @@ def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], 
     return waiting + mine, max(0, len(state.waiting) - _MOST_LOOKED_AT - len(mine))
 
 
-def _expected(state: State, samples: list[Sample]) -> np.ndarray:
+def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
     """Tokens that waiting samples are expected to generate from here: int64."""
     rows = [(s.request.length_class_id, s.given - s.request.prompt_tokens, s.request.limit - s.request.prompt_tokens)
             for s in samples]  # fmt: skip
     classes, ages, limits = np.array(rows, np.int64).T
-    return np.maximum(np.ceil(state.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1)
+    expected: npt.NDArray[np.int64] = np.maximum(
+        np.ceil(state.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1
+    )
+    return expected
 
 
 def _of_running(state: State, subject: Request) -> tuple[int | None, int]:

@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, Result, Scored, no_floats, no_slots, no_tokens
 from services.scheduler.core.request import Finish
@@ -22,6 +24,15 @@ class Delta:
     top_logprobs: np.ndarray = field(default_factory=no_floats)
     finished: list[Finish] = field(default_factory=list)
     scored: list[tuple[int, Scored]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
+
+
+class WithLogprobs(Protocol):
+    """What ``Delta`` says of the log-probabilities of its tokens."""
+
+    logprobs: np.ndarray
+    top_counts: np.ndarray
+    top_token_ids: np.ndarray
+    top_logprobs: np.ndarray
 
 
 class Outbox:
@@ -79,7 +90,7 @@ class Outbox:
         self._deltas.append((sink, delta))
 
 
-def take_logprobs(delta: Delta, rows: np.ndarray) -> None:
+def take_logprobs(delta: WithLogprobs, rows: np.ndarray) -> None:
     """Keep those of the tokens ``rows`` only."""
     if len(delta.logprobs):
         delta.logprobs = delta.logprobs[rows]
@@ -89,9 +100,10 @@ def take_logprobs(delta: Delta, rows: np.ndarray) -> None:
         delta.top_token_ids, delta.top_logprobs = delta.top_token_ids[at], delta.top_logprobs[at]
 
 
-def ragged_rows(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def ragged_rows(counts: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Where the entries of ``rows`` stand in arrays that concatenate ``counts[i]`` entries for each row ``i``."""
     starts = np.cumsum(counts) - counts
     chosen = counts[rows]
     within = np.arange(chosen.sum()) - np.repeat(np.cumsum(chosen) - chosen, chosen)
-    return np.repeat(starts[rows], chosen) + within
+    at: npt.NDArray[np.int64] = np.repeat(starts[rows], chosen) + within
+    return at

@@ -59,8 +59,8 @@ class Plan:
     parts: np.ndarray | None = None  # rows of each micro-batch, given with the batch; None = one
     # Hydragen groups; None = as in the previous plan, empty = none from now on.
     group_starts: np.ndarray | None = None  # int64, rows of the batch
-    group_counts: np.ndarray | None = None
-    group_pages: np.ndarray | None = None
+    group_counts: np.ndarray = field(default_factory=no_slots)  # beside group_starts
+    group_pages: np.ndarray = field(default_factory=no_slots)
     # For observers.
     sequences: int = 0
     tokens: int = 0

@@ -79,7 +79,7 @@ class Planner:
             missing = len(full) - state.pool.available
             if missing <= 0:
                 break
-            idle = next((request for request in state.sharing if request.share.leader is None), None)
+            idle = next((request for request, share in state.sharing.items() if share.leader is None), None)
             if idle is not None:  # what only those hold who wait
                 self._lifecycle.shares.end(idle)
                 continue

@@ -1,11 +1,13 @@
 """Says when running sequences will end: at their limits, or as the predictor says."""
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.request import Sample
 from services.scheduler.core.state import State
 
 _GOLDEN = (5**0.5 - 1) / 2
+_Ints = npt.NDArray[np.int64]
 _REFRESH_STEPS = 32  # between two looks at what running sequences teach
 
 
@@ -52,7 +54,7 @@ class Prediction:
             # As of the plan before: this one has not computed anything yet.
             slots.end_step[chosen] = step - 1 + self.steps_to_end(chosen)
 
-    def steps_to_end(self, chosen: np.ndarray) -> np.ndarray:
+    def steps_to_end(self, chosen: _Ints) -> _Ints:
         """Steps from the last plan that computed something for these slots to the one that releases them, if prefill is
         as slow as it can be: later chunks get what decoding leaves of a step. int64.
 
@@ -62,9 +64,10 @@ class Prediction:
         missing = np.maximum(slots.given[chosen] - slots.scheduled[chosen], 0)
         slowest = max(1, state.shape.max_tokens_per_step - slots.running)
         decoding = np.maximum(slots.total[chosen] - 1 - np.maximum(slots.scheduled[chosen], slots.given[chosen]), 0)
-        return -(-missing // slowest) + decoding + state.steps_ahead
+        steps: _Ints = -(-missing // slowest) + decoding + state.steps_ahead
+        return steps
 
-    def _draw(self, classes, prompts, known, limits, quantiles) -> np.ndarray:
+    def _draw(self, classes: _Ints, prompts: _Ints, known: _Ints, limits: _Ints, quantiles: np.ndarray) -> _Ints:
         """Total lengths, int64; arrays beside each other, lengths in tokens."""
         drawn = self._state.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
         return np.minimum(prompts + np.minimum(drawn, limits), limits)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.core.prefix_tree import ROOT, PrefixTree
 from services.scheduler.core.request import Priority, Sample
@@ -11,14 +12,14 @@ from services.scheduler.core.state import State
 _MOST_YIELDS = 4  # of one sample; then it is one of those that hold their own
 
 
-def choose_victims(state: State, needed: int) -> np.ndarray:
+def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
     """Slots that together hold ``needed`` pages alone, those with the least work to lose; fewer if there are no more.
 
     Only predicted sequences; of lower classes before higher ones, of equal work the latest come. Work is the tokens
     that only this sequence has computed.
     """
     slots, tree = state.slots, state.tree
-    eligible = np.flatnonzero(slots.active & ~slots.guaranteed)
+    eligible: npt.NDArray[np.int64] = np.flatnonzero(slots.active & ~slots.guaranteed)
     alone = slots.page_count[eligible] - _shared_pages(tree, slots.node[eligible])
     eligible, alone = eligible[alone > 0], alone[alone > 0]
     order = by_work(state, eligible)
@@ -26,7 +27,7 @@ def choose_victims(state: State, needed: int) -> np.ndarray:
     return eligible[order[:count]]
 
 
-def by_work(state: State, chosen: np.ndarray) -> np.ndarray:
+def by_work(state: State, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The order in which the slots ``chosen`` are given up: int64 indices into them."""
     slots = state.slots
     shared = _shared_pages(state.tree, slots.node[chosen])
@@ -34,7 +35,7 @@ def by_work(state: State, chosen: np.ndarray) -> np.ndarray:
     return np.lexsort((-slots.admitted_step[chosen], work, -slots.priority[chosen]))
 
 
-def _shared_pages(tree: PrefixTree, nodes: np.ndarray) -> np.ndarray:
+def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """Leading pages of sequences on ``nodes`` that somebody else holds too: int32 beside ``nodes``."""
     nodes = nodes.copy()
     while (alone := (nodes != ROOT) & (tree.users[nodes] == 1)).any():

@@ -9,6 +9,9 @@ from services.scheduler.core.pages import PagePool
 
 ROOT = 0
 
+PageName = tuple[Hashable, bytes]  # (parent or salt, first page's tokens)
+UNNAMED: PageName = (ROOT, b"")  # of the root, and of numbers that are free
+
 
 class PrefixTree:
     """A node is a run of pages behind its parent's; siblings differ in their first page. Below the root, requests of
@@ -35,8 +38,8 @@ class PrefixTree:
         self._children = np.zeros(nodes, np.int32)
         self._stamps = np.zeros(nodes, np.int64)
         self._pages: list[np.ndarray] = [np.zeros(0, np.int32)] * nodes
-        self._keys: list[tuple[Hashable, bytes] | None] = [None] * nodes
-        self._nodes: dict[tuple[Hashable, bytes], int] = {}  # (parent or salt, first page's tokens)
+        self._keys = [UNNAMED] * nodes
+        self._nodes: dict[PageName, int] = {}
         self._free: list[int] = []
         self._clock = 0
         self._leaves: list[tuple[int, int]] = []  # heap of (stamp, node); stale entries are skipped
@@ -63,7 +66,7 @@ class PrefixTree:
             node, at = child, at + count
         return node, False
 
-    def key(self, tokens: np.ndarray, salt: Hashable, node: int, at: int) -> tuple[Hashable, bytes]:
+    def key(self, tokens: np.ndarray, salt: Hashable, node: int, at: int) -> PageName:
         """Names the page of ``tokens`` that begins with page ``at``, behind ``node``."""
         size = self._pool.page_size
         return salt if node == ROOT else node, tokens[at * size : (at + 1) * size].tobytes()
@@ -115,13 +118,13 @@ class PrefixTree:
 
     def forget(self, node: int) -> None:
         """Take the nodes from ``node`` upwards out of the tree, as far as nobody else uses them."""
-        while self._keys[node] is not None and not self.users[node] and not self._children[node]:
+        while self._keys[node] is not UNNAMED and not self.users[node] and not self._children[node]:
             parent = int(self.parent[node])
             self._pool.give_cached(self._remove(node))
             self._note_leaf(parent)
             node = parent
 
-    def _add(self, key: tuple[Hashable, bytes], parent: int, pages: np.ndarray, ready_step: int) -> int:
+    def _add(self, key: PageName, parent: int, pages: np.ndarray, ready_step: int) -> int:
         if self._free:
             node = self._free.pop()
         else:
@@ -166,7 +169,7 @@ class PrefixTree:
             heapq.heapify(self._leaves)
 
     def _evictable(self, stamp: int, node: int) -> bool:
-        known = self._keys[node] is not None and self._stamps[node] == stamp
+        known = self._keys[node] is not UNNAMED and self._stamps[node] == stamp
         return bool(known and not self.users[node] and not self._children[node])
 
     def _evict(self, count: int) -> None:
@@ -192,7 +195,7 @@ class PrefixTree:
     def _remove(self, node: int) -> np.ndarray:
         """Take a leaf out; returns its pages."""
         del self._nodes[self._keys[node]]
-        self._keys[node] = None
+        self._keys[node] = UNNAMED
         self._children[self.parent[node]] -= 1
         self.parent[node], self.group[node] = ROOT, -1
         self._free.append(node)

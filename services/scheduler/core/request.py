@@ -189,7 +189,7 @@ class Finish(NamedTuple):
     decode_ns: int = 0
     stop_token_id: int | None = None
     stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
-    error: TokaError | None = None  # of reason ERROR
+    error: TokaError | None = None  # of reason ERROR, or CANCELLED by an operator
 
 
 @dataclass(frozen=True)

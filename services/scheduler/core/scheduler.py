@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.common.errors import Internal, Unavailable
+from services.common.errors import Cancelled, Internal, Unavailable
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.ahead import PagesAhead
 from services.scheduler.core.answers import check_answer
@@ -134,6 +134,15 @@ class Scheduler:
         live = self._sinks.get(sink, {})
         self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.CANCELLED)
 
+    def cancel_request(self, request_id: str) -> int:
+        """End what is left of a request, whoever sent it, and tell its client; how many samples that was."""
+        request = self.state.requests.get(request_id)
+        live = [] if request is None else [sample for sample in request.samples if not sample.finished]
+        error = Cancelled("an operator ended this request")
+        self._lifecycle.finish([Ending(sample, FinishReason.CANCELLED, error=error) for sample in live])
+        self._end_broken()
+        return len(live)
+
     def end_overdue(self, now_ms: int) -> None:
         """End what is past its deadline."""
         for request in self._deadlines.due(now_ms):
@@ -218,9 +227,10 @@ class Scheduler:
 
     def take(self, result: Result, now_ns: int) -> None:
         """Take in the answer to the oldest plan in flight. ``WrongAnswer`` when it answers something else."""
-        expected, pending = next(iter(self._pending.items()), (None, None))
+        expected = next(iter(self._pending), None)
         if result.step != expected:
             raise WrongAnswer(f"the worker answered step {result.step}, expected was {expected}")
+        pending = self._pending[result.step]
         check_answer(result, pending.sampling, self.state.shape)
         del self._pending[result.step]
         self._quarantine.note_answer()

@@ -17,8 +17,7 @@ class Sharing:
 
     def begin(self, leader: Sample) -> None:
         """Siblings wait for what ``leader`` computes; they may use it when ``ready`` says so."""
-        leader.request.share = PromptShare(leader)
-        self._state.sharing[leader.request] = None
+        leader.request.share = self._state.sharing[leader.request] = PromptShare(leader)
 
     def ready(self, leader: Sample, step: int) -> None:
         """The plan ``step`` computes the last of the prompt."""

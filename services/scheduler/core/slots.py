@@ -76,7 +76,8 @@ class Slots:
         self._free_count += len(slots)
 
     def running_samples(self) -> list[Sample]:
-        return self.samples[self.active].tolist()
+        running: list[Sample] = self.samples[self.active].tolist()
+        return running
 
     def pages(self, slot: int) -> np.ndarray:
         """Page table of one sequence, a view ``[pages held]``."""

@@ -10,7 +10,7 @@ from services.scheduler.core.output import Outbox
 from services.scheduler.core.pages import PagePool
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prefix_tree import PrefixTree
-from services.scheduler.core.request import Priority, Request, Sample, WorkerShape
+from services.scheduler.core.request import Priority, PromptShare, Request, Sample, WorkerShape
 from services.scheduler.core.slots import Slots
 from services.scheduler.core.stop_matcher import StopMatcher
 from services.scheduler.core.stop_tokens import StopTokens
@@ -59,12 +59,12 @@ class State:
             self.lengths = LengthPredictor(shape.max_context_tokens)
         self.shape = shape
         self.slots = Slots(shape)
-        self.pool = PagePool(shape.page_count, shape.page_size)
+        self.pool: PagePool = PagePool(shape.page_count, shape.page_size)
         self.tree = PrefixTree(self.pool, keep=self.policy.prefix_caching)
         self.step = 0
         self.prefilling: list[int] = []  # slots whose prompt is not computed yet, in order; at most one
         self.to_release: list[tuple[int, str]] = []  # (slot, request id): freed here, to be told to the worker
         self.preempted: list[str] = []  # request ids of those among them that wait again
-        self.sharing: dict[Request, None] = {}  # requests with a share, in order
+        self.sharing: dict[Request, PromptShare] = {}  # requests with a share, in order
         self.membership = 0  # sequences that entered or left, ever
         self.attached = True

@@ -1,6 +1,7 @@
 """Sets of tokens that end a sample, tested for a whole step at once."""
 
 import numpy as np
+import numpy.typing as npt
 
 
 class StopTokens:
@@ -37,6 +38,7 @@ class StopTokens:
             self._bits[row] = 0
             self._free.append(row)
 
-    def contain(self, sets: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def contain(self, sets: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool ``[rows]``: whether ``tokens[i]`` is in set ``sets[i]``."""
-        return (self._bits[sets, tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 != 0
+        found: npt.NDArray[np.bool_] = (self._bits[sets, tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 != 0
+        return found

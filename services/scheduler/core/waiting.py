@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, groupby, islice
+from math import inf
 from operator import attrgetter
 
 from services.scheduler.core.lazy_heap import LazyHeap
@@ -102,7 +103,7 @@ class WaitingQueue:
             rank = chosen.rank
             while chosen.rank == rank and len(order) < most:  # until it changes, the same class is chosen
                 order.append(take())
-            if chosen.oldest is None:
+            if chosen.rank == inf:
                 contest.remove(chosen)
         return order
 
@@ -133,8 +134,9 @@ class _PriorityClass:
     def __init__(self, priority: Priority, *, ageing: bool) -> None:
         self.priority = priority
         self.flows: dict[str, _Flow] = {}  # those with samples; one that is empty is forgotten, deficit and all
-        self.ages: LazyHeap[int, Sample] | None = LazyHeap() if ageing else None  # by (accepted_ns, arrival)
+        self.ages: LazyHeap[int, Sample] = LazyHeap()  # by (accepted_ns, arrival); empty without ageing
         self._turns: LazyHeap[tuple[int, int], _Flow] = LazyHeap()  # by (round, position)
+        self._ageing = ageing
         self._round = 0  # the latest in which a sample was served
         self._joined = count()
 
@@ -150,7 +152,7 @@ class _PriorityClass:
         if front:
             flow.samples.move_to_end(sample, last=False)
             self._settle(flow)
-        if self.ages is not None:
+        if self._ageing:
             self.ages.put(sample.accepted_ns, sample.arrival, sample)
 
     def take(self, key: str, samples: Iterable[Sample], *, cost: int = 0, in_turn: bool = False) -> None:
@@ -158,7 +160,7 @@ class _PriorityClass:
         flow = self.flows[key]
         for sample in samples:
             del flow.samples[sample]
-            if self.ages is not None:
+            if self._ageing:
                 self.ages.discard(sample)
         flow.spent += cost
         if in_turn:
@@ -188,7 +190,7 @@ class _PriorityClass:
         begun: list[tuple[int, tuple[int, int], int, Sample, Iterator[Sample]]] = []
         for key, tokens in charged.items():
             flow = self.flows[key]
-            rest = (sample for sample in flow.samples if sample not in gone)
+            rest: Iterator[Sample] = (sample for sample in flow.samples if sample not in gone)
             for sample in rest:
                 spent = flow.spent + tokens
                 heappush(begun, (_round(spent + sample.cost), flow.position, spent, sample, rest))
@@ -196,7 +198,8 @@ class _PriorityClass:
         others = (entry for entry in self._turns if entry[2].key not in charged)
         other = next(others, None)
         while begun or other is not None:
-            if other is not None and (not begun or other < begun[0]):
+            # No two have the same position: what stands behind it, which typeshed wants alike, is never compared.
+            if other is not None and (not begun or other < begun[0]):  # type: ignore[operator]
                 turn, position, flow = other
                 other = next(others, None)
                 rest = iter(flow.samples)
@@ -218,8 +221,8 @@ class _Contender:
 
     def __init__(self, each: _PriorityClass, ageing_ns: int, now_ns: int, by_age: int | None) -> None:
         self.priority = each.priority
-        self.oldest: Sample | None = None
-        self.rank: int | None = None  # None when nothing is left
+        self.oldest: Sample  # while anything is left
+        self.rank: float = inf  # until something is found, and when nothing is left
         self._class = each
         self._ageing_ns, self._now_ns = ageing_ns, now_ns
         self._left = by_age  # samples that may go before a higher class; None: any number
@@ -261,7 +264,7 @@ class _Contender:
                 rises = self._left is None or self._left > 0
                 self.rank = self.priority - (self._now_ns - accepted_ns) // self._ageing_ns * rises
                 return
-        self.oldest = self.rank = None
+        self.rank = inf
 
 
 def _round(tokens: int) -> int:

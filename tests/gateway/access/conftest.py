@@ -16,6 +16,7 @@ ENTRIES = {
     "other": "",
     "boss": 'scopes = ["admin"]',
     "late": "expires = 2020-01-01",
+    "one-at-once": "max_concurrent = 1",
     "two-at-once": "max_concurrent = 2",
     "thrifty": "tokens_per_minute = 300",
     "saver": "tokens_per_minute = 6000",

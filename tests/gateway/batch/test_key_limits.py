@@ -51,6 +51,26 @@ def test_lines_run_while_there_is_room_and_requests_of_their_key_go_first(guarde
     assert {each["response"]["body"]["usage"]["completion_tokens"] for each in told} == {400}
 
 
+def test_a_request_gets_the_only_place_of_its_key_from_a_line_which_begins_anew(guarded):
+    with guarded.sdk("one-at-once") as sdk, guarded.http("one-at-once") as http:
+        batch = begin(sdk, [line("long", **LONG), line("short")])
+        for _ in range(3):  # whichever line is running, and however often
+            eventually(lambda: running(guarded) == 1)
+            answer = http.post("/v1/completions", json=LONG | {"max_tokens": 5})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 5
+            assert answer.headers["x-ratelimit-limit-requests"] == "1"
+        with http.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 1900, "stream": True}) as answer:
+            assert answer.status_code == 200
+            assert http.post("/v1/completions", json=LONG).status_code == 429  # a request makes no way
+            assert sdk.batches.retrieve(batch.id).status == "in_progress"
+        done = ended(sdk, batch)
+        assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 2, 0)
+        told = {each["custom_id"]: each["response"]["body"]["usage"] for each in results(sdk, done.output_file_id)}
+    assert {name: usage["completion_tokens"] for name, usage in told.items()} == {"long": 400, "short": 3}
+    eventually(lambda: running(guarded) == 0)
+
+
 def test_a_key_whose_lines_wait_keeps_nobody_elses_from_running(guarded):
     with guarded.sdk("two-at-once") as crowded, guarded.sdk("team") as others:
         many = begin(crowded, [line(f"r{n}", **LONG | {"max_tokens": 1900}) for n in range(150)])

@@ -1,8 +1,12 @@
-"""Places of lines among those that a gateway runs at once."""
+"""Lines of a chunk: their places among those that a gateway runs at once, and those that fail as nobody foresaw."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
+import orjson
+import structlog
+from fastapi import Response
 
 from services.common.config import GatewayConfig
 from services.gateway.access.guard import Guard
@@ -10,9 +14,13 @@ from services.gateway.access.lines import Lines
 from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.leases import ChunkLease
 from services.gateway.batch.line_runner import LineRunner
+from services.gateway.batch.requests import Requests
 from services.gateway.batch.tables import StoredBatch
+from services.gateway.http import read_caller
+from tests.gateway.batch.requests import COMPLETIONS, line
 
 LINES = 4
+PATIENCE_S = 60.0
 
 
 async def test_lines_that_are_stopped_before_their_first_step_leave_their_places(tmp_path):
@@ -30,4 +38,47 @@ async def test_lines_that_are_stopped_before_their_first_step_leave_their_places
     chunk.drop()
     await asyncio.gather(*begun, return_exceptions=True)
     await asyncio.wait_for(asyncio.gather(*(runner._slots.acquire() for _ in range(LINES))), 60)
+    blobs.stop()
+
+
+async def answer(request):
+    """An endpoint with defects."""
+    read_caller(request)
+    prompt = orjson.loads(await request.body())["prompt"]
+    if prompt == "raise":
+        raise RuntimeError("secret")
+    return Response(b"no JSON" if prompt == "garbage" else b'{"usage": {"completion_tokens": 3}}')
+
+
+async def test_a_line_that_fails_as_nobody_foresaw_ends_alone_with_an_error_that_the_log_has_more_of(tmp_path):
+    """Also one whose file is not any more what was validated."""
+    texts = [line(name, prompt=name).encode() for name in ("good", "raise", "garbage")] + [b"{"]
+    places = [(number, sum(map(len, texts[: number - 1])), len(text)) for number, text in enumerate(texts, 1)]
+    blobs, guard = Blobs(str(tmp_path)), Guard(GatewayConfig())
+    writer = await blobs.create("in")
+    await writer.write(b"".join(texts))
+    await writer.close()
+    requests = Requests(SimpleNamespace(guard=guard, fleet=SimpleNamespace(trouble="")), {COMPLETIONS: answer})
+    runner = LineRunner(blobs, requests, Lines(guard), LINES)
+    batch = StoredBatch(seq=1, id="batch_1", input_blob="in", key_name="", fairness_key="", endpoint=COMPLETIONS)
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+        chunk = runner.take(ChunkLease(batch, 0, np.array(places)))
+        await runner.start(chunk)
+        await asyncio.wait_for(asyncio.gather(*chunk.tasks), PATIENCE_S)
+    outcomes = {result.line: result for _, result in runner.take_outcomes()}
+    told = {number: orjson.loads(result.body) for number, result in outcomes.items()}
+    assert {number: (result.ok, told[number]["custom_id"]) for number, result in outcomes.items()} == {
+        1: (True, "good"), 2: (False, "raise"), 3: (False, "garbage"), 4: (False, None),
+    }  # fmt: skip
+    assert outcomes[1].completion_tokens == 3
+    for number in (2, 3, 4):
+        response = told[number]["response"]
+        assert (response["status_code"], response["body"]["error"]["code"]) == (500, "internal")
+        assert "secret" not in response["body"]["error"]["message"]
+        [logged] = [each for each in logs if each.get("line") == number]
+        assert (logged["id"], logged["request_id"]) == ("batch_1", response["request_id"])
+        assert response["request_id"]
+    assert runner._slots.locked()  # until what came of the lines is kept
+    runner.kept(LINES)
+    await asyncio.wait_for(asyncio.gather(*(runner._slots.acquire() for _ in range(LINES))), PATIENCE_S)
     blobs.stop()

@@ -1,20 +1,24 @@
 """The store by itself: opened by many at once, and leased from by owners of which some come too late."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine
 
 import numpy as np
 import pytest
 from sqlalchemy import select, text, update
 
-from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
-from services.gateway.batch import leases
+from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, Unavailable
+from services.gateway.batch import files, leases
+from services.gateway.batch.batches import Batches
+from services.gateway.batch.files import Files, new_file
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.leases import LeaseLost, Leases, Outcome
 from services.gateway.batch.store import Store
-from services.gateway.batch.tables import Chunk, LineResult, SchemaVersion, StoredBatch
+from services.gateway.batch.tables import Chunk, LineResult, SchemaVersion, StoredBatch, StoredFile
 from services.gateway.batch.tries import Tries
 
 OPEN = """
@@ -60,13 +64,17 @@ def owner(store: Store, name: str) -> Leases:
     return Leases(store, owner=name, pool="m")
 
 
+def new_batch(input_file_id: str = "f") -> StoredBatch:
+    return StoredBatch(
+        id=new_id("batch_"), pool="m", endpoint="/v1/completions", input_file_id=input_file_id, input_blob="b",
+        labels=None, completion_window="24h", fairness_key="", key_name="", output_expires_after=1,
+        status="validating", created_at=now(), expires_at=now() + 3600,
+    )  # fmt: skip
+
+
 async def running_batch(store: Store, chunks: int = 2, size: int = 3) -> StoredBatch:
     """A batch in progress with lines 1 to ``chunks * size``."""
-    batch = StoredBatch(
-        id=new_id("batch_"), pool="m", endpoint="/v1/completions", input_file_id="f", input_blob="b", labels=None,
-        completion_window="24h", fairness_key="", output_expires_after=1, status="validating",
-        created_at=now(), expires_at=now() + 3600,
-    )  # fmt: skip
+    batch = new_batch()
     async with store.writing() as session:
         session.add(batch)
     first = owner(store, "first")
@@ -207,6 +215,88 @@ async def test_a_heartbeat_keeps_what_is_held(store):
         held, left = await session.scalars(query)
     assert held > time.time() + leases.LEASE_S / 2
     assert left < time.time()  # what it holds no more, though it never said so, is others' to take
+
+
+async def test_a_heartbeat_of_who_has_no_chunks_keeps_the_batch_that_it_validates(store):
+    await running_batch(store)
+    async with store.writing() as session:
+        await session.execute(update(StoredBatch).values(status="validating"))
+    mine = owner(store, "mine")
+    batch = await mine.claim_batch()
+    await pass_leases(store)
+    assert await mine.beat([batch], []) == ({}, set())
+    async with store.reading() as session:
+        assert await session.scalar(select(StoredBatch.lease_until)) > time.time()
+
+
+class Paused:
+    """A store whose transactions stop before they are committed, until ``go``."""
+
+    def __init__(self, store: Store) -> None:
+        self.stopped, self.go = asyncio.Event(), asyncio.Event()
+        self._store = store
+
+    @contextlib.asynccontextmanager
+    async def writing(self):
+        async with self._store.writing() as session:
+            yield session
+            self.stopped.set()
+            await self.go.wait()
+
+
+async def batch_to_be(store: Store) -> StoredBatch:
+    """One that is to read a new file."""
+    file = new_file("in.jsonl", "batch", blob="b", size=1, expires_after=None, key_name="")
+    async with store.writing() as session:
+        session.add(file)
+    return new_batch(file.id)
+
+
+async def in_turn(paused: Paused, first: Coroutine, second: Coroutine) -> list:
+    """What comes of both when ``second`` is begun just before the commit of ``first``, which is in ``paused``."""
+    begun = asyncio.create_task(first)
+    await paused.stopped.wait()
+    other = asyncio.create_task(second)
+    await asyncio.wait([other], timeout=1)  # it waits for the other transaction, or has gone wrong by now
+    paused.go.set()
+    return await asyncio.gather(begun, other, return_exceptions=True)
+
+
+async def test_a_file_that_is_given_to_a_new_batch_is_not_deleted(store):
+    paused = Paused(store)
+    batch = await batch_to_be(store)
+    made, refused = await in_turn(paused, Batches(paused).create(batch), Files(store).delete(batch.input_file_id, ""))
+    assert (made.batch.id, made.batch.input_blob) == (batch.id, "b")
+    assert isinstance(refused, FailedPrecondition), refused
+    assert (await Files(store).get(batch.input_file_id, "")).blob == "b"
+
+
+async def test_a_file_that_is_being_deleted_is_given_to_no_batch(store):
+    paused = Paused(store)
+    batch = await batch_to_be(store)
+    deleted, refused = await in_turn(
+        paused, Files(paused).delete(batch.input_file_id, ""), Batches(store).create(batch)
+    )
+    assert deleted == "b"
+    assert isinstance(refused, NotFound), refused
+    assert await Batches(store).page(key_name="", after=None, limit=1) == ([], False)
+
+
+async def test_a_file_whose_time_is_over_stays_until_the_batch_that_it_was_given_to_has_ended(store, monkeypatch):
+    paused = Paused(store)
+    batch = await batch_to_be(store)
+
+    async def forget() -> list[str]:
+        async with store.reading() as session:
+            later = await session.scalar(select(StoredFile.expires_at)) + 1
+        monkeypatch.setattr(files, "now", lambda: later)
+        return await Files(store).forget_expired()
+
+    made, forgotten = await in_turn(paused, Batches(paused).create(batch), forget())
+    assert (made.batch.id, forgotten, await forget()) == (batch.id, [], [])
+    async with store.writing() as session:
+        await session.execute(update(StoredBatch).values(status="completed"))
+    assert await forget() == ["b"]
 
 
 async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_is_in_it(store, store_url):

@@ -190,16 +190,28 @@ def test_the_forecast_moves_and_a_request_of_this_page_is_cancelled(watched, ope
     tab.expect(".finish", "stopped")
 
 
-def test_another_pages_request_is_shown_without_a_way_to_cancel_it(watched, open_tab):
+def test_another_clients_request_is_cancelled_when_its_operator_is_sure(watched, open_tab):
     body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 2}
     with httpx.stream("POST", watched.url + "/v1/completions", json=body, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200
         tab = open_tab(watched.url, "/console#live", size=PHONE)
+        asked: list[str] = []
+        tab.page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
         row = tab.expect("#requests tr")
         playwright.expect(row.locator("th")).to_have_text(answer.headers["x-request-id"])
         playwright.expect(row.locator("td").nth(1)).to_have_text("2 running")
-        assert row.get_by_role("button").count() == 0
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        button = row.get_by_role("button", name="Cancel")
+        button.click()
+        assert answer.headers["x-request-id"] in asked[0]
+        assert running_sequences(watched) == 2
+        tab.page.once("dialog", lambda dialog: dialog.accept())
+        button.click()
+        playwright.expect(tab.page.locator("#requests tr")).to_have_count(0)
+        *_, last = (line for line in answer.iter_lines() if line)
+    assert json.loads(last.removeprefix("data:"))["error"]["code"] == "cancelled_by_operator"
+    eventually(lambda: running_sequences(watched) == 0)
+    assert tab.page.locator("#cancel-problem").text_content() == ""
 
 
 def test_what_models_and_other_clients_say_stays_text(watched, open_tab):

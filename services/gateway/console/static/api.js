@@ -16,14 +16,14 @@ export const key = {
   forget: () => sessionStorage.removeItem(STORED),
 };
 
-export async function request(path, { body, signal } = {}) {
+export async function request(path, { body, signal, method } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;
   try {
     answer = await fetch(new URL(path, ROOT), {
-      method: body === undefined ? "GET" : "POST",
+      method: method ?? (body === undefined ? "GET" : "POST"),
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),
       signal,

@@ -1,6 +1,6 @@
 // What the schedulers do now, and what they will do: asked for once a second while somebody looks.
 
-import { get } from "./api.js";
+import { get, request } from "./api.js";
 import { Chart, roundUp, timeTicks } from "./chart.js";
 import { count, element, seconds, share } from "./format.js";
 import { History, KEPT_S } from "./history.js";
@@ -146,9 +146,24 @@ export class Live {
           `in ${seconds(request.finish_s)}`,
         ],
         fraction: request.generated_tokens / (request.max_tokens * Math.max(1, request.running + request.waiting)),
-        cancel: find(request.id),
+        cancel: (button) => this.cancel(request.id, button),
       })),
     );
+  }
+
+  // What this page has running it stops itself; others' ends at its scheduler, with an error for its client.
+  async cancel(id, button) {
+    const own = find(id);
+    if (own !== null) return own.abort();
+    if (!confirm(`Cancel ${id}? Whoever sent it gets an error.`)) return;
+    button.disabled = true;
+    try {
+      await this.withKey(() => request(`console/requests?id=${encodeURIComponent(id)}`, { method: "DELETE" }));
+      set("cancel-problem", "");
+    } catch (error) {
+      set("cancel-problem", error.status === 404 ? "" : error.message); // 404: it has ended meanwhile
+    }
+    button.disabled = false;
   }
 
   listReplicas(state) {
@@ -242,12 +257,9 @@ function update(row, { cells, fraction, state, cancel }) {
   if (fraction === undefined) return;
   row.querySelector("progress").value = fraction;
   const action = row.lastElementChild;
-  if (cancel === null) {
-    action.replaceChildren();
-  } else if (!action.firstChild) {
-    const button = element("button", "danger small", "Cancel");
-    button.ariaLabel = `Cancel ${cells[0]}`;
-    button.onclick = () => cancel.abort();
-    action.append(button);
-  }
+  if (action.firstChild) return;
+  const button = element("button", "danger small", "Cancel");
+  button.ariaLabel = `Cancel ${cells[0]}`;
+  button.onclick = () => cancel(button);
+  action.append(button);
 }

@@ -1,4 +1,4 @@
-// What this page has running, by request id: the live view cancels it, too.
+// What this page has running, by request id: the live view stops it, too.
 
 const running = new Map();
 
