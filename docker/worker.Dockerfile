@@ -1,4 +1,4 @@
-# The worker: torch and the model. VARIANT=cpu or cuda; docs/operations.md says how to build and run the latter.
+# The worker: torch and the model. VARIANT=cpu or cuda; docs/deploy-compose.md says how to build and run the latter.
 ARG PYTHON_IMAGE=python:3.11.15-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu22.04
 ARG VARIANT=cpu
@@ -30,7 +30,7 @@ ENV LOCK=worker-cuda CUDA_HOME=/usr/local/cuda PATH=/usr/local/cuda/bin:${PATH}
 FROM base-${VARIANT}
 RUN useradd --system --create-home --uid 10001 toka
 # The lock takes torch's build for CUDA or, from an index that PIP_EXTRA_INDEX_URL adds, the one for CPUs. TORCH="torch==..."
-# puts another build of the same version in its place, which no hash holds (docs/operations.md).
+# puts another build of the same version in its place, which no hash holds (docs/deploy-compose.md).
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH=""
 RUN --mount=type=bind,source=docker/locks,target=/locks \

@@ -6,6 +6,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from services.gateway.openai.meanings import meaning
+
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")
 # What answers 200 with something else than JSON, or may.
@@ -44,7 +46,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         schemas = {"Error": _ERROR}
         for path, operation in _operations(document):
             for content in operation.get("requestBody", {}).get("content", {}).values():
-                content["schema"] = _lifted(content["schema"], schemas)
+                content["schema"] = _lifted(_explained(content["schema"]), schemas)
             # FastAPI would answer 422; here every error is OpenAI's.
             operation["responses"].pop("422", None)
             if path in _CONTENT:
@@ -64,6 +66,19 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         yield from ((path, operations[method]) for method in _METHODS if method in operations)
 
 
+def _explained(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a body, and of the objects in it, with what each parameter means."""
+    explained, owner = dict(schema), schema.get("title", "")
+    if "properties" in schema:
+        explained["properties"] = {
+            name: {**each, "description": told} if (told := meaning(owner, name)) else each
+            for name, each in schema["properties"].items()
+        }
+    if "$defs" in schema:
+        explained["$defs"] = {name: _explained(each) for name, each in schema["$defs"].items()}
+    return explained
+
+
 def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     """``schema`` with its own definitions among ``schemas``, under names that no other body has: references are looked
     up in the whole document, where a body's ``#/$defs`` are not."""
@@ -80,4 +95,5 @@ def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
         return lifted
 
     schemas |= {f"{owner}.{name}": lift(each) for name, each in schema.get("$defs", {}).items()}
-    return lift(schema)
+    lifted: dict[str, Any] = lift(schema)
+    return lifted

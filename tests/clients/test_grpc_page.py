@@ -39,9 +39,3 @@ def test_every_reason_is_told_and_none_that_there_is_not():
     # Of HTTP, and of errors that no scheduler raises.
     elsewhere = {"ERROR", "PAYLOAD_TOO_LARGE", "IDEMPOTENCY_KEY_REUSED", "PERMISSION_DENIED", "DEADLINE_EXCEEDED"}
     assert told == raised - elsewhere
-
-
-def test_the_page_names_only_files_that_exist():
-    links = re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", PAGE)
-    assert links
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []

@@ -1,0 +1,37 @@
+"""``docs/reference`` says what the code has."""
+
+import runpy
+
+import pytest
+
+from services.common.config import DeploymentConfig
+from services.gateway.openai.meanings import MEANINGS
+from tests.docs.pages import ROOT
+
+FOLDER = ROOT / "docs" / "reference"
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    """Every page by its name, made anew."""
+    return runpy.run_path(str(ROOT / "docs" / "reference.py"))["pages"]()
+
+
+def test_the_pages_are_up_to_date(made):
+    assert {path.name for path in FOLDER.iterdir()} == set(made)
+    stale = [name for name, text in made.items() if (FOLDER / name).read_text() != text]
+    assert not stale, f"{', '.join(stale)}: run `make reference` and commit what it wrote"
+
+
+def test_every_flag_says_what_it_means(made):
+    assert [name for name, field in DeploymentConfig.model_fields.items() if not field.description] == []
+    assert [name for name in DeploymentConfig.model_fields if f"| `{name}` |" not in made["flags.md"]] == []
+
+
+def test_every_parameter_of_a_body_says_what_it_means_and_no_other_does(made):
+    bodies = made["http.md"].partition("## Objects in bodies")[0]
+    mute = [line for line in bodies.splitlines() if line.endswith("| |") and "(in the " not in line]
+    assert mute == []
+    described = made["http.md"].replace("\\|", "|")
+    assert [name for name, meaning in MEANINGS.items() if meaning not in described] == []
+    assert [name for name in MEANINGS if f"| `{name.rpartition('.')[2]}` |" not in described] == []
