@@ -26,13 +26,13 @@ class Engine:
         self.addresses: list[str] = []
         self._process = process
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._reading: list[asyncio.Task] = []
+        self._reading: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(cls, flags: Mapping[str, Any]) -> "Engine":
         """With ``flags`` of ``toka``; returns once it serves. Raises ``InvalidRequest`` for a wrong flag, and
         ``Unavailable`` with the engine's last words."""
-        arguments = _arguments({"log_level": "ERROR", "grpc_port": 0, "gateways": 0} | flags)
+        arguments = _arguments({"log_level": "ERROR", "grpc_port": 0, "gateways": 0, **flags})
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.launcher.toka", *arguments,
@@ -71,13 +71,16 @@ class Engine:
         await asyncio.gather(*self._reading)
 
     async def _wait_until_it_serves(self) -> None:
-        stderr = asyncio.create_task(self._forward(self._process.stderr))
+        stdout, errors = self._process.stdout, self._process.stderr
+        assert stdout is not None  # pipes, by ``start``
+        assert errors is not None
+        stderr = asyncio.create_task(self._forward(errors))
         self._reading.append(stderr)
-        async for line in self._process.stdout:
+        async for line in stdout:
             text = line.decode(errors="replace").strip()
             if text.startswith(_ADDRESSES):
                 self.addresses = text.removeprefix(_ADDRESSES).split(",")
-                self._reading.append(asyncio.create_task(_discard(self._process.stdout)))
+                self._reading.append(asyncio.create_task(_discard(stdout)))
                 return
         await self._process.wait()
         await stderr

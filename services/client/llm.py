@@ -2,11 +2,11 @@
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import structlog
 
@@ -87,9 +87,9 @@ class LLM:
         ``params``: of all, or of each. A prompt that cannot be answered has its error in its output, and the others
         have their answers. Wrong parameters raise ``InvalidRequest``. ``progress``: a bar, on stderr.
         """
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else cast("list[Prompt]", list(prompts))
         if asked and isinstance(asked[0], Integral):
-            asked = [asked]
+            asked = [cast("list[int]", asked)]
         each = self._each(params, len(asked))
         return self._answer([Request(prompt, one) for prompt, one in zip(asked, each, strict=True)], progress)
 
@@ -106,9 +106,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each of ``conversations``, lists of messages as over HTTP, as ``generate`` does. The text of an answer
         is all that the model wrote, thoughts and calls included."""
-        asked = list(conversations)
+        asked = cast("list[Conversation]", list(conversations))
         if asked and isinstance(asked[0], Mapping):
-            asked = [asked]
+            asked = [cast("Conversation", asked)]
         template = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -123,11 +123,12 @@ class LLM:
     def stream(self, prompt: Prompt | Conversation, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
         """What is new in the samples of one prompt or conversation, as it comes. Raises ``TokaError``. Whoever stops
         early cancels the rest."""
-        chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
         params = params or SamplingParams()
-        news = self._runner.stream(
-            Request(None, params, prompt, parsers=self._parsers) if chat else Request(prompt, params)
-        )
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
+            request = Request(None, params, cast("Conversation", prompt), parsers=self._parsers)
+        else:
+            request = Request(cast("Prompt", prompt), params)
+        news = self._runner.stream(request)
 
         async def following() -> list[StreamOutput] | None:
             return await anext(news, None)
@@ -161,7 +162,9 @@ class LLM:
         return params
 
     def _answer(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        bar: AbstractContextManager = Progress(len(requests)) if progress else NoProgress()
+        bar: AbstractContextManager[Callable[[RequestOutput], None]] = (
+            Progress(len(requests)) if progress else NoProgress()
+        )
         with bar as on_done:
             return self._loop.run(self._runner.generate(requests, on_done))
 

@@ -68,7 +68,8 @@ class Prepared:
 
     @property
     def prompt_ids(self) -> list[int]:
-        return self.job.prompt_ids.tolist()
+        ids: list[int] = self.job.prompt_ids.tolist()
+        return ids
 
     def in_own_words(self, error: TokaError) -> TokaError:
         """What a scheduler says, by the names of the parameters here."""
@@ -128,7 +129,7 @@ class _Encoded(NamedTuple):
 
 async def _encode(text: TextEngine, facts: ModelFacts, request: Request, settings: Settings) -> _Encoded:
     if request.conversation is not None:
-        return await _encode_chat(text, facts, request, settings)
+        return await _encode_chat(text, facts, request, request.conversation, settings)
     if isinstance(request.prompt, str):
         special = request.params.add_special_tokens
         [ids] = await text.encode([request.prompt], max_tokens=None, field="prompt", add_special_tokens=special)
@@ -136,9 +137,11 @@ async def _encode(text: TextEngine, facts: ModelFacts, request: Request, setting
     return _Encoded(_token_ids(request.prompt), settings)
 
 
-async def _encode_chat(text: TextEngine, facts: ModelFacts, request: Request, settings: Settings) -> _Encoded:
+async def _encode_chat(
+    text: TextEngine, facts: ModelFacts, request: Request, conversation: Conversation, settings: Settings
+) -> _Encoded:
     try:
-        document = orjson.dumps({"messages": list(request.conversation), **request.template})
+        document = orjson.dumps({"messages": list(conversation), **request.template})
     except TypeError as error:
         raise InvalidRequest(f"messages: {error}", field="messages", reason="INVALID_VALUE") from None
     body = parse(document, ConversationBody)
@@ -159,7 +162,7 @@ async def _grammar(
     strict = any(tool.function.strict for tool in body.tools or ())
     if wanted is None and not strict:
         return None
-    formats = OutputFormats.of(GatewayConfig(**parsers), text.tokenizer)
+    formats = OutputFormats.of(GatewayConfig.model_validate(parsers), text.tokenizer)
     tools = check_tools(formats, body, None)
     return await make_grammar(text, formats, body, prompt, tools, wanted, choice=None, parallel=True)
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +55,8 @@ class Runner:
         )
         self._facts: ModelFacts | None = None  # once there was a scheduler
         self._closing = asyncio.Event()
-        self._asked: set[asyncio.Task] = set()  # those that run ``generate``
-        self._watching: asyncio.Task | None = None
+        self._asked: set[asyncio.Task[Any]] = set()  # those that run ``generate``
+        self._watching: asyncio.Task[None] | None = None
         self._samples = 0  # outstanding
         self._fewer = asyncio.Event()
 
@@ -87,10 +87,11 @@ class Runner:
     ) -> list[RequestOutput]:
         """An output for each request, in their order. Raises ``InvalidRequest`` for wrong parameters, ``Unavailable``
         after ``stop``; what is wrong with one prompt is in its output."""
-        self._check_open()
-        self._asked.add(task := asyncio.current_task())
-        task.add_done_callback(self._asked.discard)
-        known = await check(self.text, self._facts, requests)
+        facts = self._check_open()
+        if (task := asyncio.current_task()) is not None:
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
+        known = await check(self.text, facts, requests)
         outputs: list[RequestOutput] = [RequestOutput(request.shown, []) for request in requests]
         repeats: Counter[tuple[int, bytes]] = Counter()
 
@@ -108,10 +109,9 @@ class Runner:
         async with asyncio.TaskGroup() as group:
             for first in range(0, len(requests), AT_ONCE):
                 some = requests[first : first + AT_ONCE]
-                if self._closing.is_set():
-                    ready = [_closed()] * len(some)
-                else:
-                    ready = await prepare(self.text, self._facts, some, known, repeats)
+                ready: list[Prepared | TokaError] = [_closed()] * len(some)
+                if not self._closing.is_set():
+                    ready = await prepare(self.text, facts, some, known, repeats)
                 for place, prepared in enumerate(ready, first):
                     if isinstance(prepared, TokaError):
                         outputs[place] = replace(outputs[place], error=prepared)
@@ -121,11 +121,11 @@ class Runner:
                         group.create_task(answer(place, prepared))
         return outputs
 
-    async def stream(self, request: Request) -> AsyncIterator[list[StreamOutput]]:
+    async def stream(self, request: Request) -> AsyncGenerator[list[StreamOutput], None]:
         """What is new, of any sample, as it comes; a full queue is waited for. Raises ``TokaError``."""
-        self._check_open()
-        known = await check(self.text, self._facts, [request])
-        [prepared] = await prepare(self.text, self._facts, [request], known, Counter())
+        facts = self._check_open()
+        known = await check(self.text, facts, [request])
+        [prepared] = await prepare(self.text, facts, [request], known, Counter())
         if isinstance(prepared, TokaError):
             raise prepared
         try:
@@ -198,12 +198,14 @@ class Runner:
             async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
                 await self._closing.wait()
 
-    def _check_open(self) -> None:
-        if self._closing.is_set():
+    def _check_open(self) -> ModelFacts:
+        """The model. Raises ``Unavailable`` before ``start`` and after ``stop``."""
+        if self._closing.is_set() or self._facts is None:
             raise _closed()
+        return self._facts
 
     def _output(self, prepared: Prepared, generation: Generation) -> RequestOutput:
-        endings = [choice.ending for choice in generation.choices]
+        endings = [choice.outcome for choice in generation.choices]
         usage = Usage(
             endings[0].prompt_tokens,
             min(ending.cached_tokens for ending in endings),
@@ -219,10 +221,10 @@ class Runner:
 
     def _completion(self, prepared: Prepared, choice: Choice) -> CompletionOutput:
         token_ids = list(map(int, choice.new_ids))
-        logprobs = list(choice.new_logprobs) if prepared.job.settings.logprobs else None
+        logprobs = choice.logprobs if prepared.job.settings.logprobs else None
         said, _ = choice.take()
-        text = whole_text(prepared.vocabulary(self.text), said, choice.ending)
-        return CompletionOutput(choice.index, text, token_ids, logprobs, choice.ending.reason)
+        text = whole_text(prepared.vocabulary(self.text), said, choice.outcome)
+        return CompletionOutput(choice.index, text, token_ids, logprobs, choice.outcome.reason)
 
     def _prompt_logprobs(self, prepared: Prepared, generation: Generation) -> list[dict[str, Any] | None] | None:
         top = prepared.job.settings.told_prompt_logprobs
@@ -237,7 +239,7 @@ class Runner:
             stops = prepared.job.settings.stop_strings
             transcript = transcripts[choice.index] = Transcript(prepared.vocabulary(self.text), stops)
         token_ids = list(map(int, choice.new_ids))
-        logprobs = list(choice.new_logprobs) if prepared.job.settings.logprobs else None
+        logprobs = choice.logprobs if prepared.job.settings.logprobs else None
         said, _ = choice.take()
         text, reason = transcript.push(said, []).text, None
         if choice.ending is not None:

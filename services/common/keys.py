@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -35,8 +35,9 @@ from services.common.watched import Watched
 
 log = structlog.get_logger(__name__)
 
-INFERENCE, ADMIN = "inference", "admin"
 Scope = Literal["inference", "admin"]
+INFERENCE: Final = "inference"
+ADMIN: Final = "admin"
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 PREFIX = "tk-"
 _SECRET_BYTES = 32

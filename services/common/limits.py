@@ -107,7 +107,7 @@ class Limits:
         ``InvalidRequest``, which names ``field``, when there never will be."""
         if key is None or key.tokens_per_minute is None:
             return None
-        rate, use = self._part(key.tokens_per_minute), self._use(key)
+        rate, use = self._rate(key), self._use(key)
         _check_fits(tokens, rate, field)
         if use.tokens < tokens:
             raise _exceeded(
@@ -121,18 +121,18 @@ class Limits:
     def spare_in_s(self, key: Key, tokens: int) -> float:
         """Seconds until ``tokens`` can be had and half of a minute's are left for requests; of what needs more than
         the other half, until the bucket is full. Raises as ``reserve`` when there never will be so many."""
-        rate, use = self._part(key.tokens_per_minute), self._use(key)
+        rate, use = self._rate(key), self._use(key)
         _check_fits(tokens, rate, "max_tokens")
         return max(0.0, min(tokens + rate / 2, rate) - use.tokens) * 60 / rate
 
     def take(self, key: Key, tokens: int) -> None:
         """``tokens`` more than were reserved; negative: fewer."""
-        rate, use = self._part(key.tokens_per_minute), self._use(key)
+        rate, use = self._rate(key), self._use(key)
         use.tokens = min(use.tokens - tokens, rate)
 
     def headers(self, key: Key | None) -> dict[str, str]:
         """``x-ratelimit-*`` as OpenAI has them; ``requests`` are those at once."""
-        headers = {}
+        headers: dict[str, str] = {}
         if key is None:
             return headers
         use = self._use(key)
@@ -152,6 +152,12 @@ class Limits:
         use.tokens = math.inf if rate is None else min(use.tokens + (now - use.at) * rate / 60, rate)
         use.at = now
         return use
+
+    def _rate(self, key: Key) -> int:
+        """Tokens a minute of a key that has such a limit."""
+        if (rate := self._part(key.tokens_per_minute)) is None:
+            raise ValueError(f"key {key.name}: nobody counts its tokens")
+        return rate
 
     def _part(self, limit: int | None) -> int | None:
         return None if limit is None else -(-limit // self._gateways)

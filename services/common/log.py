@@ -19,9 +19,9 @@ def configure(service: str, level: str, log_format: LogFormat = "auto") -> None:
     """
 
     def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return event | {"service": service}  # not a context variable: those stay behind in the thread that set them
+        return {**event, "service": service}  # not a context variable: those stay behind in the thread that set them
 
-    shared = [
+    shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         name_service,
         structlog.processors.add_log_level,

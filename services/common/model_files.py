@@ -105,6 +105,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
             raise InvalidRequest(f"{path} does not exist: model= must be a Hugging Face model directory", field="model")
         return {}
     try:
-        return json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"{path} is not valid JSON: {error}", field="model") from error

@@ -4,18 +4,20 @@ Reading: ``np.asarray(message.field)`` is 2 us for 8,192 values with protobuf >=
 interface costs 108 to 300 us; appending the packed bytes costs 2.6 us.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from google.protobuf.message import Message
 
 _WIRE_TYPE_BYTES = 2
 
 
-def read_fixed32(field) -> np.ndarray:
+def read_fixed32(field: Sequence[int]) -> np.ndarray:
     """A ``repeated fixed32`` field as a ``uint32`` array of shape ``[len(field)]`` (a copy)."""
     return np.array(field, dtype=np.uint32)
 
 
-def read_float(field) -> np.ndarray:
+def read_float(field: Sequence[float]) -> np.ndarray:
     """A ``repeated float`` field as a ``float32`` array of shape ``[len(field)]`` (a copy)."""
     return np.array(field, dtype=np.float32)
 

@@ -41,7 +41,7 @@ class Stop(asyncio.Event):
         super().__init__()
         self.at_once = asyncio.Event()
 
-    async def within(self, drain_s: float, done: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    async def within(self, drain_s: float, done: Callable[[], Coroutine[Any, Any, object]]) -> bool:
         """Wait for ``done()``, for ``drain_s`` seconds at most and while it need not be at once: whether it came.
         Raises what it raises."""
         waits = asyncio.create_task(done()), asyncio.create_task(self.at_once.wait())
@@ -110,7 +110,7 @@ async def unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | None
 
     def settle(finish: Callable[[Any], None], value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: done.cancelled() or finish(value))
+            loop.call_soon_threadsafe(lambda: None if done.cancelled() else finish(value))
 
     def run() -> None:
         try:
@@ -121,7 +121,7 @@ async def unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | None
     threading.Thread(target=run, daemon=True, name="work").start()
     stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({done, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((done, stopped), return_when=asyncio.FIRST_COMPLETED)
         return done.result() if done.done() else None
     finally:
         stopped.cancel()

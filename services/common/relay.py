@@ -16,6 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _MOST_BYTES = 1024 * 1024  # that wait
 _LAST_S = 1.0  # for what still waits at the end
@@ -53,26 +57,26 @@ class Relay(io.RawIOBase):
     def fileno(self) -> int:
         return self._known_as
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         """Takes or drops all of it, and never waits."""
+        whole = rest = memoryview(data)
         with self._changed:
-            rest = data
             if not (self._waiting or self._writing):
-                rest = data[self._taken_at_once(data) :]
+                rest = whole[self._taken_at_once(whole) :]
             too_much = self._waiting and len(self._waiting) + len(rest) > self._most_bytes
             if self._dropped or too_much:
                 self._dropped += bytes(rest).count(b"\n")
             elif rest:
                 self._waiting += rest
                 self._changed.notify_all()
-        return len(data)
+        return len(whole)
 
     def drain(self, patience_s: float = _LAST_S) -> None:
         """Until all is written, for ``patience_s`` seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._waiting or self._writing), patience_s)
 
-    def _taken_at_once(self, data: bytes) -> int:
+    def _taken_at_once(self, data: memoryview) -> int:
         """How many bytes."""
         try:
             return self._write_at_once(data)
@@ -105,7 +109,7 @@ def _wait_for_room(file: int) -> None:
     room.poll()
 
 
-def _never_waiting(file: int) -> Callable[[bytes], int]:
+def _never_waiting(file: int) -> Callable[[memoryview], int]:
     """Writes what ``file`` has room for, and raises ``BlockingIOError`` where that is nothing, or cannot be known."""
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode):
@@ -125,7 +129,7 @@ def _opened_again(file: int) -> int:
     return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
-def _no_room(_: bytes) -> int:
+def _no_room(_: memoryview) -> int:
     raise BlockingIOError
 
 
@@ -143,7 +147,12 @@ def relay_output() -> None:
             stream.flush()
             file = stream.fileno()
         _relays.append(Relay(file))
-        text = io.TextIOWrapper(_relays[-1], encoding="utf-8", errors="backslashreplace", write_through=True)
+        text = io.TextIOWrapper(
+            _relays[-1],  # type: ignore[type-var]  # its types want a name, which it does without
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
         setattr(sys, name, text)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             with contextlib.suppress(OSError):

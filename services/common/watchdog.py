@@ -74,9 +74,9 @@ def main() -> None:
     os.setsid()  # neither Ctrl-C nor the end of the service's process group is for us
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    service, pid, log_format, what, *limits = sys.argv[1:]
+    service, pid, log_format, what, boot_s, serving_s, end_s = sys.argv[1:]
     parent = int(pid)
-    if reason := watch(0, parent, tuple(map(float, limits)), what):
+    if reason := watch(0, parent, (float(boot_s), float(serving_s), float(end_s)), what):
         _tell(service, parent, log_format, reason)
         if os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)

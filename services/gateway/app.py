@@ -67,7 +67,7 @@ def _make_api(gateway: Gateway) -> FastAPI:
         schema = {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}
         api.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema})
     api.add_api_route("/v1/embeddings", create_embedding, methods=["POST"], response_model=None)
-    for path, endpoint in (
+    shown: tuple[tuple[str, Callable[..., Awaitable[Response]]], ...] = (
         ("/v1/models", list_models),
         ("/v1/models/{model_id:path}", get_model),
         ("/v1/responses/{response_id}", get_response),
@@ -77,19 +77,20 @@ def _make_api(gateway: Gateway) -> FastAPI:
         ("/ping", probes.ping),
         ("/version", get_version),
         (METRICS, probes.metrics),
-    ):
+    )
+    for path, show in shown:
         if path == METRICS and gateway.config.admin_port:
             continue
-        api.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        api.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+        api.add_api_route(path, show, methods=["GET"], response_model=None)
+        api.add_api_route(path, show, methods=["HEAD"], response_model=None, include_in_schema=False)
     api.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"], response_model=None)
     add_routes(api)
     add_console(api, public=True)
-    api.openapi = partial(describe, api)
+    api.openapi = partial(describe, api)  # type: ignore[method-assign]  # FastAPI's own way
 
     for kind in (TokaError, ClientDisconnect, Exception):
         api.add_exception_handler(kind, _on_error)
-    api.add_exception_handler(HTTPException, _on_http_exception)
+    api.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]  # its types want one for all
     return api
 
 
@@ -106,7 +107,7 @@ class _Application:
         self._endpoints: dict[str, Endpoint] = {
             route.path: route.endpoint
             for route in api.routes
-            if isinstance(route, APIRoute) and "POST" in route.methods and "{" not in route.path
+            if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and "{" not in route.path
         }
         gateway.batches.endpoints |= {path: self._endpoints[path] for path in BATCHABLE if path in self._endpoints}
 
@@ -159,7 +160,7 @@ class _Application:
             if message["type"] == "http.response.start":
                 self._metrics.count_response(getattr(scope.get("route"), "path", "other"), message["status"])
                 name = (REQUEST_ID.encode(), name_request(scope).encode())
-                message = message | {"headers": [*message["headers"], name]}
+                message = {**message, "headers": [*message["headers"], name]}
             await send(message)
 
         return counting

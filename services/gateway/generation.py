@@ -46,6 +46,18 @@ class Choice:
         self.setbacks = 0  # schedulers lost, or left, since its last token
         self.strikes = 0  # lost ones among them at which it was under suspicion alone
 
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Of its new tokens: each has one, where they were asked for."""
+        return [entry for entry in self.new_logprobs if entry is not None]
+
+    @property
+    def outcome(self) -> Ending:
+        """Its ``ending``, for those who know that it has come."""
+        if self.ending is None:
+            raise RuntimeError(f"choice {self.index} has not ended")
+        return self.ending
+
     def take(self) -> tuple[list[int] | np.ndarray, list[TokenLogprob | None]]:
         """The new tokens, less a stop token at the very end: its text is not part of the answer."""
         ids, logprobs = self.new_ids, self.new_logprobs
@@ -114,7 +126,7 @@ class Generation:
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
         if not self._settings.silent:
-            choice.new_ids += token_ids
+            choice.new_ids += token_ids  # type: ignore[operator]  # who is fed has a list
             if self.logprobs:  # a message that other requests share may have entries for those who did not ask
                 choice.new_logprobs += [None] * len(token_ids) if logprobs is None else logprobs
         if self._streaming and not choice.noticed:

@@ -94,7 +94,8 @@ def read_caller(request: Request, body: bytes = b"") -> Caller:
     """Who sent ``request``. The API key itself goes no further: its name, or where nobody knows keys a digest of it,
     tells callers apart as well. Raises ``InvalidRequest`` for an idempotency key that is none."""
     request_id = name_request(request.scope)
-    if (known := request.scope.get(CALLER)) is not None:
+    known: Caller | None = request.scope.get(CALLER)
+    if known is not None:
         return known._replace(request_id=request_id)
     trace = request.scope.get(TRACEPARENT) or request.headers.get(HEADER, "")
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
@@ -125,7 +126,9 @@ async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
 
     The request's body must have been read. ``work`` runs in the calling task: a second one only watches the client.
     """
-    task, left, over = asyncio.current_task(), False, False
+    task = asyncio.current_task()
+    assert task is not None  # this is a coroutine
+    left = over = False
 
     async def watch() -> None:
         nonlocal left

@@ -28,6 +28,13 @@ class Grammar:
     field: str  # the caller's parameter that it comes from
     composed: bool = False  # by the gateway, out of what the caller said
 
+    @property
+    def text(self) -> str:
+        """Its one text, of any kind but choices."""
+        if not isinstance(self.value, str):
+            raise TypeError(f"a grammar of {self.kind} has several texts")
+        return self.value
+
     @cached_property
     def size(self) -> int:
         """Bytes of its text."""

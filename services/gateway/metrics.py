@@ -5,6 +5,7 @@ Histograms are our own: a step brings the same gap for hundreds of samples, whic
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from math import inf
 from pathlib import Path
@@ -177,8 +178,8 @@ class RequestMetrics:
                 "Samples that ended; abort: requests whose client went away",
                 labels=["model_name", "finished_reason"],
             )
-            for reason, count in (*self._finished.items(), ("abort", self._disconnects)):
-                known.add_metric([model, reason], count[0])
+            for ended, count in (*self._finished.items(), ("abort", self._disconnects)):
+                known.add_metric([model, ended], count[0])
             yield known
         responses = CounterMetricFamily("toka_http_requests", "HTTP responses", labels=["route", "status"])
         for route, counts in self._responses.items():
@@ -220,7 +221,7 @@ class GatewayMetrics:
         families: dict[str, Metric] = {}
         for index, path in enumerate(self._paths):
             pid = counting_process(path)
-            for found in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect() if pid else ():
+            for found in ProcessCollector(pid=partial(int, pid), registry=None).collect() if pid else ():
                 family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
                 for sample in found.samples:
                     family.add_sample(sample.name, {"gateway": str(index)}, sample.value)

@@ -20,7 +20,7 @@ _COUNT = 16384
 class Numbers:
     """Float64 numbers, 0 at first, given out in the order in which they are asked for."""
 
-    def __init__(self, memory: bytearray | mmap.mmap | np.ndarray | None = None) -> None:
+    def __init__(self, memory: bytearray | mmap.mmap | memoryview | None = None) -> None:
         self._free = memoryview(bytearray(8 * _COUNT) if memory is None else memory).cast("B").cast("d")
 
     @classmethod
@@ -45,11 +45,11 @@ class Numbers:
         for path in paths:
             if _begun(path):
                 total += np.memmap(path, np.float64, "r")
-        numbers = cls(total)
+        numbers = cls(total.data)
         numbers.take(1)
         return numbers
 
-    def take(self, count: int) -> memoryview:
+    def take(self, count: int) -> "memoryview[float]":
         """The next ``count``."""
         taken, self._free = self._free[:count], self._free[count:]
         if len(taken) < count:

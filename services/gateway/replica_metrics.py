@@ -23,5 +23,8 @@ class ReplicaMetrics:
             ready.add_metric([replica.address], float(replica.ready))
         yield ready
         if self._figures:
-            known = [replica for replica in self._replicas if replica.load is not None and replica.model is not None]
-            yield from show(Report(replica.address, replica.model.id, replica.load) for replica in known)
+            yield from show(
+                Report(replica.address, replica.model.id, replica.load)
+                for replica in self._replicas
+                if replica.load is not None and replica.model is not None
+            )

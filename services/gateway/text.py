@@ -29,7 +29,7 @@ class TextEngine:
         self._longest_token = max(_LONGEST_SPECIAL, *(len(token) for token in self.vocabulary.token_bytes))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[int]]]]] = []
-        self._batcher: asyncio.Task | None = None
+        self._batcher: asyncio.Task[None] | None = None
         self.token_text = lru_cache(maxsize=_TOKEN_TEXTS)(self._token_text)
 
     async def encode(
@@ -43,7 +43,7 @@ class TextEngine:
         if not add_special_tokens or sum(map(len, texts)) > BATCH_CHARACTERS:
             return await self.in_thread(self._encode_large, texts, max_tokens, field, add_special_tokens)
         check_unicode(texts, field)
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
         self._waiting.append((texts, future))
         if self._batcher is None:
             self._batcher = asyncio.create_task(self._encode_waiting())

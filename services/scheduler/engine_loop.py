@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 import structlog
 
@@ -30,6 +30,8 @@ from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
+Asked = TypeVar("Asked")
+
 
 class EngineLoop:
     """Other threads talk to it through ``post`` and ``ask``; what it says goes to ``deliver``, once for each turn.
@@ -42,7 +44,7 @@ class EngineLoop:
         core: Scheduler,
         max_context_tokens: int,
         deliver: Callable[[News], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[BaseException], object],
         *,
         step_deadline_s: float = 30.0,
         stats_report_seconds: float = 0.0,
@@ -83,7 +85,7 @@ class EngineLoop:
         """Run ``event`` on the loop's thread, before any request of a client that waits."""
         self._inbox.put(event)
 
-    def ask(self, question: Callable[[Scheduler], Any]) -> Future:
+    def ask(self, question: Callable[[Scheduler], Asked]) -> Future[Asked]:
         """``question(core)``, answered on the loop's thread."""
         return self._inbox.ask(lambda: question(self._core))
 
@@ -292,8 +294,8 @@ class EngineLoop:
             self._news.append((None, self.load()))
         if self._stats.line_is_due(now) and self._busy():
             self._stats.log(self.load(), now, self._core.step_s, self._core.state.steps_ahead)
-        if self._stats.statsd_is_due(now):
-            self._stats.tell_statsd(self.load(), now)
+        if (statsd := self._stats.due_statsd(now)) is not None:
+            statsd.tell(self.load())
 
     def _stop(self) -> None:
         self._stopping = True

@@ -5,9 +5,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 Call = Callable[[], None]
+Answer = TypeVar("Answer")
 
 # Samples taken in between two looks at whether a plan can go out, when the worker waits for one and when it does not.
 # One takes about 10 us.
@@ -33,9 +34,9 @@ class Inbox:
     def put(self, call: Call) -> None:
         self._urgent.put(call)
 
-    def ask(self, question: Callable[[], Any]) -> Future:
+    def ask(self, question: Callable[[], Answer]) -> Future[Answer]:
         """Put a call whose result somebody waits for."""
-        answer: Future = Future()
+        answer: Future[Answer] = Future()
 
         def call() -> None:
             if answer.set_running_or_notify_cancel():

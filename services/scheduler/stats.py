@@ -49,13 +49,13 @@ class Stats:
     def line_is_due(self, now: float) -> bool:
         return bool(self._line_period_s) and now - self._last_line >= self._line_period_s
 
-    def statsd_is_due(self, now: float) -> bool:
-        """Also of an idle scheduler: a gauge stays as it was told last."""
-        return self._statsd is not None and now - self._last_told >= self._line_period_s
-
-    def tell_statsd(self, load: Load, now: float) -> None:
+    def due_statsd(self, now: float) -> Statsd | None:
+        """Whom to tell the load, of an idle scheduler too: a gauge stays as it was told last. Asked once, it counts as
+        told."""
+        if self._statsd is None or now - self._last_told < self._line_period_s:
+            return None
         self._last_told = now
-        self._statsd.tell(load)
+        return self._statsd
 
     def log(self, load: Load, now: float, step_s: float, plans_ahead: int) -> None:
         """``step_s``: recent time of a step; ``plans_ahead``: allowed now."""

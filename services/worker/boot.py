@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import structlog
@@ -113,7 +113,7 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
             if device.type == "cuda":
                 from services.worker.boot_cuda import make_runner  # loads Triton
 
-                runner = make_runner(config, model, max_context, group, grammars)
+                runner: Runner = make_runner(config, model, max_context, group, grammars)
             else:
                 runner = _make_cpu_runner(config, model, kernels, threads, max_context, group, grammars)
         mark_ready()
@@ -129,7 +129,7 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     found = load_grammars(config.tokenizer or str(card.directory), card)
     everyone = found is not None if group is None else group.least(int(found is not None))
     reports = group is None or group.ranks.reports
-    return SlotGrammars(found, card.vocab_size, reports=reports) if everyone else None
+    return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and everyone else None
 
 
 def _refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
@@ -192,7 +192,8 @@ def _make_cpu_runner(
     from services.worker.layers.fast_cpu import FastCpuKernels
     from services.worker.models.fused_cpu import FusedDecoder
 
-    cache = make_cache(config, model, config.page_count)
+    page_count = cast(int, config.page_count)  # None = auto, which was refused
+    cache = make_cache(config, model, page_count)
     attention = make_attention(cache, model.local.heads, compiled=config.torch_compile)
     if group is not None:
         return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
@@ -200,7 +201,7 @@ def _make_cpu_runner(
     # It reads weights where they are, as float32.
     if isinstance(kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
         fused = FusedDecoder(model, cache)
-    limits = make_limits(config, model, config.page_count, max_context, grammars=grammars is not None)
+    limits = make_limits(config, model, page_count, max_context, grammars=grammars is not None)
     runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
     warm_up(runner)
     return runner
@@ -218,7 +219,7 @@ def _make_stage_runner(
     """One of several ranks, all of which have run every kind of step together."""
     parts = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
     more = {"max_micro_batches": parts, "grammars": grammars is not None}
-    limits = make_limits(config, model, config.page_count, max_context, **more)
+    limits = make_limits(config, model, cache.page_count, max_context, **more)
     exchanges = make_exchanges(group.ranks, model.config.hidden_size * model.dtype.itemsize)
     runner = StageRunner(model, cache, attention, limits, group, exchanges, grammars if model.last else None)
     group.wait_for_all()
@@ -262,7 +263,8 @@ def _device(config: WorkerConfig) -> torch.device:
 
 def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     automatic = "float32" if device.type == "cpu" else "bfloat16"
-    return getattr(torch, automatic if config.dtype == "auto" else config.dtype)
+    dtype: torch.dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
+    return dtype
 
 
 def _join_replica(config: WorkerConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> RankGroup | None:

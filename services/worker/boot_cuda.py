@@ -14,13 +14,13 @@ from services.worker.attention.compiled import deactivate
 from services.worker.attention.factory import make_cuda_attention
 from services.worker.boot import cache_dtype, make_cache, make_limits
 from services.worker.kv_cache import KvCache
+from services.worker.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
 from services.worker.parallel.group import MOST_SENDS, RankGroup
 from services.worker.parallel.ranks import ALONE
-from services.worker.runner.cuda.graphs import sizes_up_to
 from services.worker.runner.cuda.peers import Peers
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
@@ -28,11 +28,6 @@ from services.worker.runner.plan import Plan
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 
-# Kept free for what cannot be measured beforehand: libraries' workspaces, fragments, uploads of unusual size.
-_MARGIN_BYTES = 1 << 30
-_MARGIN_SHARE = 0.02
-# What the graphs of one size take beside the activations of the largest.
-_BYTES_PER_GRAPH = 64 << 20
 # Triton has no conversions from and to float8_e4m3fn for devices before.
 _FP8_CAPABILITY = (8, 9)
 # Parts of a step: each takes places for its inputs and results.
@@ -60,15 +55,10 @@ def make_runner(
     if group is not None:
         group.wait_for_all()
     peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
-    local = model.local
-    bytes_per_page = KvCache.bytes_per_page(
-        local.layers, config.page_size, local.kv_heads, local.head_dim, cache_dtype(config, model)
-    )
+    bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model).itemsize)
     free, total = torch.cuda.mem_get_info(device)
-    largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
-    graphs = len(sizes_up_to(largest)) * _BYTES_PER_GRAPH if config.use_cudagraphs else 0
-    tables = config.max_seqs_per_forward * -(-max_context // config.page_size) * torch.int32.itemsize
-    room = free - peak - tables - graphs - max(_MARGIN_BYTES, int(total * _MARGIN_SHARE))
+    graphs, tables = graph_bytes(config), table_bytes(config, max_context)
+    room = free - peak - tables - graphs - margin(total)
     fitting = room // bytes_per_page if group is None else group.least(room // bytes_per_page)
     wanted = config.page_count
     log.info("memory", free_gib=_gib(free), step_gib=_gib(peak), pages_that_fit=fitting, pages_asked=wanted)
@@ -79,6 +69,7 @@ def make_runner(
         cache = make_cache(config, model, pages)
         runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
         _rehearse(runner, config, model, exchanges)
+        return runner
     except (torch.OutOfMemoryError, ParallelError) as error:
         runner = None
         _let_go(error)
@@ -86,7 +77,6 @@ def make_runner(
             raise
         advice = _advice(config, free, peak + tables, graphs, fitting)
         raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
-    return runner
 
 
 def _exchanges(config: WorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
@@ -208,7 +198,8 @@ def _assemble(
     grammars = grammars if model.last else None
     if model.last:
         of_rows = model.project, model.config.vocab_size, device, cache.tokens, state.page_table
-        sampler = FusedSampler(*of_rows, mask_shape=grammars and (limits.max_slots, grammars.words))
+        mask_shape = None if grammars is None else (limits.max_slots, grammars.words)
+        sampler = FusedSampler(*of_rows, mask_shape=mask_shape)
     if group is not None:
         peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
@@ -217,6 +208,7 @@ def _assemble(
 def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel, exchanges: Exchanges) -> None:
     """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
     limits = runner.limits
+    plans: Iterable[Plan]
     for plans in rehearsal.every_kind(limits):
         _run_all(runner, plans)
     for tokens in exchanges.begins:

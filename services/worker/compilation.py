@@ -6,7 +6,8 @@ A worker that compiles nothing does not load the compiler, which takes as long a
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from services.worker.parallel.exchange import ALONE, Exchange
 
 # Compilers treat sizes 0 and 1 as constants.
 _SMALLEST_DYNAMIC = 2
-_OPTIONS = {
+_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     # Graphs are captured around the whole step, by us.
     "triton.cudagraphs": False,
     # Minutes of tuning for kernels that are bound by memory.
@@ -64,7 +65,7 @@ def compile_model(model: DecoderModel) -> None:
                 torch._dynamo.mark_dynamic(tensor, 0)
         return compiled(inputs, positions, attention, keep, exchange)
 
-    model.forward = forward
+    model.forward = forward  # type: ignore[method-assign]  # what a call of the module runs
 
 
 def compilations() -> int:
@@ -97,10 +98,11 @@ def _count_kernel(**_: object) -> None:
     _kernels += 1
 
 
-def forbid_recompilation() -> contextlib.AbstractContextManager:
+def forbid_recompilation() -> contextlib.AbstractContextManager[None]:
     """From here on, in every thread, raises ``RuntimeError``, naming what differs, instead of compiling; as a context
     until its end."""
-    return torch.compiler.set_stance("fail_on_recompile")
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -50,7 +50,7 @@ class Engine:
         self._sender: Client | None = None  # of whom plans are taken
         self._received = 0  # its plans
         self._client: Client | None = None  # of the compute thread
-        self._runner: Runner | None = None  # of the compute thread
+        self._runner: Runner  # of the compute thread, once booted
         self._group: RankGroup | None = None  # there are other ranks
         self.totals = StepTotals()
         self._busy_since: dict[str, float] = {}  # by thread, while it is at work
@@ -121,6 +121,7 @@ class Engine:
         return not any(before.get(thread) == since for thread, since in self._seen.items())
 
     def _serve(self) -> None:
+        made: Booted | None = None
         try:
             made = self._boot()
             self._runner, self._group = made.runner, made.group
@@ -142,8 +143,8 @@ class Engine:
             self.end(self._group.cause(outcome))  # nothing to close: the process ends
             return
         try:
-            if self._runner is not None and self._broken is None:
-                self._runner.close()
+            if made is not None and self._broken is None:
+                made.runner.close()
         except BaseException as error:  # the device fails at last: whoever waits must still hear of the end
             outcome = outcome or error
         self.end(outcome)
@@ -188,13 +189,12 @@ class Engine:
         except (InvalidRequest, FailedPrecondition) as error:
             self._refuse(client, error)
         except Exception as error:
-            ours = not isinstance(error, TokaError)
-            if ours:
+            if not isinstance(error, TokaError):
                 log.error("step failed", step=message.step, exc_info=error)
             if self._group is not None:  # the other ranks wait for this one
                 raise
             details = f"step {message.step} failed; the worker's log has the details"
-            self._refuse(client, Internal(details) if ours else error)
+            self._refuse(client, error if isinstance(error, TokaError) else Internal(details))
         else:
             waited_ns = started - arrived
             prefills = self._traces.see(message, waited_ns) if self._traces is not None else []
@@ -233,7 +233,7 @@ class Engine:
             log.error("a step cannot be answered", exc_info=error)
 
 
-def _settle(future: asyncio.Future, value: object, error: BaseException | None) -> None:
+def _settle(future: "asyncio.Future[Any]", value: object, error: BaseException | None) -> None:
     if future.done():
         return
     if error is None:

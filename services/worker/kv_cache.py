@@ -44,11 +44,6 @@ class KvCache:
         self.tokens = _zeros((page_count, page_size), torch.int32, device)
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
-    @staticmethod
-    def bytes_per_page(layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """What a page takes in all layers, token ids included."""
-        return page_size * (2 * layers * kv_heads * head_dim * dtype.itemsize + torch.int32.itemsize)
-
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy page ``sources[i]`` onto ``targets[i]`` in every layer, and its token ids. Both ``[n]`` int64 on the
         cache's device."""

@@ -47,7 +47,7 @@ class WorkerMetrics:
         yield self._counter("device_busy_seconds", "The device worked on steps; 0 on CPUs", {(): totals.device * 1e-9})
         yield self._counter("device_idle_seconds", "It had nothing to do between two", {(): totals.idle * 1e-9})
         yield self._gauge("plans_queued", "Plans received and not yet started", self._engine.queued_plans)
-        compiled = {("graph",): recompilations(), ("kernel",): kernel_compilations()}
+        compiled: dict[tuple[str, ...], float] = {("graph",): recompilations(), ("kernel",): kernel_compilations()}
         yield self._counter("recompilations", "Compilations since the worker was ready", compiled, "kind")
         if self._power is not None:
             if (joules := self._power.joules()) is not None:

@@ -36,7 +36,7 @@ async def serve(
     config: WorkerConfig,
     stop: Stop,
     *,
-    listening: asyncio.Future | None = None,
+    listening: "asyncio.Future[str] | None" = None,
     load: Callable[[], Booted] | None = None,
     on_serving: Callable[[Callable[[], bool]], None] = lambda progresses: None,
 ) -> None:
@@ -60,7 +60,7 @@ async def _serve(
     stop: Stop,
     engine: Engine,
     metrics: WorkerMetrics,
-    listening: asyncio.Future | None,
+    listening: "asyncio.Future[str] | None",
     on_serving: Callable[[Callable[[], bool]], None],
 ) -> None:
     servicer = WorkerServicer(engine)

@@ -10,10 +10,9 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json
+from services.worker.models.checkpoint import DERIVED
 from services.worker.models.decoder import DecoderModel
 
-# Older checkpoints carry the rotation's frequencies, which follow from the config.
-_DERIVED = ("rotary_emb.inv_freq",)
 # What models are initialised with before training, usually.
 _DEVIATION = 0.02
 
@@ -48,7 +47,7 @@ def load(
                     if name in targets:
                         _fill(targets[name], shard, name, path)
                         missing.discard(name)
-                    elif name not in ignored and not name.endswith(_DERIVED):
+                    elif name not in ignored and not name.endswith(DERIVED):
                         unexpected.append(name)
         except safetensors.SafetensorError as error:
             raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error

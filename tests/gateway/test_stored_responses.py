@@ -8,16 +8,12 @@ import httpx
 import openai
 import pytest
 
-from services.common.errors import NotFound, Overloaded
-from services.gateway.batch.responses import RESPONSES_EXPIRE_S, Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import SchemaVersion, StoredResponse
+from services.gateway.batch.tables import StoredResponse
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.keeping import MAX_EARLIER_BYTES
 from services.gateway.text import INLINE_BYTES, TextEngine
 from tests.fakes.worker import FakeWorker
-from tests.gateway.batch.conftest import store_url as store_url
-from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, eventually_async, free_port
+from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, free_port
 from tests.gateway.test_responses import WEATHER, raw_events
 from tests.gateway.test_responses import client as client
 from tests.gateway.test_responses import name as name
@@ -345,134 +341,3 @@ def test_only_words_for_the_user_have_logprobs(qwen, client, name, text):
     last = raw_events(qwen, **body)[-1]["response"]
     [streamed] = [item for item in last["output"] if item["type"] == "message"]
     assert [token["token"] for token in streamed["content"][0]["logprobs"]] == tokens_of(message.content[0])
-
-
-# -- the store itself
-
-
-async def test_responses_that_end_together_are_kept_in_few_transactions(store_url, monkeypatch):
-    store = await Store.open(store_url)
-    try:
-        writes = []
-        monkeypatch.setattr(store, "writing", lambda: writes.append(None) or Store.writing(store))
-        responses = Responses(store)
-        await asyncio.gather(*(responses.keep({"id": f"resp_{n}", "output": []}, b"[]") for n in range(600)))
-        assert len(writes) == 3
-        assert (await responses.get("resp_599")).items == b"[]"
-        await responses.keep({"id": "resp_later", "output": []}, b"[]")
-        assert len(writes) == 4
-    finally:
-        await store.close()
-
-
-async def test_a_response_is_forgotten_when_its_time_is_over(store_url, monkeypatch):
-    store = await Store.open(store_url)
-    try:
-        responses = Responses(store)
-        await responses.keep({"id": "resp_new", "output": []}, b"[]")
-        monkeypatch.setattr("services.gateway.batch.responses.RESPONSES_EXPIRE_S", -1)
-        await responses.keep({"id": "resp_old", "output": []}, b'[{"id": "msg_1"}]')
-        with pytest.raises(Exception, match="resp_old"):
-            await responses.get("resp_old")
-        assert not await responses.forget_expired()
-        async with store.reading() as session:
-            left = (await session.scalars(StoredResponse.__table__.select())).all()
-        assert len(left) == 1
-        assert (await responses.get("resp_new")).body == b'{"id":"resp_new","output":[]}'
-        assert RESPONSES_EXPIRE_S == 30 * 24 * 3600
-    finally:
-        await store.close()
-
-
-async def test_one_that_cannot_be_kept_fails_no_other(store_url):
-    store = await Store.open(store_url)
-    try:
-        responses = Responses(store)
-        names = ["resp_1", "resp_2", "resp_1", "resp_3"]
-        told = await asyncio.gather(
-            *(responses.keep({"id": one, "output": []}, b"[]") for one in names), return_exceptions=True
-        )
-        assert [error is None for error in told] == [True, True, False, True]
-        for one in names:
-            assert (await responses.get(one)).items == b"[]"
-    finally:
-        await store.close()
-
-
-@pytest.fixture
-async def held(tmp_path):
-    """Responses in a store that nobody can write to until the second value is called."""
-    store = await Store.open(f"sqlite:///{tmp_path}/batches.db")
-    database = sqlite3.connect(tmp_path / "batches.db", isolation_level=None)
-    database.execute("BEGIN IMMEDIATE")
-    yield Responses(store), database.rollback
-    database.close()
-    await store.close()
-
-
-async def test_what_nobody_waits_for_is_not_kept_later(held):
-    responses, let_go = held
-    left = []
-    for number in range(3):  # the first is being written when the others come
-        left.append(asyncio.create_task(responses.keep({"id": f"resp_{number}", "output": []}, b"[]")))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    let_go()
-    await responses.keep({"id": "resp_wanted", "output": []}, b"[]")
-    for number in range(3):
-        with pytest.raises(NotFound):
-            await responses.get(f"resp_{number}")
-    assert (await responses.get("resp_wanted")).items == b"[]"
-
-
-async def test_no_more_waits_for_a_store_than_there_is_room_for(held, monkeypatch):
-    monkeypatch.setattr("services.gateway.batch.responses.MAX_WAITING_BYTES", 3000)
-    responses, let_go = held
-    kept = [asyncio.create_task(responses.keep({"id": f"resp_{n}", "output": []}, b"x" * 1000)) for n in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="wait for the store"):
-        await responses.keep({"id": "resp_more", "output": []}, b"x" * 1000)
-    let_go()
-    await asyncio.gather(*kept)
-    await responses.keep({"id": "resp_more", "output": []}, b"x" * 1000)
-
-
-async def test_all_whose_time_is_over_are_forgotten_at_once(tmp_path):
-    path = tmp_path / "store" / "batches.db"
-    await (await Store.open(f"sqlite:///{path}")).close()
-    with sqlite3.connect(path) as database:
-        rows = [(f"resp_{number}", b"{}", b"[]", 1, 2) for number in range(3500)]
-        columns = "(id, body, items, created_at, expires_at)"
-        database.executemany(f"INSERT INTO {StoredResponse.__tablename__} {columns} VALUES (?, ?, ?, ?, ?)", rows)
-    database.close()
-    running = await asyncio.to_thread(Deployment(tmp_path).wait_ready)
-
-    def left() -> int:
-        with sqlite3.connect(path) as database:
-            [count] = database.execute(f"SELECT count(*) FROM {StoredResponse.__tablename__}").fetchone()
-        database.close()
-        return count
-
-    try:
-        await eventually_async(lambda: left() == 0)
-    finally:
-        running.stop()
-
-
-async def test_a_store_of_the_version_before_gets_the_table(tmp_path):
-    path = tmp_path / "batches.db"
-    store = await Store.open(f"sqlite:///{path}")
-    await store.close()
-    with sqlite3.connect(path) as database:
-        database.execute(f"DROP TABLE {StoredResponse.__tablename__}")
-        database.execute(f"UPDATE {SchemaVersion.__tablename__} SET version = 1")
-    database.close()
-    store = await Store.open(f"sqlite:///{path}")
-    try:
-        await Responses(store).keep({"id": "resp_1", "output": []}, b"[]")
-        assert (await Responses(store).get("resp_1")).items == b"[]"
-    finally:
-        await store.close()

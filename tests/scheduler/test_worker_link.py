@@ -125,6 +125,25 @@ async def test_plans_that_are_ready_together_go_in_one_message_if_the_worker_tak
         assert worker.streams == 1
 
 
+class KeenWorker(FakeWorker):
+    """Says twice that it is ready."""
+
+    async def RunSteps(self, request_iterator, context):
+        async for response in super().RunSteps(request_iterator, context):
+            yield response
+            if response.HasField("ready"):
+                yield response
+
+
+async def test_a_worker_that_says_twice_that_it_is_ready_stays_connected():
+    worker = KeenWorker()
+    async with start(worker=worker) as service, session(service) as client:
+        await client.submit(0, **request(1, most=5))
+        await client.finished(0)
+        assert client.samples[0].tokens == continuation(worker.shape, PROMPT, 5, seed=1)
+        assert worker.streams == 1
+
+
 class AskedWorker(FakeWorker):
     """Notes that it was asked what it is."""
 

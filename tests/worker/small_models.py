@@ -9,7 +9,8 @@ from services.worker.attention.plain import PlainAttention
 from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_linear
 from services.worker.layers.kernels import TorchKernels
-from services.worker.layers.rotary import RopeSettings, Rotary
+from services.worker.layers.rope import RopeSettings
+from services.worker.layers.rotary import Rotary
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 

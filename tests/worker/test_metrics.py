@@ -29,7 +29,7 @@ async def figures(port: int) -> dict[tuple[str, ...], float]:
 
 async def test_a_worker_tells_of_its_steps(worker, connect):
     port = free_port()
-    scheduler = await connect(await worker(metrics_port=port))
+    scheduler = await connect(await worker(metrics_port=port, device="cpu"))
     await scheduler.info()
     assert (await figures(port))["steps_total",] == 0
     await scheduler.connect()

@@ -34,6 +34,10 @@ class _Counter(NamedTuple):
     known_as: tuple[str, ...] = ()
 
 
+_Figure = tuple[
+    _Gauge | _Counter, type[GaugeMetricFamily] | type[CounterMetricFamily], Callable[[observe_pb2.Load], float]
+]
+
 _GAUGES = (
     _Gauge(
         "toka_num_requests_running",
@@ -115,9 +119,9 @@ _STAGES = ("wait", "take", "plan", "send", "report", "deliver")  # of the step l
 def show(reports: Iterable[Report]) -> Iterator[Metric]:
     """Every figure of ``reports``, with the label ``replica``; those under vLLM's names also with ``model_name``."""
     reports = list(reports)
-    gauges = ((each, GaugeMetricFamily, each.read) for each in _GAUGES)
-    counters = ((each, CounterMetricFamily, _reader(each.field)) for each in _COUNTERS)
-    seconds = ((each, CounterMetricFamily, _reader(each.field, 1e-9)) for each in _SECONDS)
+    gauges: Iterator[_Figure] = ((each, GaugeMetricFamily, each.read) for each in _GAUGES)
+    counters: Iterator[_Figure] = ((each, CounterMetricFamily, _reader(each.field)) for each in _COUNTERS)
+    seconds: Iterator[_Figure] = ((each, CounterMetricFamily, _reader(each.field, 1e-9)) for each in _SECONDS)
     for figure, family_of, read in chain(gauges, counters, seconds):
         values = [read(report.load) for report in reports]
         family = family_of(figure.name, figure.documentation, labels=["replica"])

@@ -2,7 +2,9 @@
 asyncio loop. Each running call holds a thread."""
 
 import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from services.common.rpc.health import BlockingWatchedHealth
-from services.common.rpc.interceptor import guarded_handler, status_of
+from services.common.rpc.interceptor import Behavior, Details, Handler, guarded_handler, status_of
 from services.common.rpc.port import bind
 
 # Calls at once, watchers of health among them. One more is refused: without a thread it would hang.
@@ -76,14 +78,16 @@ class BlockingRpcServer:
 class _ErrorInterceptor(grpc.ServerInterceptor):
     """Maps whatever a servicer raises to a status."""
 
-    def intercept_service(self, continuation, handler_call_details):
+    def intercept_service(
+        self, continuation: Callable[[Details], "Handler | None"], handler_call_details: Details
+    ) -> "Handler | None":
         handler = continuation(handler_call_details)
         return guarded_handler(handler, handler_call_details.method, _guard_unary, _guard_stream)
 
 
-def _guard_unary(behavior, method: str):
+def _guard_unary(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
-    def guarded(request, context):
+    def guarded(request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return behavior(request, context)
         except grpc.RpcError:  # the client has gone
@@ -94,9 +98,9 @@ def _guard_unary(behavior, method: str):
     return guarded
 
 
-def _guard_stream(behavior, method: str):
+def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
-    def guarded(request, context):
+    def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         try:
             yield from behavior(request, context)
         except grpc.RpcError:  # the client has gone

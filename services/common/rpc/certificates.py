@@ -78,10 +78,16 @@ class Certificates:
             before, shown = shown, self.current()
             return None if shown is before else _configuration(shown)
 
-        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newer, self.verifies)
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(shown),
+            newer,  # type: ignore[arg-type]  # None, which gRPC documents, is left out of its types
+            self.verifies,
+        )
 
 
 def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    if pems.key is None or pems.chain is None:
+        raise InvalidRequest("flags grpc_cert and grpc_key: a server that speaks TLS needs both", field="grpc_cert")
     return grpc.ssl_server_certificate_configuration([(pems.key, pems.chain)], pems.authorities)
 
 
@@ -89,7 +95,7 @@ def _read(config: GrpcConfig) -> Pems:
     chain = None if config.grpc_cert is None else _read_certificates("grpc_cert", config.grpc_cert)
     authorities = None if config.grpc_ca is None else _read_certificates("grpc_ca", config.grpc_ca)
     key = None
-    if config.grpc_key is not None:
+    if config.grpc_cert is not None and config.grpc_key is not None:  # flags: neither without the other
         key = read_file("grpc_key", config.grpc_key)
         _check_pair(config.grpc_cert, config.grpc_key)
     return Pems(chain, key, authorities)

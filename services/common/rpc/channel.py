@@ -69,22 +69,25 @@ class Dialer:
 
     def open(self, address: str) -> grpc.Channel:
         """A channel of the blocking API to ``address``, which the caller closes."""
-        if not self._speaks_tls(address):
+        if (certificates := self._certificates_for(address)) is None:
             return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return grpc.secure_channel(address, self.certificates.of_client(), options=self._options)
+        return grpc.secure_channel(address, certificates.of_client(), options=self._options)
 
     def open_aio(self, address: str) -> grpc.aio.Channel:
         """As ``open``, on an event loop."""
-        if not self._speaks_tls(address):
+        if (certificates := self._certificates_for(address)) is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, self.certificates.of_client(), options=self._options)
+        return grpc.aio.secure_channel(address, certificates.of_client(), options=self._options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call says about its caller."""
         return () if self.token is None else (("authorization", f"Bearer {self.token.current()}"),)
 
-    def _speaks_tls(self, address: str) -> bool:
-        return self.certificates is not None and self.certificates.verifies and not address.startswith("unix:")
+    def _certificates_for(self, address: str) -> Certificates | None:
+        """None where TLS is not spoken."""
+        if self.certificates is None or not self.certificates.verifies or address.startswith("unix:"):
+            return None
+        return self.certificates
 
     @property
     def _options(self) -> list[tuple[str, int | str]]:

@@ -1,8 +1,12 @@
 """grpc.health.v1 with a bound on who watches: anybody may ask, without a key, and each Watch is a stream that stays."""
 
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from grpc_health.v1 import health
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2
 
 from services.common.errors import Overloaded
 
@@ -15,7 +19,11 @@ class WatchedHealth(health.aio.HealthServicer):
         self._most_watchers = most_watchers
         self._watchers = 0
 
-    async def Watch(self, request, context):
+    async def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
+    ) -> None:
         if self._watchers >= self._most_watchers:
             raise _refusal(self._most_watchers)
         self._watchers += 1
@@ -35,7 +43,12 @@ class BlockingWatchedHealth(health.HealthServicer):
         self._watchers = 0
         self._counting = threading.Lock()
 
-    def Watch(self, request, context, send_response_callback=None):
+    def Watch(  # type: ignore[override]  # by whether there is a callback, an iterator or None; here it is passed on
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.ServicerContext,
+        send_response_callback: Callable[..., Any] | None = None,
+    ) -> Iterator[health_pb2.HealthCheckResponse] | None:
         with self._counting:
             if self._watchers >= self._most_watchers:
                 raise _refusal(self._most_watchers)

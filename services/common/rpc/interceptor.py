@@ -6,11 +6,13 @@ without its text, which may hold a user's data.
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
+import grpc.aio
 import structlog
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -18,6 +20,12 @@ from services.common import errors
 from services.common.rpc.status import to_status
 
 log = structlog.get_logger(__name__)
+
+# Of any method: which messages it takes and gives is not known here.
+Behavior: TypeAlias = Callable[..., Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Details: TypeAlias = grpc.HandlerCallDetails
+AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # By whether requests and whether answers are streamed.
 _HANDLERS = {
@@ -31,41 +39,46 @@ _HANDLERS = {
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """For servicers written as coroutines (unary answers) and async generators (streamed answers)."""
 
-    async def intercept_service(self, continuation, handler_call_details):
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable["Handler | None"]], handler_call_details: Details
+    ) -> "Handler | None":
         handler = await continuation(handler_call_details)
         return guarded_handler(handler, handler_call_details.method, _guard_unary, _guard_stream)
 
 
 def guarded_handler(
-    handler: grpc.RpcMethodHandler | None, method: str, unary: Callable, stream: Callable
-) -> grpc.RpcMethodHandler | None:
+    handler: "Handler | None",
+    method: str,
+    unary: Callable[[Behavior, str], Behavior],
+    stream: Callable[[Behavior, str], Behavior],
+) -> "Handler | None":
     """``handler``, None = there is none, with its behavior inside ``unary`` or ``stream``, by how it answers; either
     is called with behavior and ``method``."""
     if handler is None:
         return None
-    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    behavior: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     guard = stream if handler.response_streaming else unary
     make = _HANDLERS[handler.request_streaming, handler.response_streaming]
     return make(guard(_reading(handler, behavior), method), None, handler.response_serializer)
 
 
-def _reading(handler: grpc.RpcMethodHandler, behavior: Callable) -> Callable:
+def _reading(handler: Handler, behavior: Behavior) -> Behavior:
     """``behavior`` for requests that are still bytes. gRPC itself would answer UNKNOWN where they are no message."""
-    if handler.request_deserializer is None:
+    if (deserialize := handler.request_deserializer) is None:
         return behavior
 
-    def read(data: bytes) -> Message:
+    def read(data: bytes) -> Any:
         try:
-            return handler.request_deserializer(data)
+            return deserialize(data)
         except DecodeError as error:
             raise errors.InvalidRequest(f"a message that cannot be read: {error}") from None
 
-    async def read_all(requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async def read_all(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
             yield read(data)
 
     @functools.wraps(behavior)
-    def reading(request, context):
+    def reading(request: Any, context: Any) -> Any:
         if not handler.request_streaming:
             return behavior(read(request), context)
         return behavior(read_all(request) if hasattr(request, "__aiter__") else map(read, request), context)
@@ -73,9 +86,9 @@ def _reading(handler: grpc.RpcMethodHandler, behavior: Callable) -> Callable:
     return reading
 
 
-def _guard_unary(behavior, method: str):
+def _guard_unary(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
-    async def guarded(request, context):
+    async def guarded(request: Any, context: AnyContext) -> Any:
         try:
             return await behavior(request, context)
         except Exception as error:
@@ -84,9 +97,9 @@ def _guard_unary(behavior, method: str):
     return guarded
 
 
-def _guard_stream(behavior, method: str):
+def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
-    async def guarded(request, context):
+    async def guarded(request: Any, context: AnyContext) -> AsyncIterator[Any]:
         try:
             answers = behavior(request, context)
             if not hasattr(answers, "__aiter__"):  # reflection and health come as plain coroutines or iterators
@@ -100,7 +113,7 @@ def _guard_stream(behavior, method: str):
     return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
+async def _abort(context: AnyContext, error: Exception, method: str) -> NoReturn:
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
         raise error
     status = status_of(error, method)

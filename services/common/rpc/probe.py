@@ -4,6 +4,7 @@ For containers: certificates are those that the environment names.
 
 import os
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,7 +21,8 @@ def probe(address: str, dialer: Dialer = PLAIN) -> str:
     """The overall health of the server at ``address``, as grpc.health.v1 names it, or why there is no answer."""
     with dialer.open(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # of which the types leave out the methods
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -2,6 +2,7 @@
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -20,6 +21,7 @@ _CODES: tuple[tuple[type[errors.TokaError], int], ...] = (
     (errors.Overloaded, code_pb2.RESOURCE_EXHAUSTED),
     (errors.Unavailable, code_pb2.UNAVAILABLE),
     (errors.DeadlineExceeded, code_pb2.DEADLINE_EXCEEDED),
+    (errors.Cancelled, code_pb2.CANCELLED),
     (errors.TokaError, code_pb2.INTERNAL),
 )
 
@@ -45,9 +47,8 @@ def from_status(status: status_pb2.Status) -> errors.TokaError:
     """The error that ``to_status`` was given, as far as the status tells it."""
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:
-        for message in (info, retry):
-            if detail.Is(message.DESCRIPTOR):
-                detail.Unpack(message)
+        detail.Unpack(info)  # does nothing where it is of another type
+        detail.Unpack(retry)
     message, reason, field = status.message, info.reason or None, info.metadata.get("field", "")
     match status.code:
         case code_pb2.INVALID_ARGUMENT | code_pb2.OUT_OF_RANGE:
@@ -70,19 +71,21 @@ def from_status(status: status_pb2.Status) -> errors.TokaError:
             return errors.Unavailable(message, reason=reason)
         case code_pb2.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(message, reason=reason)
+        case code_pb2.CANCELLED if reason == errors.Cancelled.reason:  # gRPC's own is for calls that were lost
+            return errors.Cancelled(message)
         case _:
             return errors.Internal(message, reason=reason)
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.TokaError:
     """A failed call as one of ours; statuses without details (a lost connection) keep code and message."""
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # gRPC's errors are calls, too
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)
     return from_status(status)
 
 
-def _attach(status: status_pb2.Status, detail) -> None:
+def _attach(status: status_pb2.Status, detail: Message) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)

@@ -4,11 +4,13 @@ import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json
@@ -109,15 +111,21 @@ class _GenerationBlock(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 (jinja's interface)
 
-    def parse(self, parser):
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line)
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Plain JSON: jinja's own filter escapes HTML, which a prompt must not."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str):
+def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from services.common.text.vocabulary import Vocabulary
+from services.common.text.vocabulary import TokenIds, Vocabulary
 
 
 class Detokenizer:
@@ -19,7 +19,7 @@ class Detokenizer:
         self._held = b""  # bytes not yet given out
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_ids: Sequence[int]) -> str:
+    def push(self, token_ids: TokenIds) -> str:
         """Take the next tokens; return the text that is certain by now."""
         fresh = self._vocabulary.text_bytes(token_ids)
         if not self._holds:

@@ -8,7 +8,7 @@ And where a keyword that it does not know restricts nothing, they leave it out: 
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from services.common.errors import InvalidRequest
 
@@ -76,7 +76,7 @@ def _changed(schema: Schema, change: Callable[[dict[str, Any]], object]) -> Sche
     """A copy, ``change`` applied to each object in it that is a schema, inner ones first."""
     if not isinstance(schema, dict):
         return schema
-    told = {}
+    told: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _BY_NAME and isinstance(value, dict):
             told[name] = {key: _changed(part, change) for key, part in value.items()}
@@ -141,8 +141,13 @@ def _tighten_bounds(schema: dict[str, Any]) -> None:
         return
     for open_end, closed, narrower, inwards in _BOUNDS:
         bound, other = schema.get(open_end), schema.get(closed)
-        if type(bound) not in (int, float) or bound != bound or abs(bound) > 1e15 or bound != int(bound):
+        if not _is_number(bound) or bound != bound or abs(bound) > 1e15 or bound != int(bound):
             continue
         moved = bound + inwards * min(0.5, max(1e-9, abs(bound) * 1e-12))  # the next integer is let in
         del schema[open_end]
-        schema[closed] = narrower(moved, other) if type(other) in (int, float) else moved
+        schema[closed] = narrower(moved, other) if _is_number(other) else moved
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """``True`` is none."""
+    return type(value) in (int, float)

@@ -15,7 +15,7 @@ import jinja2
 import jinja2.runtime
 import jinja2.sandbox
 from jinja2 import nodes
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
 
 MAX_SECONDS = 5.0  # of computing; the longest conversations take a tenth of it
 MAX_CHARACTERS = 64 * 1024 * 1024

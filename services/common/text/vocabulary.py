@@ -6,10 +6,12 @@ automaton both work on these bytes, so they agree on every character, also on th
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import tokenizers
 
 from services.common.errors import InvalidRequest
@@ -18,6 +20,9 @@ _SPACE_MARK = "▁"  # SentencePiece writes a space as this
 # Some tokenizers call them special, but an answer cannot be understood without them.
 _MARKS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+TokenIds: TypeAlias = Sequence[int] | np.ndarray  # array: uint32
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +46,7 @@ class Vocabulary:
             token_bytes[token] = name.encode()
         return replace(self, token_bytes=token_bytes)
 
-    def text_bytes(self, token_ids) -> bytes:
+    def text_bytes(self, token_ids: TokenIds) -> bytes:
         """The bytes of a sequence of ids; ids beyond the vocabulary add nothing."""
         return b"".join([self.token_bytes[token] for token in token_ids if token < len(self.token_bytes)])
 
@@ -65,7 +70,7 @@ def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) 
     return Vocabulary(token_bytes, frozenset(names), names)
 
 
-def _piece_decoder(decoder: dict[str, Any] | None):
+def _piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     """The function piece -> bytes that the tokenizer's own decoder amounts to, inside a text."""
     kinds = {step["type"] for step in _steps(decoder)}
     if kinds == {"ByteLevel"}:
@@ -82,7 +87,8 @@ def _piece_decoder(decoder: dict[str, Any] | None):
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder is None:
         return []
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return steps
 
 
 def _sentencepiece(piece: str) -> bytes:

@@ -91,7 +91,7 @@ class Answer:
         scored = self._settings.prompt_logprobs is not None
         most = _INLINE_LOGPROBS if generation.logprobs or scored else _INLINE_TOKENS
         while ended := await generation.ended():
-            if sum(self._prompt_work(choice) + choice.ending.completion_tokens for choice in ended) > most:
+            if sum(self._prompt_work(choice) + choice.outcome.completion_tokens for choice in ended) > most:
                 texts = await self.gateway.text.in_thread(self._write, ended)
             else:
                 texts = self._write(ended)
@@ -118,16 +118,16 @@ class Answer:
         token_ids = self._token_ids(choice)
         packed = None
         if self._settings.packed_logprobs:
-            packed = pack(choice.new_ids, choice.new_logprobs, self._settings.top_logprobs)
+            packed = pack(choice.new_ids, choice.logprobs, self._settings.top_logprobs)
         ids, logprobs = choice.take()
         self.shape.note(choice.index, ids)
         if not logprobs or packed is not None:
-            text = whole_text(self._vocabulary, ids, choice.ending)
+            text = whole_text(self._vocabulary, ids, choice.outcome)
             self._note(choice, text)
             return self._behind_prompt(choice, Piece(text, [], token_ids, packed=packed))
         transcript = self._transcript(choice)
         said = transcript.push(ids, logprobs)
-        rest = transcript.finish(choice.ending)
+        rest = transcript.finish(choice.outcome)
         self._note(choice, said.text + rest.text)
         return self._behind_prompt(choice, Piece(said.text + rest.text, said.entries + rest.entries, token_ids))
 
@@ -149,9 +149,9 @@ class Answer:
             for choice in news:
                 if choice.index in told:
                     continue
-                transcript = transcripts.get(choice.index)
-                opens = transcript is None
-                if opens:
+                opens = False
+                if (transcript := transcripts.get(choice.index)) is None:
+                    opens = True
                     transcript = transcripts[choice.index] = self._transcript(choice)
                     chunks.append(shape.opening(choice.index))
                 token_ids = self._token_ids(choice)

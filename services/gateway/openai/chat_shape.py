@@ -6,13 +6,14 @@ from typing import Any
 
 import orjson
 
+from services.common.text.vocabulary import TokenIds
 from services.gateway.generation import Choice
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, Reasoning, parts_of
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import Template
-from services.gateway.openai.transcript import Piece
+from services.gateway.openai.transcript import Piece, TokenEntry
 from services.gateway.session.codec import ModelFacts
 
 _NOTHING_MORE = Piece("", [])
@@ -27,7 +28,7 @@ class Readers:
         self._make = make
         self._readers: dict[int, OutputReader | None] = {}
 
-    def note(self, index: int, token_ids: Sequence[int]) -> None:
+    def note(self, index: int, token_ids: TokenIds) -> None:
         """The next tokens of a choice, whose words may come later."""
         if (reader := self[index]) is not None:
             reader.count(token_ids)
@@ -76,7 +77,7 @@ class ChatShape(Shape):
         self._readers = Readers(make_reader)
         self._calls: dict[int, int] = {}  # told of each choice
 
-    def opening(self, index):
+    def opening(self, index: int) -> bytes:
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         if self._untold:
             self._untold.clear()
@@ -84,10 +85,10 @@ class ChatShape(Shape):
             return head.fill(delta % index)
         return self._template.fill(delta % index)
 
-    def note(self, index, token_ids):
+    def note(self, index: int, token_ids: TokenIds) -> None:
         self._readers.note(index, token_ids)
 
-    def chunk(self, index, piece, reason):
+    def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
         deltas = self._readers.read(index, piece.text, last=reason is not None)
         if deltas is None:
             return super().chunk(index, piece, reason)
@@ -102,27 +103,27 @@ class ChatShape(Shape):
         reasons = [None] * (len(contents) - 1) + [reason]
         return b"".join(map(self._chunk, [index] * len(contents), contents, pieces, reasons))
 
-    def _whole_extras(self):
-        told = {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
+    def _whole_extras(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
         return told if self._prompt_logprobs is None else told | {"prompt_logprobs": self._prompt_logprobs}
 
-    def _usage(self, choices):
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         usage = super()._usage(choices)
         if reasoning := self._readers.reasoning_tokens:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return usage
 
-    def _content(self, choice: Choice, text):
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def _content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         deltas = self._readers.read(choice.index, text, last=True)
         if deltas is not None:
             message |= _message(parts_of(deltas))
-        return {"message": message}, self._readers.reason(choice.index, choice.ending.reason)
+        return {"message": message}, self._readers.reason(choice.index, choice.outcome.reason)
 
-    def _logprobs(self, entries):
-        return {"content": chat_content(entries, self._token_text), "refusal": None}
+    def _logprobs(self, entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
+        return {"content": chat_content(entries, token_text), "refusal": None}
 
-    def _chunk_content(self, text, last):
+    def _chunk_content(self, text: str, last: bool) -> bytes:
         return b'"delta":{}' if last and not text else b'"delta":{"content":%b}' % orjson.dumps(text)
 
     def _delta(self, index: int, delta: Delta) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 from fastapi import Request, Response
 
+from services.common.text.vocabulary import TokenIds
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
@@ -21,6 +24,9 @@ from services.gateway.openai.jobs import (
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -72,22 +78,28 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     return await answer.respond(stream=bool(body.stream))
 
 
-async def _token_ids(gateway: Gateway, body: CompletionBody, max_context_tokens: int) -> list[Sequence[int]]:
+async def _token_ids(gateway: Gateway, body: CompletionBody, max_context_tokens: int) -> Sequence[TokenIds]:
     """Each prompt, the beginning cut off when that was asked for."""
-    kept, prompts = body.truncate_prompt_tokens, body.prompt
-    if isinstance(prompts[0], str):
-        prompts = await gateway.text.encode(
-            prompts,
+    kept = body.truncate_prompt_tokens
+    if _are_texts(body.prompt):
+        prompts: Sequence[TokenIds] = await gateway.text.encode(
+            body.prompt,
             max_tokens=max_context_tokens if kept is None else None,
             field="prompt",
             add_special_tokens=body.add_special_tokens is not False,
         )
+    else:
+        prompts = body.prompt
     return prompts if kept is None else [prompt[-kept:] for prompt in prompts]
 
 
-def _echo(gateway: Gateway, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[str]:
+def _are_texts(prompts: list[str] | list[np.ndarray]) -> "TypeIs[list[str]]":
+    return isinstance(prompts[0], str)
+
+
+def _echo(gateway: Gateway, body: CompletionBody, prompts: Sequence[TokenIds]) -> list[str]:
     """The text of each prompt: as it was given, unless it was given as token ids or is cut."""
-    if isinstance(body.prompt[0], str) and body.truncate_prompt_tokens is None:
+    if _are_texts(body.prompt) and body.truncate_prompt_tokens is None:
         return body.prompt
     vocabulary = gateway.text.vocabulary
     if body.skip_special_tokens is False:

@@ -41,6 +41,7 @@ _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.Overloaded, _Kind(429, "rate_limit_error")),
     (errors.Unavailable, _Kind(503, "service_unavailable_error")),
     (errors.DeadlineExceeded, _Kind(504, "timeout_error")),
+    (errors.Cancelled, _Kind(499, "cancelled_error")),  # as google.rpc.Code has it; no client begins it again
     (errors.TokaError, _Kind(500, "server_error")),
 )
 _UNAVAILABLE_RETRY_S = 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.errors import InvalidRequest
+from services.common.text.vocabulary import TokenIds
 from services.gateway.http import Caller
 from services.gateway.job import Grammar, Job, Priority, Settings
 from services.gateway.openai.schemas import GenerationBody
@@ -151,9 +152,11 @@ def check_max_tokens(body: GenerationBody, most: int | None, default: int | None
     return asked
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], most: int | None, field: str) -> None:
+def check_prompts(prompts: Sequence[TokenIds], most: int | None, field: str) -> None:
     """Refuse a prompt that is longer than the operator has it."""
-    for prompt in prompts if most is not None else ():
+    if most is None:
+        return
+    for prompt in prompts:
         if len(prompt) > most:
             raise InvalidRequest(
                 f"{field}: the prompt has {len(prompt)} tokens, and this server takes at most {most}; shorten it",
@@ -176,7 +179,7 @@ def check_grammar_copies(prompts: int, body: GenerationBody, grammar: Grammar | 
 
 def make_jobs(
     request_id: str,
-    prompts: Sequence[Sequence[int] | np.ndarray],
+    prompts: Sequence[TokenIds],
     settings: Settings,
     facts: ModelFacts,
     *,

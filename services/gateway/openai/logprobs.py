@@ -14,7 +14,7 @@ LOWEST = -9999.0
 
 def mean_logprob(choice: Choice) -> float:
     """Of all tokens of a choice that has ended and that nobody has taken yet."""
-    return sum(entry.logprob for entry in choice.new_logprobs) / max(1, len(choice.new_logprobs))
+    return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.new_logprobs))
 
 
 def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[dict[str, Any]]:
@@ -28,12 +28,16 @@ def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[d
             ]
         }
         for entry in entries
+        if entry.logprob is not None  # only a prompt's first token has none
     ]
 
 
 def completion_logprobs(entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
     """``logprobs`` of a completion choice; the chosen token is always among the top ones."""
-    tokens, values, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
     for token_id, logprob, offset in entries:
         token = _completion_token(token_id, token_text)
         if logprob is None:

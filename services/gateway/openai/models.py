@@ -17,7 +17,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request, model_id: str) -> Response:
-    """One of them."""
+    """A model."""
     gateway: Gateway = request.app.state.gateway
     facts = gateway.fleet.models.get(model_id)
     if facts is None:

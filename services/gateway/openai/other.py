@@ -10,12 +10,12 @@ from services.gateway.openai.errors import response
 
 
 async def get_version(request: Request) -> Response:
-    """``GET /version``."""
+    """The version of this server."""
     return response(200, {"version": _version()})
 
 
 async def create_embedding(request: Request) -> Response:
-    """``POST /v1/embeddings``."""
+    """Always 404: this server makes no embeddings."""
     raise NotFound(
         "this server generates text and makes no embeddings: ask one that serves an embedding model",
         reason="UNKNOWN_URL",

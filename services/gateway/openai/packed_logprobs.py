@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
+from services.common.text.vocabulary import TokenIds
 from services.gateway.session.codec import TokenLogprob
 
 
@@ -22,7 +23,7 @@ class Packed(NamedTuple):
     top_logprobs: str | None  # float32, beside top_ids
 
 
-def pack(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> Packed:
+def pack(token_ids: TokenIds, logprobs: Sequence[TokenLogprob], top: int) -> Packed:
     """``logprobs`` beside ``token_ids``, with ``top`` of the most likely tokens each."""
     return Packed(
         list(map(int, token_ids)),
@@ -44,5 +45,5 @@ def fingerprint(choices: Sequence[Packed]) -> str:
     return orjson.dumps(told).decode()
 
 
-def _base64(rows: list, dtype: str) -> str:
+def _base64(rows: list[float] | list[list[int]] | list[list[float]], dtype: str) -> str:
     return base64.b64encode(np.array(rows, dtype).tobytes()).decode()

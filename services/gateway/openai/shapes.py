@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from services.common.text.vocabulary import TokenIds
 from services.gateway.generation import Choice
 from services.gateway.job import Job
 from services.gateway.openai.logprobs import TokenText, completion_logprobs
@@ -87,12 +88,14 @@ class Shape(ABC):
         """A chunk with new text, and the finish reason in the last one of its choice."""
         return self._chunk(index, self._chunk_content(piece.text, reason is not None), piece, reason)
 
-    def note(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: B027 (most need no tokens)
+    def note(self, index: int, token_ids: TokenIds) -> None:  # noqa: B027 (most need no tokens)
         """What the next piece of a choice comes from, whether or not its text is held back."""
 
     def _chunk(self, index: int, content: bytes, piece: Piece, reason: str | None) -> bytes:
         """A chunk with ``content``, and what ``piece`` has beside its text."""
-        logprobs = orjson.dumps(self._logprobs(piece.entries)) if piece.entries else b"null"
+        logprobs = b"null"
+        if piece.entries and self._token_text is not None:
+            logprobs = orjson.dumps(self._logprobs(piece.entries, self._token_text))
         finish = b"null" if reason is None else b'"%b"' % reason.encode()
         choice = b'[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, content, logprobs, finish)
         if piece.token_ids is not None:
@@ -108,7 +111,7 @@ class Shape(ABC):
 
     def choice(self, choice: Choice, piece: Piece) -> bytes:
         """One whole choice as JSON."""
-        logprobs = None if self._token_text is None else self._logprobs(piece.entries)
+        logprobs = None if self._token_text is None else self._logprobs(piece.entries, self._token_text)
         content, reason = self._content(choice, piece.text)
         told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
         if piece.token_ids is not None:
@@ -145,7 +148,7 @@ class Shape(ABC):
         """What a whole choice holds its text in, and its finish reason."""
 
     @abstractmethod
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
         """``logprobs`` of a choice."""
 
     @abstractmethod
@@ -158,21 +161,21 @@ class CompletionShape(Shape):
 
     whole_object = chunk_object = "text_completion"
 
-    def _content(self, choice, text):
-        return {"text": text}, choice.ending.reason
+    def _content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str]:
+        return {"text": text}, choice.outcome.reason
 
-    def _choice_extras(self, choice):
+    def _choice_extras(self, choice: Choice) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompt_ids[choice.prompt_index]}
 
-    def _scores(self):
+    def _scores(self) -> dict[str, Any]:
         return {"prompt_logprobs": self._prompt_logprobs}
 
-    def _chunk_extras(self, index):
+    def _chunk_extras(self, index: int) -> dict[str, Any]:
         ids = self._untold.pop(index, None)
         return {} if ids is None else {"prompt_token_ids": ids}
 
-    def _logprobs(self, entries):
-        return completion_logprobs(entries, self._token_text)
+    def _logprobs(self, entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
+        return completion_logprobs(entries, token_text)
 
-    def _chunk_content(self, text, last):
+    def _chunk_content(self, text: str, last: bool) -> bytes:
         return b'"text":' + orjson.dumps(text)

@@ -1,6 +1,6 @@
 """``POST /tokenize`` and ``POST /detokenize``, in vLLM's shapes."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from fastapi import Request, Response
@@ -36,8 +36,6 @@ class TokenizeBody(ConversationBody):
 
 class DetokenizeBody(Body):
     """``POST /detokenize``."""
-
-    nested: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
     tokens: list[TokenId]
@@ -87,5 +85,5 @@ async def _detokenize(gateway: Gateway, raw: bytes) -> Response:
     return _json({"prompt": text}, ignored_header(body))
 
 
-def _json(content: dict, headers: dict[str, str]) -> Response:
+def _json(content: dict[str, Any], headers: dict[str, str]) -> Response:
     return Response(orjson.dumps(content), headers=headers, media_type="application/json")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from services.common.text.detokenizer import Detokenizer
-from services.common.text.vocabulary import Vocabulary
+from services.common.text.vocabulary import TokenIds, Vocabulary
 from services.gateway.openai.packed_logprobs import Packed
 from services.gateway.session.codec import Ending, TokenLogprob
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     packed: Packed | None = None  # log-probabilities of all tokens; None: not asked for
 
 
-def whole_text(vocabulary: Vocabulary, token_ids: Sequence[int], ending: Ending) -> str:
+def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: Ending) -> str:
     """The text of a choice that is complete: what a ``Transcript`` says in all, in one go."""
     if isinstance(token_ids, np.ndarray) and token_ids.max(initial=0) < vocabulary.size:
         data = b"".join(map(vocabulary.token_bytes.__getitem__, token_ids.tolist()))  # twice as fast
@@ -53,7 +53,7 @@ class Transcript:
         self._counter = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._told = 0  # bytes of the text given out
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> Piece:
+    def push(self, token_ids: TokenIds, logprobs: Sequence[TokenLogprob | None]) -> Piece:
         """Take new tokens; give the text that is certain, and the logprobs of the tokens it came from."""
         text = self._detokenizer.push(token_ids)
         if not logprobs:
@@ -67,7 +67,7 @@ class Transcript:
         text = self._detokenizer.finish(ending.trailing_bytes)
         return Piece(text, self._release(self._bytes - ending.trailing_bytes if ending.trailing_bytes else None))
 
-    def _hold(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> None:
+    def _hold(self, token_ids: TokenIds, logprobs: Sequence[TokenLogprob | None]) -> None:
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             added = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             if logprob is not None:

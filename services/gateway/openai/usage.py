@@ -12,7 +12,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (tokens, cached tokens)
     completion = 0
     for choice in choices:
-        ending = choice.ending
+        ending = choice.outcome
         completion += ending.completion_tokens
         # Later samples share the first one's pages; the one with the least was the one that computed the prompt.
         _, cached = prompts.get(choice.prompt_index, (0, ending.cached_tokens))
@@ -23,7 +23,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in prompts.values())},
-        "timing": _timing([choice.ending for choice in choices]),
+        "timing": _timing([choice.outcome for choice in choices]),
     }
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import numpy as np
@@ -24,6 +24,7 @@ from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 log = structlog.get_logger(__name__)
 
 MAX_OUTBOX = 65_536
+SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        stream: grpc.aio.StreamStreamCall,
+        stream: SessionStream,
         metrics: RequestMetrics,
         owner: Owner,
         timings: Timings,
@@ -145,7 +146,7 @@ class Session:
 
     async def _read(self) -> None:
         while True:
-            message = await self._stream.read()
+            message: Any = await self._stream.read()  # a SessionResponse, or the end
             if message is grpc.aio.EOF:
                 raise Unavailable("the scheduler closed the session")
             match message.WhichOneof("payload"):

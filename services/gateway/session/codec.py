@@ -27,7 +27,7 @@ _PRIORITIES = {
     Priority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
     Priority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
 }
-_REASONS = {
+_REASONS: dict[int, FinishReason] = {
     generate_pb2.FINISH_REASON_STOP: "stop",
     generate_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -169,7 +169,9 @@ def _encode_grammar(grammar: Grammar) -> bytes:
     """Kept for the other prompts of a request."""
     if grammar.kind == "choices":
         return generate_pb2.Grammar(choices=generate_pb2.Choices(texts=grammar.value)).SerializeToString()
-    return generate_pb2.Grammar(**{grammar.kind: grammar.value}).SerializeToString()
+    message = generate_pb2.Grammar()
+    setattr(message, grammar.kind, grammar.value)
+    return message.SerializeToString()
 
 
 def decode_model(model: observe_pb2.Model) -> ModelFacts:

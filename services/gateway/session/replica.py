@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import numpy as np
@@ -16,8 +16,11 @@ from services.common.rpc.status import from_rpc_error
 from services.gateway.generation import Call, Choice
 from services.gateway.metrics import FailoverReason, RequestMetrics
 from services.gateway.session import codec
-from services.gateway.session.client import Session, Timings
-from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+from services.gateway.session.client import Session, SessionStream, Timings
+from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc, session_pb2
+
+if TYPE_CHECKING:
+    from tokasaurus.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +67,7 @@ class Replica:
         self._on_change = on_change
         self._dialer = dialer
         self._session: Session | None = None
-        self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
+        self._stub: SchedulerServiceAsyncStub | None = None
         self._trouble = "not connected yet"
         self._boots = False
         self._stalled_since: float | None = None
@@ -73,6 +76,11 @@ class Replica:
     def ready(self) -> bool:
         """Takes requests now."""
         return self._session is not None and self.load is not None and self.load.ready
+
+    @property
+    def can_resume(self) -> bool:
+        """Goes on with samples that have tokens of another scheduler's."""
+        return self.model is not None and self.model.can_resume
 
     @property
     def trouble(self) -> str:
@@ -106,7 +114,7 @@ class Replica:
         return self.load.outstanding_tokens + self._session.unreported_tokens
 
     @property
-    def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub | None:
+    def stub(self) -> "SchedulerServiceAsyncStub | None":
         """For calls beside the session, on its connection and with ``metadata``; None while there is none."""
         return None if self._session is None else self._stub
 
@@ -197,11 +205,11 @@ class Replica:
         finally:
             stream.cancel()
 
-    async def _open(self, stream: grpc.aio.StreamStreamCall):
+    async def _open(self, stream: SessionStream) -> session_pb2.SessionOpened:
         try:
             async with asyncio.timeout(self._timings.open_timeout):
                 await stream.write(codec.encode_open(self._client_id))
-                message = await stream.read()
+                message: Any = await stream.read()  # a SessionResponse, or the end
         except TimeoutError as error:
             raise Unavailable(f"no answer within {self._timings.open_timeout:.0f} s") from error
         except grpc.RpcError as error:
@@ -210,7 +218,8 @@ class Replica:
             raise Unavailable("the connection ended at once") from error
         if message is grpc.aio.EOF or message.WhichOneof("payload") != "opened":
             raise Unavailable("it did not open the session")
-        return message.opened
+        opened: session_pb2.SessionOpened = message.opened
+        return opened
 
     def _check(self, model: codec.ModelFacts) -> None:
         major = model.contract_version.partition(".")[0]

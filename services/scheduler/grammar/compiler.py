@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import structlog
@@ -32,11 +33,13 @@ class Compiler:
     """Owned by one task at a time, on the asyncio loop. Once it has died it is of no more use."""
 
     def __init__(self, process: Process, limits: Limits) -> None:
-        self._process = process
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the process has no pipes to talk through")
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self._limits = limits
 
     @classmethod
-    async def start(cls, tokenizer: str, eos_token_ids: list[int], limits: Limits) -> "Compiler":
+    async def start(cls, tokenizer: str, eos_token_ids: Sequence[int], limits: Limits) -> "Compiler":
         """Ready to compile. Raises ``Unavailable`` when that cannot be."""
         settings = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, **limits._asdict()}
         # Panics of the library go to stderr, with the caller's text: they are none of the log's business.
@@ -65,7 +68,7 @@ class Compiler:
     async def compile(self, grammar: str) -> str:
         """Why it does not compile; empty when it does. ``Unavailable``: nobody knows."""
         try:
-            self._process.stdin.write(frame(grammar))
+            self._stdin.write(frame(grammar))
             return await asyncio.wait_for(self._read(), self._limits.cpu_seconds * _PATIENCE)
         except TimeoutError:
             await self.close()
@@ -83,8 +86,8 @@ class Compiler:
         await self._process.wait()
 
     async def _read(self) -> str:
-        stream = self._process.stdout
-        return (await stream.readexactly(*LENGTH.unpack(await stream.readexactly(LENGTH.size)))).decode()
+        length = await self._stdout.readexactly(LENGTH.size)
+        return (await self._stdout.readexactly(*LENGTH.unpack(length))).decode()
 
     def _cause_of_death(self, status: int) -> str:
         log.warning("a process that checks grammars was ended", exit_status=status)

@@ -78,7 +78,7 @@ def name_of(grammar: generate_pb2.Grammar) -> str:
 def _json_schema(text: str) -> str:
     try:
         tight = json.dumps(tightened(read_schema(text)), ensure_ascii=False)
-        return LLMatcher.grammar_from_json_schema(tight, overrides=JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(tight, overrides=JSON_OPTIONS)  # type: ignore[arg-type]  # a TypedDict there
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the schema cannot be read as JSON: {error}", field=FIELD) from None
 

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import structlog
@@ -38,7 +38,7 @@ class Prover:
     ``tokenizer``: a directory, a hub id, or ``builtin``.
     """
 
-    def __init__(self, tokenizer: str, eos_token_ids: list[int], limits: Limits | None = None) -> None:
+    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int], limits: Limits | None = None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._limits = limits or Limits()

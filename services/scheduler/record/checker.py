@@ -5,7 +5,10 @@ plan that lets a sequence read a page with anything else in it (reused too early
 a violation, as is every plan that breaks the contract.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from services.common.packed import read_fixed32
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
@@ -43,7 +46,7 @@ class PlanChecker:
         self.tables = np.zeros((slots, self._width), np.int32)
         self.prompts: dict[int, np.ndarray] = {}  # slot -> tokens given at admission, uint32
         self._prompt_hashes: dict[int, np.ndarray] = {}
-        self._last_prompt = (NONE, NONE)  # tokens and hashes
+        self._last_prompt: tuple[np.ndarray, np.ndarray] = (NONE, NONE)  # tokens and hashes
         self.holders = np.zeros(pages, np.int64)  # page tables that name the page
         self.kv = np.zeros((pages, size), np.uint64)
         self.page_tokens = np.zeros((pages, size), np.uint32)  # the last token of each hash
@@ -51,7 +54,8 @@ class PlanChecker:
         self.batch = (NONE, NONE)  # slots, token counts
         self.micro_batch_rows = NONE
         self.groups = Groups()
-        self._sampling: np.ndarray | None = None  # slots whose tokens are still to be told
+        self._sampling = NONE  # slots that sampled in the plan applied last
+        self._told = True  # what they sampled
         # Pages that this plan gives to write on, as (slot or slots, pages).
         self._fresh: list[tuple[int | np.ndarray, np.ndarray]] = []
         self.pages_in_use = self.peak_pages = 0
@@ -61,13 +65,13 @@ class PlanChecker:
 
     def apply(self, plan: plan_pb2.StepPlan) -> np.ndarray:
         """Run one plan; returns the slots that sample a token, int64 in batch order. Raises ``PlanViolation``."""
-        if self._sampling is not None:
+        if not self._told:
             raise RuntimeError(f"step {self.step}: what was sampled must be told before the next plan")
         try:
             require(plan.step == self.step + 1, f"it follows step {self.step}: expected was {self.step + 1}")
             self._change(plan)
             self._take_batch(plan)
-            self._sampling = self._forward(*self.batch)
+            self._sampling, self._told = self._forward(*self.batch), False
         except PlanViolation as violation:
             violation.step = plan.step
             raise
@@ -76,7 +80,7 @@ class PlanChecker:
 
     def sampled(self, tokens: np.ndarray) -> None:
         """The tokens beside the slots that ``apply`` returned, uint32; ``UNKNOWN_TOKEN`` where there is none."""
-        slots, self._sampling = self._sampling, None
+        slots, self._told = self._sampling, True
         self.last_token[slots] = tokens
         self.known[slots] += 1
 
@@ -238,7 +242,7 @@ class PlanChecker:
                 computed=self.computed, page_size=limits.page_size,
             )  # fmt: skip
 
-    def _forward(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def _forward(self, slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         start = self.computed[slots]
         ends = start + counts
         require_each(ends <= self.known[slots], "computes more tokens than are known", slots=slots)
@@ -249,7 +253,8 @@ class PlanChecker:
         self._compute_last(slots[single])
         for slot, count in zip(slots[~single].tolist(), counts[~single].tolist(), strict=True):
             self._prefill(slot, count)
-        return slots[ends == self.known[slots]]
+        sampling: npt.NDArray[np.int64] = slots[ends == self.known[slots]]
+        return sampling
 
     def _due(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> "dict[int, ScoresDue]":
         due = {}
@@ -286,6 +291,6 @@ class PlanChecker:
         self.prefilled_tokens += count
 
 
-def _integers(field) -> np.ndarray:
+def _integers(field: Sequence[int]) -> npt.NDArray[np.int64]:
     """Signed and wide, so that arithmetic on indices cannot wrap."""
     return read_fixed32(field).astype(np.int64)

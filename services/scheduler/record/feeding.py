@@ -2,18 +2,21 @@
 
 import queue
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-
-import grpc
 
 from services.common.packed import read_fixed32
 from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.record.occupants import Occupants
-from services.scheduler.record.reader import RecordedStep, Recording
-from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
+from services.scheduler.record.reader import Recording
+from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2, worker_pb2_grpc
 
 _MOST_DIFFERENCES = 20  # lines
 _SCHEDULER_ID = "toka-replay"
+
+_Requests = queue.SimpleQueue[worker_pb2.RunStepsRequest | None]  # None = no more
+_Answers = Iterator[worker_pb2.RunStepsResponse]
+_Differing = dict[int, tuple[object, object]]  # slot -> (recorded, found)
 
 
 class Unsuitable(Exception):
@@ -48,7 +51,7 @@ def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         info = stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=30.0).info
         _check_worker(recording, info)
-        requests: queue.SimpleQueue[worker_pb2.RunStepsRequest | None] = queue.SimpleQueue()
+        requests: _Requests = queue.SimpleQueue()
         hello = worker_pb2.Hello(
             scheduler_id=_SCHEDULER_ID,
             expected_incarnation_id=info.incarnation_id,
@@ -69,22 +72,22 @@ def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
     return outcome
 
 
-def _run(recording: Recording, requests: queue.SimpleQueue, answers: grpc.Call) -> Outcome:
+def _run(recording: Recording, requests: _Requests, answers: _Answers) -> Outcome:
     outcome, occupants = Outcome(), Occupants()
-    on_the_wire: deque[RecordedStep] = deque()
+    on_the_wire: deque[tuple[record_pb2.PlanRecord, plan_pb2.StepResult]] = deque()
     for step in recording.steps():
         if step.result is None:
             break
         if len(on_the_wire) == recording.connected.plans_in_flight:
-            _compare(on_the_wire.popleft(), _next(answers).result, occupants, outcome)
+            _compare(*on_the_wire.popleft(), _next(answers).result, occupants, outcome)
         requests.put(worker_pb2.RunStepsRequest(plan=step.plan.plan))
-        on_the_wire.append(step)
+        on_the_wire.append((step.plan, step.result.result))
     while on_the_wire:
-        _compare(on_the_wire.popleft(), _next(answers).result, occupants, outcome)
+        _compare(*on_the_wire.popleft(), _next(answers).result, occupants, outcome)
     return outcome
 
 
-def _next(answers: grpc.Call) -> worker_pb2.RunStepsResponse:
+def _next(answers: _Answers) -> worker_pb2.RunStepsResponse:
     answer = next(answers, None)
     if answer is None:
         raise Unsuitable("the worker ended the stream")
@@ -128,9 +131,14 @@ def _mismatch(recorded: worker_pb2.WorkerInfo, found: worker_pb2.WorkerInfo) -> 
     return {name: {"recorded": then, "worker": now} for name, then, now in pairs if then != now}
 
 
-def _compare(step: RecordedStep, found: plan_pb2.StepResult, occupants: Occupants, outcome: Outcome) -> None:
-    occupants.apply(step.plan)
-    recorded = step.result.result
+def _compare(
+    plan: record_pb2.PlanRecord,
+    recorded: plan_pb2.StepResult,
+    found: plan_pb2.StepResult,
+    occupants: Occupants,
+    outcome: Outcome,
+) -> None:
+    occupants.apply(plan)
     outcome.steps += 1
     outcome.tokens += len(recorded.token_ids)
     pairs = [_tokens(message) for message in (recorded, found)]
@@ -143,14 +151,14 @@ def _compare(step: RecordedStep, found: plan_pb2.StepResult, occupants: Occupant
     outcome.different_tokens += len(tokens)
     outcome.different_failures += len(failures)
     if len(outcome.differences) < _MOST_DIFFERENCES:
-        outcome.differences.append(_describe(step, found, tokens, failures, occupants))
+        outcome.differences.append(_describe(plan.plan.step, found, tokens, failures, occupants))
 
 
 def _tokens(result: plan_pb2.StepResult) -> dict[int, int]:
     return dict(zip(read_fixed32(result.slots).tolist(), read_fixed32(result.token_ids).tolist(), strict=True))
 
 
-def _differing(recorded: dict, found: dict) -> dict[int, tuple]:
+def _differing(recorded: Mapping[int, object], found: Mapping[int, object]) -> _Differing:
     """slot -> (recorded, found) where they are not the same; None = nothing."""
     if recorded == found:
         return {}
@@ -159,13 +167,8 @@ def _differing(recorded: dict, found: dict) -> dict[int, tuple]:
 
 
 def _describe(
-    step: RecordedStep,
-    found: plan_pb2.StepResult,
-    tokens: dict[int, tuple],
-    failures: dict[int, tuple],
-    occupants: Occupants,
+    number: int, found: plan_pb2.StepResult, tokens: _Differing, failures: _Differing, occupants: Occupants
 ) -> str:
-    number = step.plan.plan.step
     if found.step != number:
         return f"step {number}: the worker answered step {found.step}"
     if not tokens and not failures:

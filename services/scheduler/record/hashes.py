@@ -3,25 +3,26 @@
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 FACTOR = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2**64
 _MODULUS = 1 << 64
 
 
-def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
+def prefix_hashes(tokens: np.ndarray) -> npt.NDArray[np.uint64]:
     """uint64 ``[tokens]``: entry i is entry i - 1 times ``FACTOR``, plus token i, plus 1, modulo 2**64."""
     rising, falling = _powers(1 << len(tokens).bit_length())
     terms = (tokens.astype(np.uint64) + np.uint64(1)) * falling[: len(tokens)]
     return np.cumsum(terms, dtype=np.uint64) * rising[: len(tokens)]
 
 
-def next_hashes(hashes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def next_hashes(hashes: npt.NDArray[np.uint64], tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
     """The hashes (uint64) after one more token each."""
     return hashes * np.uint64(FACTOR) + tokens + np.uint64(1)
 
 
 @lru_cache(maxsize=32)
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """``FACTOR`` and its inverse to the powers 0 to ``count`` - 1: uint64 ``[count]`` each."""
     exponents = []
     for base in (FACTOR, pow(FACTOR, -1, _MODULUS)):

@@ -4,6 +4,7 @@ or the life of a page.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
@@ -74,10 +75,10 @@ def _view(config: InspectConfig) -> Callable[[], View]:
     if sum(chosen) != 1:
         fail("give one of step=N, sequence=REQUEST_ID[:SAMPLE] and page=N", status=2)
     if config.step is not None:
-        return lambda: StepView(config.step)
+        return partial(StepView, config.step)
     if config.page is not None:
-        return lambda: PageView(config.page)
-    return lambda: SequenceView(config.sequence)
+        return partial(PageView, config.page)
+    return partial(SequenceView, config.sequence)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Recorder:
                         file.close()
                     file = self._open()
                 if file is not None:
-                    serialize_length_prefixed(record_pb2.Record(**{kind: fields}), file)
+                    _append(record_pb2.Record(**{kind: fields}), file)
                 self._written_bytes += size
                 if file is None:
                     continue
@@ -140,7 +140,7 @@ class Recorder:
                 elif self._waiting.empty():
                     file.flush()
             if file is not None:
-                serialize_length_prefixed(record_pb2.Record(disconnected={"reason": "the scheduler stopped"}), file)
+                _append(record_pb2.Record(disconnected={"reason": "the scheduler stopped"}), file)
                 file.close()
         except Exception as error:
             self._fail(file, error)
@@ -160,3 +160,7 @@ class Recorder:
                 file.close()
         while self._waiting.get() is not None:  # until `close`
             pass
+
+
+def _append(record: record_pb2.Record, file: BinaryIO) -> None:
+    serialize_length_prefixed(record, file)  # type: ignore[arg-type]  # any file does, not only a BytesIO

@@ -8,6 +8,7 @@ from services.scheduler.record.occupants import SequenceName
 from services.scheduler.record.reader import RecordedStep
 from services.scheduler.record.view import listed, table
 from services.scheduler.record.worker_state import WorkerState
+from tokasaurus.worker.v1 import plan_pb2
 
 
 @dataclass
@@ -64,7 +65,7 @@ class SequenceView:
             tables.append(table(f"sequence {name}", ("step", "what", ""), rows))
         return tables
 
-    def _admitted(self, name: SequenceName, step: int, admission) -> None:
+    def _admitted(self, name: SequenceName, step: int, admission: plan_pb2.Admission) -> None:
         earlier = [event for event in self._events.get(name, ()) if event.kind == "released"]
         again = ""
         if earlier:
@@ -76,7 +77,7 @@ class SequenceView:
         )
         self._add(name, step, f"admitted{again}", detail)
 
-    def _answered(self, result) -> None:
+    def _answered(self, result: plan_pb2.StepResult) -> None:
         for slot, token in zip(result.slots, result.token_ids, strict=False):
             if slot in self._running:
                 events = self._events[self._running[slot]]

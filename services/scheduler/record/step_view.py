@@ -46,8 +46,8 @@ class StepView:
         if starts:
             origin = "this plan's" if plan.HasField("hydragen") else "as before"
             groups = zip(starts, counts, pages, strict=True)
-            rows = ((f"{start}-{start + count - 1}", count, shared) for start, count, shared in groups)
-            self._parts.append(table(f"Hydragen groups ({origin})", ("rows", "count", "pages shared"), rows))
+            of_groups = ((f"{start}-{start + count - 1}", count, shared) for start, count, shared in groups)
+            self._parts.append(table(f"Hydragen groups ({origin})", ("rows", "count", "pages shared"), of_groups))
         self._parts.append(_batch(step, state))
 
     def shown(self) -> list[RenderableType]:

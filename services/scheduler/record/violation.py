@@ -27,7 +27,7 @@ class ResultViolation(Violation):
     """The answer does not fit the plan."""
 
 
-def require(condition: bool, message: str, *, slot: int | None = None) -> None:
+def require(condition: bool | np.bool_, message: str, *, slot: int | None = None) -> None:
     """``PlanViolation`` unless ``condition``."""
     if not condition:
         raise PlanViolation(message, slot=slot)
@@ -49,7 +49,7 @@ def expect_each(good: np.ndarray, message: str, *, slots: np.ndarray) -> None:
         raise ResultViolation(message, slot=int(slots[int(good.argmin())]))
 
 
-def expect(condition: bool, message: str, *, slot: int | None = None) -> None:
+def expect(condition: bool | np.bool_, message: str, *, slot: int | None = None) -> None:
     """``ResultViolation`` unless ``condition``."""
     if not condition:
         raise ResultViolation(message, slot=slot)

@@ -5,8 +5,9 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -26,6 +27,7 @@ _FAREWELL_S = 2.0  # plans that were sent have reached the workers by then
 
 # What a rank's thread has to say: that it is ready (None), or how its stream ended.
 _Heard = queue.SimpleQueue[tuple[RankStream, str | Exception | None]]
+_Call = TypeVar("_Call", bound=grpc.RpcContext)
 
 
 class WorkerLink:
@@ -39,7 +41,7 @@ class WorkerLink:
         plans_in_flight: int,
         events: WorkerEvents,
         check: Callable[[worker_pb2.WorkerInfo], None],
-        useless: Callable[[str], None],
+        useless: Callable[[str], object],
         dialer: Dialer = PLAIN,
     ) -> None:
         """``plans_in_flight``: the most there will ever be, if the workers take them.
@@ -58,7 +60,7 @@ class WorkerLink:
         self._dialer = dialer
         self._served = False  # some workers were connected
         self._stopping = threading.Event()
-        self._calls: list[grpc.Future] = []  # what the threads wait for
+        self._calls: list[grpc.RpcContext] = []  # what the threads wait for
         self._stream: WorkerStream | None = None  # the one that is up
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
@@ -75,7 +77,7 @@ class WorkerLink:
             call.cancel()  # closing the channels under running calls, from here, would not be safe
         self._thread.join()
 
-    def _waiting_for(self, call: grpc.Future) -> grpc.Future:
+    def _waiting_for(self, call: _Call) -> _Call:
         """``call``, which ``stop`` will cancel: it sets the flag first and looks for calls then."""
         self._calls.append(call)
         if self._stopping.is_set():
@@ -164,9 +166,9 @@ class WorkerLink:
         readers = []
         try:
             for rank in stream.ranks:
-                rank.call = self._waiting_for(stubs[rank.address].RunSteps(rank.messages(hello)))
+                rank.call = call = self._waiting_for(stubs[rank.address].RunSteps(rank.messages(hello)))
                 reader = threading.Thread(
-                    target=self._read, args=(stream, rank, heard), name="worker-answers", daemon=True
+                    target=self._read, args=(stream, rank, call, heard), name="worker-answers", daemon=True
                 )
                 reader.start()
                 readers.append(reader)
@@ -197,14 +199,18 @@ class WorkerLink:
         self._stream, self._served = stream, True
         log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
         self._events.worker_connected(stream)
-        return _reason(heard.get()[1])
+        while (ended := heard.get()[1]) is None:  # one that says again that it is ready
+            pass
+        return _reason(ended)
 
-    def _read(self, stream: WorkerStream, rank: RankStream, heard: _Heard) -> None:
-        """The thread of one rank's answers."""
+    def _read(
+        self, stream: WorkerStream, rank: RankStream, call: Iterable[worker_pb2.RunStepsResponse], heard: _Heard
+    ) -> None:
+        """The thread of one rank's answers, which ``call`` gives."""
         ended: str | Exception = f"worker {rank.address} ended the stream"
         try:
             last_s = time.monotonic()
-            for response in rank.call:
+            for response in call:
                 kind = response.WhichOneof("payload")
                 if kind == "ready":
                     rank.takes_together = response.ready.takes_plans_together

@@ -42,7 +42,7 @@ class RankStream:
     def __init__(self, address: str, *, reports: bool) -> None:
         """``reports``: the tokens come from this rank."""
         self.address, self.reports = address, reports
-        self.call: grpc.Call | None = None
+        self.call: grpc.RpcContext | None = None
         self.takes_together = False  # what its ready said
         self.answered = 0  # plans; under the lock of the ``WorkerStream``
         self._plans: queue.SimpleQueue[plan_pb2.StepPlan | None] = queue.SimpleQueue()  # None = no more

@@ -1,5 +1,7 @@
 """Wire messages to the runner's plain values and back."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
@@ -52,7 +54,7 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
     fill(message, "token_ids", sampled.token_ids[good])
     if sampled.logprobs is not None:
         fill(message, "logprobs", sampled.logprobs[good])
-    if sampled.top_counts is not None:
+    if sampled.top_counts is not None and sampled.top_token_ids is not None and sampled.top_logprobs is not None:
         kept = np.repeat(good, sampled.top_counts)
         fill(message, "top_counts", sampled.top_counts[good])
         fill(message, "top_token_ids", sampled.top_token_ids[kept])
@@ -103,6 +105,6 @@ def _decode_groups(message: plan_pb2.HydragenGroups) -> Groups:
     return Groups(_integers(message.starts), _integers(message.counts), _integers(message.prefix_pages))
 
 
-def _integers(field) -> np.ndarray:
+def _integers(field: Sequence[int]) -> np.ndarray:
     """Signed and wide, so that arithmetic on indices cannot wrap."""
     return read_fixed32(field).astype(np.int64) if field else _NONE

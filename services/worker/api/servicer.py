@@ -25,7 +25,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._draining = False
         self._closed = threading.Condition(self._lock)  # told when no stream is open
 
-    def GetWorkerInfo(self, request, context) -> worker_pb2.GetWorkerInfoResponse:
+    def GetWorkerInfo(
+        self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.ServicerContext
+    ) -> worker_pb2.GetWorkerInfoResponse:
         return worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
 
     def RunSteps(

@@ -1,7 +1,9 @@
 """What an attention backend is: something that stores a step's keys and values in pages and attends over them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ class AttentionBatch:
 class AttentionStep(ABC):
     """One shard of one step, made by a backend; used by one thread, layer by layer."""
 
-    rotates = False
+    rotates: Literal[False] = False
 
     @abstractmethod
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,7 @@ class AttentionStep(ABC):
 class RotatingAttentionStep(ABC):
     """In the place of ``AttentionStep`` for a backend that norms and rotates queries and keys while it stores."""
 
-    rotates = True
+    rotates: Literal[True] = True
 
     @abstractmethod
     def run_qkv(
@@ -62,5 +64,5 @@ class AttentionBackend(ABC):
     """Bound to one KV cache. ``step`` is called by the thread that will use what it returns."""
 
     @abstractmethod
-    def step(self, batch: AttentionBatch, stored) -> AttentionStep | RotatingAttentionStep:
+    def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> AttentionStep | RotatingAttentionStep:
         """``stored()`` returns once every shard of the step has stored its keys and values of the layer."""

@@ -13,7 +13,8 @@ _active = threading.local()
 
 @torch.library.custom_op("tokasaurus::attention", mutates_args=())
 def _attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-    return _active.step.run(layer, queries, keys, values)
+    attended: torch.Tensor = _active.step.run(layer, queries, keys, values)
+    return attended
 
 
 @_attention.register_fake
@@ -27,7 +28,7 @@ class TraceableAttention(AttentionBackend):
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend, self._step = backend, TraceableStep()
 
-    def step(self, batch: AttentionBatch, stored: Callable[[], None]) -> "TraceableStep":
+    def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> "TraceableStep":
         _active.step = self._backend.step(batch, stored)
         return self._step
 
@@ -36,7 +37,8 @@ class TraceableStep(AttentionStep):
     """Without state, so that compiled code has nothing of a step to guard on."""
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.ops.tokasaurus.attention(queries, keys, values, layer)
+        attended: torch.Tensor = torch.ops.tokasaurus.attention(queries, keys, values, layer)
+        return attended
 
 
 # Defined without torch's checks of what an operator does with its arguments: at 16 layers they take a millisecond.
@@ -48,7 +50,8 @@ _library.define("attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, i
 def _attend(
     qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, layer: int, width: int
 ) -> torch.Tensor:
-    return _active.step.run_qkv(layer, qkv, q_norm, k_norm, eps)
+    attended: torch.Tensor = _active.step.run_qkv(layer, qkv, q_norm, k_norm, eps)
+    return attended
 
 
 @torch.library.register_fake("tokasaurus::attend", lib=_library)
@@ -84,4 +87,5 @@ class TraceableRotation(RotatingAttentionStep, torch.nn.Module):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        return torch.ops.tokasaurus.attend(qkv, q_norm, k_norm, eps, layer_index, self._width)
+        attended: torch.Tensor = torch.ops.tokasaurus.attend(qkv, q_norm, k_norm, eps, layer_index, self._width)
+        return attended

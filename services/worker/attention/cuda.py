@@ -45,7 +45,14 @@ class CudaBatch:
 class PlannedSpans(Protocol):
     """Spans that are ready to run, in any layer."""
 
-    def run(self, queries, keys, values, output, lse) -> None:
+    def run(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
         """Shapes in ``triton_spans``."""
 
 
@@ -92,11 +99,11 @@ class CudaAttention:
 
     def count_tiles(self, groups: Spans) -> int:
         """How many ``group_tiles`` there are."""
-        return self._groups.count(groups)
+        return self._groups.count(groups)  # type: ignore[union-attr]  # as of ``captures_groups``
 
     def group_tiles(self, groups: Spans) -> np.ndarray:
         """``[tiles, TILE_FIELDS]`` int32, for ``prepare_captured``; a tile of zeros does nothing."""
-        return self._groups.tiles(groups)
+        return self._groups.tiles(groups)  # type: ignore[union-attr]  # as of ``captures_groups``
 
     def splits(self, rows: int, longest: int) -> int:
         """Programs that share a row of one token in a step of ``rows`` such rows."""
@@ -111,7 +118,7 @@ class CudaAttention:
             tokens = batch.token_slots, batch.positions, batch.page_table
             splits = self.splits(batch.decodes, batch.longest)
             return self._active(FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, splits))
-        groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)
+        groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)  # type: ignore[union-attr]
         return self._active(CudaAttentionStep(self, batch, groups, None))
 
     def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> RotatingAttentionStep:
@@ -123,7 +130,7 @@ class CudaAttention:
         """
         return self._active(CudaAttentionStep(self, batch, *self._plan(batch, host_page_table, put)))
 
-    def _active(self, step: "CudaAttentionStep") -> RotatingAttentionStep:
+    def _active(self, step: RotatingAttentionStep) -> RotatingAttentionStep:
         if self._traceable is None:
             return step
         activate(step)
@@ -134,7 +141,7 @@ class CudaAttention:
     ) -> tuple[PlannedSpans | None, PlannedSpans | None]:
         """The batch's groups and chunks."""
         groups, chunks = (
-            backend.plan(spans, batch.page_table, host_page_table, put) if spans is not None else None
+            backend.plan(spans, batch.page_table, host_page_table, put) if spans is not None else None  # type: ignore[arg-type]
             for backend, spans in ((self._groups, batch.groups), (self._chunks, batch.chunks))
         )
         return groups, chunks
@@ -181,7 +188,8 @@ class CudaAttentionStep(RotatingAttentionStep):
         keys, values = attention.cache.keys[layer_index], attention.cache.values[layer_index]
         shape = (qkv.shape[0], attention.heads, attention.head_dim)
         queries, output = qkv.new_empty(shape), qkv.new_empty(shape)
-        norms = None if q_norm is None else (q_norm, k_norm)
+        norms: tuple[torch.Tensor, torch.Tensor] | None
+        norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # both or neither
         tokens = (batch.token_slots, batch.positions, batch.page_table)
         rotate_and_store(qkv, *tokens, attention.tables, norms, eps, queries, keys, values, output)
         prefix = None
@@ -189,7 +197,7 @@ class CudaAttentionStep(RotatingAttentionStep):
             found = qkv.new_empty((decodes, *shape[1:]))
             lse = torch.empty((decodes, attention.heads), dtype=torch.float32, device=qkv.device)
             self._groups.run(queries[:decodes], keys, values, found, lse)
-            prefix = PrefixState(batch.prefix_tokens, found, lse)
+            prefix = PrefixState(batch.prefix_tokens, found, lse)  # type: ignore[arg-type]  # there are groups
         if decodes:
             decode_attention(queries, keys, values, *tokens, output, rows=decodes, prefix=prefix, splits=self._splits)
         if self._chunks is not None:

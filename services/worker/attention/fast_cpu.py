@@ -25,12 +25,12 @@ class FastCpuAttention(AttentionBackend):
         self.key_pages = [pages.numpy() for pages in cache.keys]
         self.value_pages = [pages.numpy() for pages in cache.values]
 
-    def step(self, batch: AttentionBatch, stored: Callable[[], None]) -> "FastCpuStep":
+    def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> "FastCpuStep":
         return FastCpuStep(self, batch, stored)
 
 
 class FastCpuStep(AttentionStep):
-    def __init__(self, backend: FastCpuAttention, batch: AttentionBatch, stored: Callable[[], None]) -> None:
+    def __init__(self, backend: FastCpuAttention, batch: AttentionBatch, stored: Callable[[], object]) -> None:
         self._backend, self._batch, self._stored = backend, batch, stored
         size, long = backend.cache.page_size, batch.row_counts >= LONG_ROW
         self._tokens, self._long = np.arange(len(batch.positions)), []

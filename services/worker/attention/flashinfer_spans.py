@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def available(head_dim: int, dtype: torch.dtype) -> bool:
 class PlannedWrapper(NamedTuple):
     """Spans as FlashInfer takes them."""
 
-    wrapper: object
+    wrapper: Any  # of FlashInfer's, which has no types
     rows: slice | torch.Tensor  # query tokens that take part: a slice, or indices [rows] int64
 
     def run(
@@ -51,11 +51,11 @@ class PlannedWrapper(NamedTuple):
         """
         rows, wanted = self.rows, lse is not None
         if isinstance(rows, slice):
-            part = lse[rows] if wanted else None
+            part = None if lse is None else lse[rows]
             self.wrapper.run(queries[rows], (keys, values), out=output[rows], lse=part, return_lse=wanted)
             return
         found = self.wrapper.run(queries.index_select(0, rows), (keys, values), return_lse=wanted)
-        if wanted:
+        if lse is not None:
             found, logs = found
             lse.index_copy_(0, rows, logs)
         output.index_copy_(0, rows, found)
@@ -90,13 +90,13 @@ class FlashInferSpans:
         wrapper, staged = self._wrappers[turn], self._staged[turn]
         staged.synchronize()
         lists = page_lists(spans, host_page_table, self._page_size)
+        rows: slice | torch.Tensor
         if self._causal:  # chunks follow each other
             first = int(spans.starts[0])
             rows, starts = slice(first, first + int(spans.counts.sum())), offsets(spans.counts)
         else:
-            rows, starts = packed(spans)
-            if not isinstance(rows, slice):
-                rows = put(rows)
+            found, starts = packed(spans)
+            rows = found if isinstance(found, slice) else put(found)
         wrapper.plan(
             _pinned(starts),
             _pinned(lists.offsets),

@@ -42,7 +42,7 @@ def score_rows(group: int) -> int:
     return 2 * group
 
 
-def _make_store(head_dim: int, page_size: int) -> Callable:
+def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
     def store(keys, values, key_pages, value_pages, slots, positions, page_table):
         """``keys``/``values [tokens, kv_heads, head_dim]`` into their places in the pages."""
         for token in range(keys.shape[0]):
@@ -57,7 +57,7 @@ def _make_store(head_dim: int, page_size: int) -> Callable:
     return compile_function(store, signature, constants=(head_dim, page_size))
 
 
-def _make_attend(head_dim: int, group: int, page_size: int) -> Callable:
+def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., None]:
     scale = np.float32(_LOG2_E / head_dim**0.5)
     # 2**f on [0, 1), relative error below 2e-7.
     c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226462), np.float32(0.0555032887)

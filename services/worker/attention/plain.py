@@ -16,12 +16,12 @@ class PlainAttention(AttentionBackend):
     def __init__(self, cache: KvCache) -> None:
         self.cache = cache
 
-    def step(self, batch: AttentionBatch, stored: Callable[[], None]) -> "PlainStep":
+    def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> "PlainStep":
         return PlainStep(self.cache, batch, stored)
 
 
 class PlainStep(AttentionStep):
-    def __init__(self, cache: KvCache, batch: AttentionBatch, stored: Callable[[], None]) -> None:
+    def __init__(self, cache: KvCache, batch: AttentionBatch, stored: Callable[[], object]) -> None:
         self._cache, self._stored = cache, stored
         device, size = cache.keys[0].device, cache.page_size
         pages = batch.page_table[batch.token_slots, batch.positions // size].astype(np.int64)

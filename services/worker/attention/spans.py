@@ -79,4 +79,5 @@ def packed(spans: Spans) -> tuple[slice | np.ndarray, np.ndarray]:
 def _within(counts: np.ndarray) -> np.ndarray:
     """0 to ``counts[i] - 1`` for each i, one behind the other."""
     ends = np.cumsum(counts)
-    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+    within: np.ndarray = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+    return within

@@ -42,7 +42,7 @@ def choose_options(head_dim: int) -> FewOptions:
 
 def choose_splits(rows: int, kv_heads: int, longest: int, head_dim: int) -> int:
     """Programs that share one row's context of at most ``longest`` tokens."""
-    worth = triton.cdiv(longest - 1, choose_options(head_dim).share)
+    worth: int = triton.cdiv(longest - 1, choose_options(head_dim).share)
     return max(1, min(_PROGRAMS // (rows * kv_heads), worth, _MOST_SPLITS))
 
 
@@ -81,7 +81,8 @@ class FewRowsStep(RotatingAttentionStep):
     ) -> torch.Tensor:
         keys, values = self._cache.keys[layer_index], self._cache.values[layer_index]
         output = qkv.new_empty((qkv.shape[0], self._heads, keys.shape[-1]))
-        norms = None if q_norm is None else (q_norm, k_norm)
+        norms: tuple[torch.Tensor, torch.Tensor] | None
+        norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # both or neither
         few_attention(
             qkv, *self._tokens, self._tables, norms, eps, keys, values, output, self._arrivals, splits=self._splits
         )

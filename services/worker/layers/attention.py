@@ -1,5 +1,7 @@
 """Self-attention of one layer: projections and rotation here, keys, values and scores in the attention backend."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -51,14 +53,18 @@ class Attention(nn.Module):
         rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
             queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
-            normed = kernels.norm(queries, self.q_norm, self.eps), kernels.norm(keys, self.k_norm, self.eps)
+            normed = (
+                kernels.norm(queries, self.q_norm, self.eps),
+                kernels.norm(keys, self.k_norm, self.eps),  # type: ignore[arg-type]  # there are both or neither
+            )
             rotated = torch.cat(normed, dim=1)
-        queries, keys = kernels.rotate(rotated, cos, sin).split((self.heads, self.kv_heads), dim=1)
+        turned = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
+        queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
         return attention.run(self.index, queries, keys, values)
 
-    def targets(self, prefix: str) -> dict[str, torch.Tensor]:
+    def targets(self, prefix: str) -> dict[str, Any]:
         """Checkpoint name -> view."""
-        found = self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        found: dict[str, Any] = {**self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")}
         found |= self.output.targets(f"{prefix}.o_proj")
         if self.q_norm is not None:
             found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}

@@ -3,14 +3,16 @@
 import torch
 
 from services.worker.layers import triton_rows  # noqa: F401 (defines the operators)
-from services.worker.layers.kernels import Quantized, TorchKernels
+from services.worker.layers.fp8 import Quantized
+from services.worker.layers.kernels import TorchKernels
 
 
 class CudaKernels(TorchKernels):
     """Norms without quantisation are left to torch, compiled or not."""
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return torch.ops.tokasaurus.gate(gate_up)
+        gated: torch.Tensor = torch.ops.tokasaurus.gate(gate_up)
+        return gated
 
     def gate_quantized(self, gate_up: torch.Tensor) -> Quantized:
         return Quantized(*torch.ops.tokasaurus.gate_quantized(gate_up))

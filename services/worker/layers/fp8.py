@@ -60,6 +60,8 @@ class Fp8Linear(nn.Module):
     """As ``Linear``. Weight and scale are buffers, which keep their dtypes whatever the model's is."""
 
     quantizes = True
+    weight: torch.Tensor
+    scale: torch.Tensor
 
     def __init__(
         self,
@@ -87,7 +89,9 @@ class Fp8Linear(nn.Module):
         """Checkpoint name -> what quantises the part that is copied into it."""
         weights, scales = self.weight.split(self.outputs), self.scale.split(self.outputs, dim=1)
         parts = [QuantizedRows(*each) for each in zip(weights, scales, strict=True)]
-        found = dict(zip((f"{name}.weight" for name in names), parts, strict=True))
+        found: dict[str, torch.Tensor | QuantizedRows] = dict(
+            zip((f"{name}.weight" for name in names), parts, strict=True)
+        )
         if self.bias is not None:
             found |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
         return found
@@ -109,6 +113,9 @@ class QuantizedRows:
 
 class Copies:
     """Several places that the same tensor is loaded into."""
+
+    shape: torch.Size
+    device: torch.device
 
     def __init__(self, *targets: "torch.Tensor | QuantizedRows | Copies") -> None:
         self._targets = targets

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-# (inputs, outputs, bias) -> the module: what a model is built with.
-LinearMaker = Callable[[int, int | Sequence[int], bool], nn.Module]
+from services.worker.layers.fp8 import Fp8Linear
 
 _library = torch.library.Library("tokasaurus", "FRAGMENT")
 _library.define("add_product(Tensor(a!) total, Tensor x, Tensor matrix) -> ()")
@@ -65,3 +64,8 @@ class Linear(nn.Module):
         if self.bias is not None:
             found |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
         return found
+
+
+AnyLinear = Linear | Fp8Linear
+# (inputs, outputs, bias) -> the module: what a model is built with.
+LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]

@@ -1,5 +1,7 @@
 """The gated MLP."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -28,8 +30,7 @@ class Mlp(nn.Module):
         gate_up = exchange.column(x, self.gate_up, tokens)
         return self.kernels.gate_quantized(gate_up) if self.down.quantizes else self.kernels.gate(gate_up)
 
-    def targets(self, prefix: str) -> dict[str, torch.Tensor]:
+    def targets(self, prefix: str) -> dict[str, Any]:
         """Checkpoint name -> view."""
-        return self.gate_up.targets(f"{prefix}.gate_proj", f"{prefix}.up_proj") | self.down.targets(
-            f"{prefix}.down_proj"
-        )
+        gate_up = self.gate_up.targets(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return {**gate_up, **self.down.targets(f"{prefix}.down_proj")}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.worker.layers.rotary import RopeSettings, read_rope
+from services.worker.layers.rope import RopeSettings, read_rope
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The decoder-only transformer that every architecture here is, over a flattened batch of tokens."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.layers.attention import Attention
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import Linear, LinearMaker
+from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.mlp import Mlp
 from services.worker.layers.rotary import Rotary
 from services.worker.models.config import ModelConfig
@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
         return normed(self.kernels, x, delta, weight, self.eps)
 
     def _add(
-        self, last: nn.Module, values: torch.Tensor | Quantized, x: torch.Tensor, exchange: Exchange
+        self, last: AnyLinear, values: torch.Tensor | Quantized, x: torch.Tensor, exchange: Exchange
     ) -> torch.Tensor | None:
         """What ``x`` lacks after ``last(values)``."""
         if not self.adds_in_product:
@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
 
     def _select(
         self,
-        last: nn.Module,
+        last: AnyLinear,
         values: torch.Tensor | Quantized,
         x: torch.Tensor,
         keep: torch.Tensor,
@@ -112,7 +112,7 @@ class DecoderLayer(nn.Module):
         x = x.index_select(0, keep)
         return x, self._add(last, values, x, exchange)
 
-    def targets(self, prefix: str) -> dict[str, torch.Tensor]:
+    def targets(self, prefix: str) -> dict[str, Any]:
         """Checkpoint name -> the (view of a) tensor it is copied into."""
         return {
             f"{prefix}.input_layernorm.weight": self.attention_norm,
@@ -120,6 +120,18 @@ class DecoderLayer(nn.Module):
             **self.attention.targets(f"{prefix}.self_attn"),
             **self.mlp.targets(f"{prefix}.mlp"),
         }
+
+
+if TYPE_CHECKING:
+
+    class DecoderLayers(nn.ModuleList):
+        """Says what it holds."""
+
+        def __iter__(self) -> Iterator[DecoderLayer]: ...
+
+        def __getitem__(self, index: int) -> DecoderLayer: ...  # type: ignore[override]  # slices, too
+else:
+    DecoderLayers = nn.ModuleList
 
 
 class DecoderModel(nn.Module):
@@ -150,7 +162,7 @@ class DecoderModel(nn.Module):
         self.first, self.last = own.start == 0, own.stop == config.layers
         self._own, self._everywhere = own, frozenset[str]()
         with torch.device("meta"):
-            self.layers = nn.ModuleList(
+            self.layers = DecoderLayers(
                 DecoderLayer(self.local, index, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0)
                 for index in range(len(own))
             )
@@ -172,7 +184,7 @@ class DecoderModel(nn.Module):
         return self.vocabulary.embedding
 
     @property
-    def head(self) -> nn.Module | None:
+    def head(self) -> AnyLinear | None:
         """The vocabulary head where it is not the embedding."""
         return self.vocabulary.head
 
@@ -201,7 +213,7 @@ class DecoderModel(nn.Module):
             x, delta = layer(x, delta, cos, sin, attention, kept, exchange, tokens)
         if not self.last:
             return x if delta is None else x.add_(delta)
-        hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)
+        hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)  # type: ignore[arg-type]  # the last stage has one
         return hidden if keep is not None else exchange.complete(hidden, tokens)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -216,7 +228,7 @@ class DecoderModel(nn.Module):
     def targets(self) -> dict[str, Any]:
         """Checkpoint name -> what it is copied into (a tensor, a view of one, or something with its ``shape``,
         ``device`` and ``copy_``): exactly what this rank needs of a checkpoint."""
-        found = {} if self.norm is None else {"model.norm.weight": self.norm}
+        found: dict[str, Any] = {} if self.norm is None else {"model.norm.weight": self.norm}
         for index, layer in zip(self._own, self.layers, strict=True):
             found |= layer.targets(f"model.layers.{index}")
         return slice_targets(found | self.vocabulary.targets(), self.config, self.ranks)

@@ -32,8 +32,10 @@ class FusedDecoder:
     """Reads the model's weights where they are and writes the cache. Read-only after it is made: any thread."""
 
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
+        if model.embedding is None or model.norm is None:
+            raise ValueError("one stage must have the whole model")
         config = model.config
-        self._model = model
+        self._model, self._embedding, self._norm = model, model.embedding, model.norm
         self._forward = _make_forward(config, cache.page_size)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
@@ -47,7 +49,7 @@ class FusedDecoder:
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """What ``DecoderModel.forward`` gives, for tokens that need nothing of each other."""
         model = self._model
-        x = torch.nn.functional.embedding(token_ids, model.embedding)
+        x = torch.nn.functional.embedding(token_ids, self._embedding)
         cos, sin = (table.squeeze(1).numpy() for table in model.rotary.at(positions))
         longest = int(batch.positions.max()) + 1
         self._forward(
@@ -65,7 +67,7 @@ class FusedDecoder:
             *self._biases,
             np.empty((score_rows(self._group), longest), np.float32),
         )
-        return model.kernels.norm(x, model.norm, model.config.norm_eps)
+        return model.kernels.norm(x, self._norm, model.config.norm_eps)
 
 
 def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:

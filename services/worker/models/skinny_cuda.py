@@ -32,14 +32,15 @@ class SkinnyDecoder:
     ) -> torch.Tensor:
         """What ``DecoderModel.forward`` gives, for up to ``most_rows`` tokens."""
         model = self._model
-        x, last = F.embedding(token_ids, model.embedding), len(model.layers) - 1
+        x = F.embedding(token_ids, model.embedding)  # type: ignore[arg-type]  # the whole model is here
+        last = len(model.layers) - 1
         handed: torch.Tensor | Handed = x
         for index, layer in enumerate(model.layers):
             if index == last:
                 x, handed = self._layer(index, layer, x, handed, None, attention, keep)
             else:
                 x, handed = self._layer(index, layer, x, handed, model.layers[index + 1], attention, None)
-        return skinny_norm(x, model.norm, model.config.norm_eps)
+        return skinny_norm(x, model.norm, model.config.norm_eps)  # type: ignore[arg-type]  # as above
 
     def _layer(
         self,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from services.worker.layers.fp8 import Copies, Quantized
-from services.worker.layers.linear import LinearMaker
+from services.worker.layers.linear import AnyLinear, LinearMaker
 from services.worker.models.config import ModelConfig
 from services.worker.parallel.exchange import TENSOR_RANKS
 from services.worker.parallel.ranks import Ranks
@@ -41,26 +41,32 @@ class Vocabulary(nn.Module):
         """``[tokens]`` -> ``[tokens, hidden_size]``; of several ranks, the sum of what they give is meant: one has the
         token, the others give zeros."""
         if self._ranks.tp_size == 1:
-            return F.embedding(token_ids, self.embedding)
+            return F.embedding(token_ids, self.embedding)  # type: ignore[arg-type]  # this stage looks up
         own = token_ids - self._share.start
         elsewhere = (own < 0) | (own >= self._share.size)
-        return F.embedding(own.masked_fill(elsewhere, 0), self.embedding).masked_fill(elsewhere.unsqueeze(1), 0)
+        found = F.embedding(own.masked_fill(elsewhere, 0), self.embedding)  # type: ignore[arg-type]  # as above
+        return found.masked_fill(elsewhere.unsqueeze(1), 0)
 
     def project(self, hidden: torch.Tensor | Quantized) -> torch.Tensor:
         """``[rows, hidden_size]`` as the head takes them -> logits of the whole vocabulary, ``[rows, vocab_size]``."""
-        logits = F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)
+        logits: torch.Tensor = (
+            F.linear(hidden, self.embedding)  # type: ignore[arg-type]  # it is there then, and takes rows as they are
+            if self.head is None
+            else self.head(hidden)
+        )
         if self._ranks.tp_size == 1:
             return logits
-        return torch.ops.tokasaurus.gather_columns(logits, self._ranks.tp_size, TENSOR_RANKS)[:, : self._size]
+        whole: torch.Tensor = torch.ops.tokasaurus.gather_columns(logits, self._ranks.tp_size, TENSOR_RANKS)
+        return whole[:, : self._size]
 
     def targets(self) -> dict[str, Any]:
         """Checkpoint name -> this rank's rows."""
-        found = {}
+        found: dict[str, Any] = {}
         if self.embedding is not None:
             found[f"{_EMBEDDING}.weight"] = self.embedding[: self._share.size] if self._padding else self.embedding
         if self.head is None:
             return found
-        head = self._head_targets()[f"{_HEAD}.weight"]
+        head = self._head_targets(self.head)[f"{_HEAD}.weight"]
         if not self._tied:
             return found | {f"{_HEAD}.weight": head}
         return {f"{_EMBEDDING}.weight": Copies(*found.values(), head)}
@@ -73,8 +79,8 @@ class Vocabulary(nn.Module):
         if self.embedding is not None:
             self.embedding[self._share.size :].zero_()
         if self.head is not None:
-            rest = self._head_targets()[f"{_PADDING}.weight"]
+            rest = self._head_targets(self.head)[f"{_PADDING}.weight"]
             rest.copy_(torch.zeros(rest.shape, device=rest.device))
 
-    def _head_targets(self) -> dict[str, Any]:
-        return self.head.targets(_HEAD) if self._ranks.tp_size == 1 else self.head.targets(_HEAD, _PADDING)
+    def _head_targets(self, head: AnyLinear) -> dict[str, Any]:
+        return {**(head.targets(_HEAD) if self._ranks.tp_size == 1 else head.targets(_HEAD, _PADDING))}

@@ -3,7 +3,7 @@
 import threading
 import time
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not say that it exports it
 
 from services.worker.parallel.errors import ParallelError, lost_peer
 from services.worker.parallel.ranks import Ranks
@@ -23,7 +23,7 @@ class Agreement:
     and the next stream finds all ranks alike. Otherwise some wait for what others will never run.
     """
 
-    def __init__(self, store: dist.Store, ranks: Ranks, watch: PeerWatch) -> None:
+    def __init__(self, store: Store, ranks: Ranks, watch: PeerWatch) -> None:
         """``store``: all ranks have it, and the first keeps it; ``watch`` is told of numbers that differ."""
         self._store, self._ranks, self._watch = store, ranks, watch
 

@@ -20,7 +20,7 @@ class Sender:
     def __init__(self, group: dist.ProcessGroup, peer: int, name: str, most: int) -> None:
         """``group``: of the two. ``peer``: its number there; ``name``: as messages call it."""
         self._group, self._peer, self._name, self._most = group, peer, name, most
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def connect(self, device: torch.device) -> None:
         """Find the receiver, which calls ``connect``, too."""
@@ -45,7 +45,7 @@ class Sender:
         # On CUDA the current stream waits, so that the tensor's memory is not written to before it is sent.
         work, _ = self._sent.popleft()
         with lost_peer(self._name):
-            work.wait()
+            work.wait()  # type: ignore[union-attr]  # None only for ranks that are not of the group
 
 
 class Receiver:
@@ -71,7 +71,7 @@ class Receiver:
             with lost_peer(self._name):
                 work = dist.irecv(tensor, group=self._group, group_src=self._peer)
         with lost_peer(self._name):
-            work.wait()
+            work.wait()  # type: ignore[union-attr]  # None only for ranks that are not of the group
         if self._beside is not None:  # its memory is of the other stream
             tensor.record_stream(torch.cuda.current_stream())
         return tensor

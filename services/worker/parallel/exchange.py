@@ -8,7 +8,7 @@ step's tokens; a rank's *rows* are what it has of the residual stream: its token
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ _PEER_SUM_BYTES = 256 << 10
 
 Values = torch.Tensor | Quantized
 Product = Callable[[Values], torch.Tensor]
+Given = TypeVar("Given", bound=Values)
 
 
 class Exchange(nn.Module, ABC):
@@ -43,7 +44,7 @@ class Exchange(nn.Module, ABC):
         """``linear`` of all tokens, ``[tokens, this rank's outputs]``, from this rank's rows ``x [rows, inputs]``."""
 
     @abstractmethod
-    def row(self, values: Values, linear: Product) -> torch.Tensor:
+    def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
         """The sum over the ranks of ``linear(values)``, ``values [tokens, this rank's inputs]``: this rank's rows of
         it, ``[rows, outputs]``."""
 
@@ -74,7 +75,7 @@ class Alone(Exchange):
     def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
         return linear(x)
 
-    def row(self, values: Values, linear: Product) -> torch.Tensor:
+    def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
         return linear(values)
 
     def select(
@@ -97,7 +98,7 @@ class AllReduce(Alone):
         super().__init__()
         self.group = group
 
-    def row(self, values: Values, linear: Product) -> torch.Tensor:
+    def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
         partial = linear(values)
         torch.ops.tokasaurus.all_reduce_(partial, self.group)
         return partial
@@ -110,8 +111,9 @@ class PeerSum(Alone):
         super().__init__()
         self.group = group
 
-    def row(self, values: Values, linear: Product) -> torch.Tensor:
-        return torch.ops.tokasaurus.sum_of_peers(linear(values), self.group)
+    def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
+        total: torch.Tensor = torch.ops.tokasaurus.sum_of_peers(linear(values), self.group)
+        return total
 
 
 class SequenceSharded(Exchange):
@@ -131,8 +133,9 @@ class SequenceSharded(Exchange):
             return linear(Quantized(*torch.ops.tokasaurus.gather_quantized(*x, tokens, self.size, self.group)))
         return linear(self.complete(x, tokens))
 
-    def row(self, values: Values, linear: Product) -> torch.Tensor:
-        return torch.ops.tokasaurus.scatter_sums(linear(values), self.size, self.group)
+    def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
+        own: torch.Tensor = torch.ops.tokasaurus.scatter_sums(linear(values), self.size, self.group)
+        return own
 
     def select(
         self, x: torch.Tensor, keep: torch.Tensor, tokens: int, values: Values, linear: Product
@@ -150,7 +153,8 @@ class SequenceSharded(Exchange):
         return self._reduced
 
     def complete(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        return torch.ops.tokasaurus.gather_rows(x, tokens, self.size, self.group)
+        everyones: torch.Tensor = torch.ops.tokasaurus.gather_rows(x, tokens, self.size, self.group)
+        return everyones
 
 
 class Overlapped(SequenceSharded):
@@ -163,14 +167,15 @@ class Overlapped(SequenceSharded):
     def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
         if not isinstance(linear, Linear):
             return super().column(x, linear, tokens)
-        product = torch.ops.tokasaurus.gather_product(x, linear.matrix, self.size, self.group)[:tokens]
+        product: torch.Tensor = torch.ops.tokasaurus.gather_product(x, linear.matrix, self.size, self.group)[:tokens]
         return product if linear.bias is None else product + linear.bias
 
-    def row(self, values: Values, linear: Product) -> torch.Tensor:
+    def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
         # No bias: it would be one rank's alone, and such models are refused.
-        if not isinstance(linear, Linear) or values.shape[0] % self.size:
+        if not isinstance(linear, Linear) or values.shape[0] % self.size:  # type: ignore[union-attr]  # it takes tensors
             return super().row(values, linear)
-        return torch.ops.tokasaurus.product_sums(values, linear.matrix, self.size, self.group)
+        own: torch.Tensor = torch.ops.tokasaurus.product_sums(values, linear.matrix, self.size, self.group)
+        return own
 
 
 ALONE = Alone()

@@ -84,11 +84,12 @@ class RankGroup:
             try:
                 self._connect(device)
                 # All stages go the same ways: what they rehearse depends on it.
-                self.shares_memory = bool(self.least(self.shares_memory))
+                self.shares_memory: bool = bool(self.least(self.shares_memory))
                 names = [ranks.name(index) for index in range(ranks.size)]
                 self._watch = PeerWatch(dist.new_group(backend="gloo"), ranks.index, names)
                 # A store holds up others while it waits.
-                self.agreement = Agreement(self._store.clone(), ranks, self._watch)
+                store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
+                self.agreement = Agreement(store, ranks, self._watch)
                 self.incarnation_id = self._same_for_all("incarnation_id", uuid.uuid4().hex)
             except BaseException:
                 self._leave()
@@ -135,11 +136,15 @@ class RankGroup:
         """The first rank's ``value``."""
         if self.ranks.index == 0:
             self._store.set(name, value)
-        return self._store.get(name).decode()
+        found: str = self._store.get(name).decode()
+        return found
 
     def _group(self, members: list[int], device: torch.device) -> dist.ProcessGroup:
         device_id = device if self._backend == "nccl" else None
-        return dist.new_group(members, backend=self._backend, timeout=self._step, device_id=device_id)
+        group: dist.ProcessGroup = dist.new_group(
+            members, backend=self._backend, timeout=self._step, device_id=device_id
+        )
+        return group
 
     def _share_a_host(self, pp_rank: int) -> bool:
         """Whether the ranks of this stage see each other's processes, which is how they are given each other's memory;

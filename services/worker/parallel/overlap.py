@@ -7,11 +7,16 @@ they have read what the operator before left, which is why the two have memory e
 rank must call the other one, or another collective. Layers do: they gather what they have scattered.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from services.worker.parallel.operators import among, library
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _SymmetricMemory
 
 library.define("gather_product(Tensor x, Tensor matrix, int size, str group) -> Tensor")
 library.define("product_sums(Tensor x, Tensor matrix, int size, str group) -> Tensor")
@@ -25,8 +30,8 @@ class _Shared:
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
-        self._handle = None
-        self._views: dict[tuple, torch.Tensor] = {}
+        self._handle: _SymmetricMemory  # since the first ``reserve``
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def reserve(self, count: int, like: torch.Tensor, ranks: dist.ProcessGroup) -> None:
         """Have ``count`` elements as of ``like``. It only grows, and only before graphs are made."""

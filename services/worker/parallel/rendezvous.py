@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports them
 
 from services.common.addresses import is_loopback
 from services.common.errors import InvalidRequest
@@ -20,7 +21,7 @@ _PROBE_S = 0.1
 _TAKEN_S = 30.0
 
 
-def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], timeout_s: float) -> dist.Store:
+def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], timeout_s: float) -> Store:
     """A store that all workers of the replica have in common, once all have come; the first keeps it.
 
     ``settings`` (flag -> value as in JSON) must be the same everywhere. Raises ``InvalidRequest`` naming the flag that
@@ -38,14 +39,14 @@ def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], 
         except InvalidRequest as error:
             store.set("refused", f"{ranks.name()}: {error}")
             raise
-        store.set(f"here/{ranks.index}", b"")
+        store.set(f"here/{ranks.index}", "")
         _wait_for_all(store, ranks, address, port, deadline)
     except dist.DistError as error:
         raise ParallelError(f"the replica's workers cannot meet at {address}:{port} ({error})") from error
     return store
 
 
-def _keep(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+def _keep(address: str, port: int, timeout_s: float) -> TCPStore:
     """The store itself; on loopback only, where that is enough."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,7 +59,7 @@ def _keep(address: str, port: int, timeout_s: float) -> dist.TCPStore:
             f"flag master_port={port}: cannot listen there ({error.strerror}); choose another for this replica",
             field="master_port",
         ) from error
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         is_master=True,
@@ -68,7 +69,7 @@ def _keep(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def _join(ranks: Ranks, address: str, port: int, deadline: float) -> dist.TCPStore:
+def _join(ranks: Ranks, address: str, port: int, deadline: float) -> TCPStore:
     """Somebody else's store, in which this rank is free. One that is taken may be that of the replica before, which
     has lost a worker and is about to end."""
     patience = min(deadline, time.monotonic() + _TAKEN_S)
@@ -76,7 +77,7 @@ def _join(ranks: Ranks, address: str, port: int, deadline: float) -> dist.TCPSto
         _find(ranks, address, port, deadline)
         with contextlib.suppress(dist.DistError):  # it has ended meanwhile
             timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+            store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
             if store.add(f"taken/{ranks.index}", 1) == 1:
                 return store
         if time.monotonic() > patience:
@@ -111,7 +112,7 @@ def _compare(mine: Mapping[str, object], first: Mapping[str, object]) -> None:
             )
 
 
-def _wait_for_all(store: dist.Store, ranks: Ranks, address: str, port: int, deadline: float) -> None:
+def _wait_for_all(store: Store, ranks: Ranks, address: str, port: int, deadline: float) -> None:
     while missing := [index for index in range(ranks.size) if not store.check([f"here/{index}"])]:
         if store.check(["refused"]):
             raise ParallelError(f"the replica cannot start; {store.get('refused').decode()}")

@@ -14,6 +14,7 @@ import torch
 from services.worker.attention.base import AttentionBackend
 from services.worker.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.channel import Receiver, Sender
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges
 from services.worker.parallel.group import RankGroup
@@ -89,10 +90,10 @@ class StageRunner(StepRunner):
         everything = concatenate(sampled) if sampled else NOTHING
         return StepOutput(plan.step, everything, timing, scored, self._failures(everything))
 
-    def _enter(self, tokens: int) -> torch.Tensor:
+    def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
         """The residual stream of a micro-batch, as the stage before has it."""
         shape = self._exchanges.of(tokens).rows(tokens), self._model.config.hidden_size
-        return self._group.from_previous.take(shape, self._model.dtype)
+        return previous.take(shape, self._model.dtype)
 
     def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
         """One micro-batch."""
@@ -103,21 +104,22 @@ class StageRunner(StepRunner):
         token_ids, positions = self._to_device(inputs)
         if model.last:
             self._keep_tokens(inputs, token_ids)
-        entering = token_ids if model.first else self._enter(len(positions))
+        previous, following = self._group.from_previous, self._group.to_next
+        entering = token_ids if previous is None else self._enter(previous, len(positions))
         prepared = time.perf_counter_ns()
         attention = self._attention.step(shard.attention, _nothing)
         leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))
         forwarded = time.perf_counter_ns()
-        outcome = self._finish(leaving, shard) if model.last else self._hand_on(leaving, shard)
+        outcome = self._finish(leaving, shard) if following is None else self._hand_on(following, leaving, shard)
         self._slots.advance(part.slots, part.token_counts, shard.sample_slots)
         timing.prepare += prepared - started
         timing.forward += forwarded - prepared
         timing.sample += time.perf_counter_ns() - forwarded
         return outcome
 
-    def _hand_on(self, leaving: torch.Tensor, shard: Shard) -> Outcome:
+    def _hand_on(self, following: Sender, leaving: torch.Tensor, shard: Shard) -> Outcome:
         """Activations to the next stage; the first stage also makes room for what will be sampled from them."""
-        self._group.to_next.send(leaving)
+        following.send(leaving)
         if self._owed is not None and len(shard.sample_slots):
             self._owed.expect(shard.sample_slots)
         return NOTHING, []

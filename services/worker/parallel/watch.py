@@ -29,7 +29,7 @@ class PeerWatch:
         self._lock = threading.Lock()  # of what follows
         self._lost: ParallelError | None = None
         self._on_lost: Callable[[ParallelError], None] | None = None
-        self._farewell: tuple[dist.Work, torch.Tensor] | None = None  # on its way
+        self._farewell: tuple[dist.Work | None, torch.Tensor] | None = None  # on its way
         self._closed = False
         self._known = threading.Event()  # there is a ``_lost``
         following = (rank + 1) % len(names)
@@ -74,7 +74,7 @@ class PeerWatch:
                 self._say(f"{self._name} of this replica has left; start all of its workers again")
         if self._farewell is not None:
             with contextlib.suppress(RuntimeError):
-                self._farewell[0].wait(_FAREWELL)
+                self._farewell[0].wait(_FAREWELL)  # type: ignore[union-attr]  # None only outside of the group
 
     def _say(self, reason: str) -> None:
         """To the worker before; once, under the lock."""

@@ -11,6 +11,8 @@ from services.worker.runner.group_checks import check_groups
 from services.worker.runner.plan import Admission, Batch, Groups, Limits, Plan
 from services.worker.runner.slots import SlotTable
 
+_State = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # used, known, computed, page counts
+
 
 def check_plan(
     plan: Plan,
@@ -29,7 +31,7 @@ def check_plan(
         raise InvalidRequest("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
     _check_micro_batches(plan, limits)
     if not (plan.releases.size or plan.admissions or plan.append_slots.size or plan.append_pages.size):
-        after = slots.used, slots.known, slots.computed, slots.page_counts
+        after: _State = slots.used, slots.known, slots.computed, slots.page_counts
     else:
         after = _after_changes(plan, slots, limits)
     _check_copies(plan, limits)
@@ -68,7 +70,7 @@ def _check_cut(groups: Groups, rows: tuple[int, ...]) -> None:
             )
 
 
-def _after_changes(plan: Plan, slots: SlotTable, limits: Limits) -> tuple[np.ndarray, ...]:
+def _after_changes(plan: Plan, slots: SlotTable, limits: Limits) -> _State:
     """Used, known, computed and page counts as releases, admissions and appends leave them; not to be written to."""
     used, known, computed, pages = slots.used, slots.known, slots.computed, slots.page_counts.copy()
     if plan.releases.size or plan.admissions:

@@ -3,11 +3,13 @@
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+_Work = queue.SimpleQueue[tuple[Callable[[], Any], threading.Barrier | None] | None]  # None = no more
+_Outcome = tuple[int, Any, BaseException | None]  # of which job, its result, what it failed with
 
 
 class ShardThreads:
@@ -19,8 +21,8 @@ class ShardThreads:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._work = [queue.SimpleQueue() for _ in range(size - 1)]
-        self._done: queue.SimpleQueue[tuple[int, object, BaseException | None]] = queue.SimpleQueue()
+        self._work: list[_Work] = [queue.SimpleQueue() for _ in range(size - 1)]
+        self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         for index, work in enumerate(self._work):
             threading.Thread(target=self._serve, args=(index + 1, work), name=f"shard-{index + 1}", daemon=True).start()
 
@@ -46,13 +48,13 @@ class ShardThreads:
         for work in self._work:
             work.put(None)
 
-    def _serve(self, index: int, work: queue.SimpleQueue) -> None:
+    def _serve(self, index: int, work: _Work) -> None:
         torch.set_num_threads(1)
         while (item := work.get()) is not None:
             self._done.put(_outcome(index, *item))
 
 
-def _outcome(index: int, job: Callable[[], T], barrier: threading.Barrier | None):
+def _outcome(index: int, job: Callable[[], Any], barrier: threading.Barrier | None) -> _Outcome:
     try:
         return index, job(), None
     except BaseException as error:

@@ -6,6 +6,8 @@ import torch
 from services.worker.runner.plan import Admission, Limits
 from services.worker.sampling.noise import scales_of, stems
 
+_NONE = np.empty(0, np.int64)
+
 
 class SlotTable:
     """Lengths and page tables on the host, the token sampled last on the device.
@@ -24,7 +26,7 @@ class SlotTable:
         self.given = np.zeros(slots, np.int64)
         self.page_counts = np.zeros(slots, np.int64)
         self.page_table = np.zeros((slots, limits.max_pages_per_slot), np.int32)
-        self.prompts: list[np.ndarray | None] = [None] * slots  # [given] int64 each
+        self.prompts = [_NONE] * slots  # [given] int64 each, as long as it is needed
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
         self.temperature = np.zeros(slots, np.float32)
@@ -59,7 +61,7 @@ class SlotTable:
         self.failed[slots] = False
         self.known[slots] = self.computed[slots] = self.given[slots] = self.page_counts[slots] = 0
         for slot in slots.tolist():
-            self.prompts[slot] = None
+            self.prompts[slot] = _NONE
             self.biases.pop(slot, None)
 
     def admit(self, admission: Admission) -> None:
@@ -103,7 +105,7 @@ class SlotTable:
     def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once. Returns where in its table
         each of them is now, ``[n]`` int64."""
-        places = self.page_counts[slots]
+        places: np.ndarray = self.page_counts[slots]
         np.add.at(self.page_counts, slots, 1)
         if (self.page_counts[slots] - places > 1).any():  # hardly ever: a sequence that grows by several pages at once
             order = np.argsort(slots, kind="stable")
@@ -118,4 +120,4 @@ class SlotTable:
         self.computed[slots] = computed
         self.known[sampled_slots] += 1
         for slot in slots[computed == self.given[slots]].tolist():
-            self.prompts[slot] = None
+            self.prompts[slot] = _NONE

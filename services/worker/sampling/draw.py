@@ -34,7 +34,7 @@ def draw(logits: torch.Tensor, scales: torch.Tensor, lowest: torch.Tensor | None
 def _block_weights(scaled: torch.Tensor) -> torch.Tensor:
     """The log-sum-exp of every block, ``[rows, blocks]``; minus infinity where nothing of a block can be drawn."""
     whole = scaled.shape[1] // NOISE_BLOCK * NOISE_BLOCK
-    weights = scaled[:, :whole].unflatten(1, (-1, NOISE_BLOCK)).logsumexp(dim=-1)
+    weights: torch.Tensor = scaled[:, :whole].unflatten(1, (-1, NOISE_BLOCK)).logsumexp(dim=-1)
     if whole == scaled.shape[1]:
         return weights
     return torch.cat((weights, scaled[:, whole:].logsumexp(dim=-1, keepdim=True)), dim=1)

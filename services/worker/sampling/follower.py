@@ -27,12 +27,14 @@ class Follower:
         if self._known is not None or self._matcher is None:
             return self._known
         try:
-            wait = until is not None and not self._matcher.done()
-            matcher = self._matcher.result(max(0.0, until - time.monotonic()) if wait else None)
+            patience = None if until is None or self._matcher.done() else max(0.0, until - time.monotonic())
+            matcher = self._matcher.result(patience)
         except InvalidRequest as error:
-            return self.fail(str(error), forbidden=error.reason == FORBIDDEN_TOKENS)
+            self.fail(str(error), forbidden=error.reason == FORBIDDEN_TOKENS)
+            return None
         except (TimeoutError, CancelledError):
-            return self.fail("it was not compiled in time; try again")
+            self.fail("it was not compiled in time; try again")
+            return None
         if matcher is None:
             self.let_go()
         self._known = matcher

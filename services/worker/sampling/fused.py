@@ -73,9 +73,8 @@ class FusedSampler:
         self._copies = torch.empty(chunk_rows, vocab_size, device=device)
         self._counts = torch.empty(chunk_rows, vocab_size, dtype=torch.int32, device=device)
         self._chunk_rows = chunk_rows
-        # The step's masks: filled on the host before ``run`` is called, and read when its launches run.
-        self.masks: torch.Tensor | None = None
         if mask_shape is not None:
+            # The step's masks: filled on the host before ``run`` is called, and read when its launches run.
             self.masks = torch.empty(mask_shape, dtype=torch.int32, pin_memory=device.type == "cuda")
             self._bits = torch.empty(chunk_rows, mask_shape[1], dtype=torch.int32, device=device)
 
@@ -186,7 +185,7 @@ class FusedSampler:
         if masked:  # a logit that is not finite may be ruled out
             chosen.mul_(finite.index_select(0, adjusted.rows))
         token_ids.index_copy_(0, adjusted.rows.long(), chosen)
-        if weights is not None:
+        if adjusted.asked is not None and weights is not None:
             self._report(copies, chosen, adjusted.asked, weights, wanted)
 
     def _bias(self, copies: torch.Tensor, biased: Biased) -> None:
@@ -217,7 +216,8 @@ class FusedSampler:
     def _weigh(self, logits: torch.Tensor, asked: Asked, wanted: "_Wanted") -> "_Weights":
         """What ``asked`` rows' log-probabilities need, of all tokens, those included that cannot be drawn."""
         count = len(asked.rows)
-        weights = _Weights(*(torch.empty(count, self._blocks, device=logits.device) for _ in range(2)), [])
+        peaks, sums = (torch.empty(count, self._blocks, device=logits.device) for _ in range(2))
+        weights = _Weights(peaks, sums, [])
         self._summarise(logits, count, asked.rows, out=(weights.peaks, weights.sums))
         for start in range(0, asked.with_top, self._chunk_rows):
             inside = slice(start, min(start + self._chunk_rows, asked.with_top))
@@ -252,7 +252,9 @@ class _Wanted:
 
     def __init__(self, rows: SampleRows, device: torch.device) -> None:
         self.widest = rows.widest
-        self.logprobs = self.top_token_ids = self.top_logprobs = None
+        self.logprobs: torch.Tensor | None = None
+        self.top_token_ids: torch.Tensor | None = None
+        self.top_logprobs: torch.Tensor | None = None
         self._asked = self._top = 0  # filled so far
         if len(rows.asked):
             self.logprobs = torch.empty(len(rows.asked), device=device)
@@ -263,10 +265,10 @@ class _Wanted:
 
     def next_logprobs(self, count: int) -> torch.Tensor:
         self._asked += count
-        return self.logprobs[self._asked - count : self._asked]
+        return self.logprobs[self._asked - count : self._asked]  # type: ignore[index]  # who asked is counted there
 
     def add_top(self, token_ids: torch.Tensor, logprobs: torch.Tensor) -> None:
         inside = slice(self._top, self._top + len(token_ids))
-        self.top_token_ids[inside] = token_ids
-        self.top_logprobs[inside] = logprobs
+        self.top_token_ids[inside] = token_ids  # type: ignore[index]  # as above
+        self.top_logprobs[inside] = logprobs  # type: ignore[index]
         self._top = inside.stop

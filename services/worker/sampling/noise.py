@@ -90,4 +90,5 @@ def _mix(values: np.ndarray) -> np.ndarray:
     """A bijection of 64 bits in which every input bit moves every output bit."""
     values = (values ^ (values >> _SHIFT_1)) * _MIX_1
     values = (values ^ (values >> _SHIFT_2)) * _MIX_2
-    return values ^ (values >> _SHIFT_3)
+    scrambled: np.ndarray = values ^ (values >> _SHIFT_3)
+    return scrambled

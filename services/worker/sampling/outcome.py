@@ -31,16 +31,16 @@ def collect(
 ) -> Sampled:
     """What was sampled for ``slots [n]``, as plain values. What is behind ``rows`` was copied to the host; all four are
     of rows that asked for more than tokens."""
-    if logprobs is None:
+    if rows is None or logprobs is None:
         return Sampled(slots, token_ids, finite)
     count = len(slots)
     found = np.full(count, np.nan, np.float32)
     found[rows.asked] = logprobs.numpy()
-    if top_token_ids is None:
+    if top_token_ids is None or top_logprobs is None:
         return Sampled(slots, token_ids, finite, found)
     counts = np.zeros(count, np.int64)
     counts[rows.top_rows] = rows.top_counts
     order = np.argsort(rows.top_rows)
     kept = np.arange(rows.widest) < rows.top_counts[order][:, None]
-    top_token_ids = top_token_ids.numpy()[order][kept].astype(np.int64)
-    return Sampled(slots, token_ids, finite, found, counts, top_token_ids, top_logprobs.numpy()[order][kept])
+    top_ids = top_token_ids.numpy()[order][kept].astype(np.int64)
+    return Sampled(slots, token_ids, finite, found, counts, top_ids, top_logprobs.numpy()[order][kept])

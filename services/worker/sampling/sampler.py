@@ -1,6 +1,6 @@
 """Logits to tokens, for any mix of sampling settings, in slices of rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ def sample(
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
 
-def concatenate(parts: list[Sampled]) -> Sampled:
+def concatenate(parts: Sequence[Sampled]) -> Sampled:
     """Several parts of a batch, in order, as one."""
     logprobs, top_counts, top_token_ids, top_logprobs = join(
         [RowLogprobs(part.logprobs, part.top_counts, part.top_token_ids, part.top_logprobs) for part in parts],

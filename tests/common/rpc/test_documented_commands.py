@@ -1,4 +1,4 @@
-"""The commands under "Certificates" in docs/operations.md make certificates that our servers and clients take."""
+"""The commands under "Certificates" in docs/security-setup.md make certificates that our servers and clients take."""
 
 import asyncio
 import re
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def commands() -> str:
-    section = (ROOT / "docs" / "operations.md").read_text().partition("\n## Certificates\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "security-setup.md").read_text()
+    section = page.partition("\n## Certificates\n")[2].partition("\n## ")[0]
     [block] = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     return block
 

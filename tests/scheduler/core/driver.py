@@ -8,6 +8,7 @@ import numpy as np
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.policy import Policy
+from services.scheduler.core.prefix_tree import UNNAMED
 from services.scheduler.core.request import (
     AdmissionMode,
     Finish,
@@ -173,7 +174,7 @@ def _stops(request: Request, generated: list[int]) -> bool:
 def check(core: Scheduler) -> None:
     """Every page has exactly its holders, and every count is what it counts."""
     state, pool, slots, tree = core.state, core.state.pool, core.state.slots, core.state.tree
-    nodes = [node for node in range(1, tree.top) if tree._keys[node] is not None]
+    nodes = [node for node in range(1, tree.top) if tree._keys[node] is not UNNAMED]
     in_tree = {page: node for node in nodes for page in tree._pages[node].tolist()}
     assert len(in_tree) == sum(int(tree.size[node]) for node in nodes), "a page in two nodes"
     users, owners = Counter(), Counter()

@@ -1,78 +1,28 @@
 """Answer lengths are predicted as a naive product-limit estimate in plain Python says, and without looking ahead."""
 
-import math
-from itertools import accumulate
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.lengths import CAUTION, MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
-
-LONGEST = 4096
-QUANTILES = (np.arange(1000) + 0.5) / 1000
-CLASS = 3  # any
-
-answers = st.lists(st.tuples(st.integers(1, 64), st.booleans()), max_size=60)
-ages = st.lists(st.integers(0, 64), max_size=30)
-stops = st.lists(st.integers(1, 64), min_size=16, max_size=40)
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-def learn(predictor: LengthPredictor, ended, running=(), number: int = CLASS) -> None:
-    """``ended``: (length, whether it stopped by itself); ``running``: ages."""
-    lengths = np.array([length for length, _ in ended], np.int64)
-    stopped = np.array([by_itself for _, by_itself in ended], bool)
-    predictor.observe(np.full(len(lengths), number), lengths, stopped, np.zeros(len(lengths), np.int64))
-    predictor.refresh(np.full(len(running), number), np.array(running, np.int64), np.zeros(len(running), np.int64))
-
-
-def learnt(ended, running=(), longest: int = LONGEST) -> LengthPredictor:
-    predictor = LengthPredictor(longest)
-    learn(predictor, ended, running)
-    return predictor
-
-
-def draw(predictor: LengthPredictor, quantiles: np.ndarray, age: int = 0, number: int = CLASS) -> np.ndarray:
-    rows = len(quantiles)
-    return predictor.draw(np.full(rows, number), np.full(rows, age), quantiles)
-
-
-def mean(predictor: LengthPredictor, limit: int, age: int = 0, number: int = CLASS) -> float:
-    return float(predictor.mean(ints(number), ints(age), ints(limit))[0])
-
-
-def spread(predictor: LengthPredictor, number: int = CLASS) -> float:
-    return float(predictor.spread(ints(number))[0])
-
-
-def naive_survival(ended, running) -> list[float]:
-    """P(length > t) for t in 0..64, token by token."""
-    survival = [1.0]
-    seen = [(age, False) for age in running] + list(ended)
-    longest = max(length for length, _ in seen)
-    for token in range(1, 65):
-        at_risk = sum(length >= token for length, _ in seen)
-        stopped = sum(by_itself and length == token for length, by_itself in seen)
-        if at_risk == 0:
-            stopped = sum(by_itself and length > longest // 2 for length, by_itself in seen)
-            at_risk = sum(max(length - longest // 2, 0) for length, _ in seen)
-            stopped = CAUTION * stopped if stopped >= 16 else 0
-        survival.append(survival[-1] * (1 - stopped / at_risk))
-    return survival
-
-
-def geometric(rng: np.random.Generator, average: float, count: int) -> np.ndarray:
-    return rng.geometric(1 / average, count)
-
-
-def geometric_quantiles(quantiles: np.ndarray, average: float) -> np.ndarray:
-    return np.ceil(np.log(1 - quantiles) / math.log(1 - 1 / average))
-
+from tests.scheduler.core.answer_lengths import (
+    CLASS,
+    LONGEST,
+    QUANTILES,
+    ages,
+    answers,
+    draw,
+    geometric,
+    geometric_quantiles,
+    ints,
+    learn,
+    learnt,
+    mean,
+    naive_survival,
+    spread,
+    stops,
+)
 
 # -- against the naive estimate
 
@@ -270,96 +220,6 @@ def test_what_is_expected_of_a_new_answer_is_the_mean_of_what_is_known_now():
     for number in range(MOST_LABELS):
         predictor.class_of(f"label {number}", 10)
     assert predictor.expected(label, 300) == 300
-
-
-def test_rows_of_many_classes_are_drawn_as_one_by_one():
-    rng = np.random.default_rng(4)
-    predictor = LengthPredictor(LONGEST)
-    numbers = np.array([predictor.class_of(f"kind {index}", 0) for index in range(40)])
-    for index, number in enumerate(numbers.tolist()):
-        ended = [(int(length), length % 7 > 0) for length in geometric(rng, 20 + 40 * index, 300)]
-        learn(predictor, ended, number=number)
-    classes, ages = rng.choice(numbers, 2000), rng.integers(0, 3000, 2000)
-    quantiles, limits = rng.random(2000), rng.integers(1, 6000, 2000)
-    drawn, means = predictor.draw(classes, ages, quantiles), predictor.mean(classes, ages, limits)
-    for row in range(2000):
-        at = slice(row, row + 1)
-        assert predictor.draw(classes[at], ages[at], quantiles[at])[0] == drawn[row]
-        assert predictor.mean(classes[at], ages[at], limits[at])[0] == means[row]
-    assert (drawn > ages).all()
-    assert (means <= limits).all()
-    assert (means >= np.minimum(ages + 1, limits) - 1e-6).all()
-
-
-def test_requests_without_a_label_go_by_the_magnitude_of_their_limit():
-    predictor = LengthPredictor(LONGEST)
-    numbers = [predictor.class_of("", limit) for limit in range(1, 3 * LONGEST)]
-    assert list(accumulate(numbers, max)) == numbers
-    assert predictor.class_of("", 512) == predictor.class_of("", 1023) != predictor.class_of("", 1024)
-    assert predictor.class_of("", 10**9) == predictor.class_of("", LONGEST)
-
-
-def test_a_label_names_a_class_whatever_the_limit():
-    predictor = LengthPredictor(LONGEST)
-    one, other = predictor.class_of("one", 16), predictor.class_of("other", 16)
-    assert len({one, other, predictor.class_of("", 16)}) == 3
-    assert predictor.class_of("one", 2048) == one
-
-
-@pytest.mark.parametrize("longest", [1, LONGEST, 2**20])
-def test_labels_and_limits_have_classes_of_their_own(longest):
-    predictor = LengthPredictor(longest)
-    labelled = {predictor.class_of(f"label {index}", 100) for index in range(10 * MOST_LABELS)}
-    limits = {predictor.class_of("", min(2**bits, 2 * longest)) for bits in range(40)}
-    assert len(labelled) == MOST_LABELS
-    assert not labelled & limits
-    assert max(labelled | limits) < MOST_CLASSES
-
-
-def test_a_label_too_many_takes_the_class_of_the_one_unused_longest():
-    predictor = LengthPredictor(LONGEST)
-    numbers = [predictor.class_of(f"label {index}", 100) for index in range(MOST_LABELS)]
-    for number in numbers:
-        learn(predictor, [(50, True)] * 40 + [(60, False)], [10], number=number)
-    assert predictor.class_of("label 0", 100) == numbers[0]
-    assert predictor.class_of("new", 100) == numbers[1]
-    everything = [0] * MOST_CLASSES
-    everything[numbers[1]] = 7
-    assert draw(predictor, np.array([0.01]), number=numbers[1])[0] == UNKNOWN
-    assert mean(predictor, 77, number=numbers[1]) == 77
-    assert spread(predictor, numbers[1]) == predictor.deviation(np.array(everything)) == 0
-    assert all(draw(predictor, np.array([0.5]), number=number)[0] == 50 for number in numbers if number != numbers[1])
-    assert predictor.class_of("label 1", 100) == numbers[2]
-
-
-def test_a_caller_with_a_label_for_every_request_does_not_take_those_in_use():
-    predictor = LengthPredictor(LONGEST)
-    used = predictor.class_of("used", 100)
-    learn(predictor, [(50, True)] * 40, number=used)
-    for index in range(3000):
-        predictor.class_of(f"once {index}", 100)
-        if index % (MOST_LABELS - 1) == 0:
-            assert predictor.class_of("used", 100) == used
-    assert draw(predictor, np.array([0.5]), number=used)[0] == 50
-
-
-@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64), st.booleans()), min_size=1, max_size=60), stops)
-def test_answers_of_a_forgotten_label_teach_the_new_one_what_is_seen_of_them(rest, new):
-    """They count as answers not seen from the beginning. ``rest``: (age by then, tokens after it, stopped)."""
-    forgotten, fresh = LengthPredictor(LONGEST), LengthPredictor(LONGEST)
-    number = fresh.class_of("new", 100)
-    assert forgotten.class_of("old", 100) == number
-    for index in range(MOST_LABELS - 1):
-        forgotten.class_of(f"label {index}", 100)
-    since, ended, stopped = (np.array(column) for column in zip(*rest, strict=True))
-    ended, rows = since + ended, np.full(len(rest), number)
-    forgotten.refresh(rows, since, np.zeros(len(rest), np.int64))
-    assert forgotten.class_of("new", 100) == number
-    for predictor in (forgotten, fresh):
-        predictor.observe(rows, ended, stopped, since)
-        learn(predictor, [(length, True) for length in new], number=number)
-    assert (draw(forgotten, QUANTILES, number=number) == draw(fresh, QUANTILES, number=number)).all()
-    assert mean(forgotten, 1000, number=number) == mean(fresh, 1000, number=number) <= 1000
 
 
 def test_a_change_of_lengths_is_followed():

@@ -3,6 +3,7 @@
 import json
 import re
 from enum import Enum
+from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, choice_terminal, json_rule, regex_rule
@@ -26,12 +27,12 @@ class Thoughts(Enum):
 def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool, thoughts: Thoughts) -> Grammar | None:
     """None when the answer may be anything. Where there are ``calls``, the answer is made of them, if it ``must_call``;
     else of ``wanted``, or of any text with calls in it. Raises ``InvalidRequest``. Work for a thread."""
-    if calls is None and (wanted is None or thoughts is Thoughts.NONE):
-        return wanted
+    subgrammars: list[dict[str, str]] = []
     if calls is not None:
         calls.check_size()
-    subgrammars = []
     if calls is None:
+        if wanted is None or thoughts is Thoughts.NONE:
+            return wanted
         field, rules = wanted.field, _rules(wanted, subgrammars)
     elif must_call:
         field, rules = "tools", ["answer: calls", *calls.alone()]
@@ -81,16 +82,16 @@ def _rules(grammar: Grammar, subgrammars: list[dict[str, str]], name: str = "ans
         case "json_schema":
             return [f"{name}: {json_rule(_schema(grammar))}"]
         case "regex":
-            return [f"{name}: {regex_rule(grammar.value)}"]
+            return [f"{name}: {regex_rule(grammar.text)}"]
         case "choices":
             return [f"{name}: CHOICE", f"CHOICE: {choice_terminal(grammar.value)}"]
-    subgrammars.append({"name": "given", "lark_grammar": grammar.value})
+    subgrammars.append({"name": "given", "lark_grammar": grammar.text})
     return [f"{name}: @given"]
 
 
-def _schema(grammar: Grammar) -> dict:
+def _schema(grammar: Grammar) -> dict[str, Any]:
     try:
-        schema = read_schema(grammar.value)
+        schema = read_schema(grammar.text)
         json_size(schema, MAX_GRAMMAR_BYTES)  # so deep that no more can be done with it
         return schema
     except InvalidRequest as error:

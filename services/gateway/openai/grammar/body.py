@@ -37,7 +37,7 @@ class NamedSchema(Body):
 
     name: SchemaName
     description: str | None = None
-    schema_: Annotated[Schema, Field(alias="schema")]
+    schema_: Schema = Field(alias="schema")
     strict: bool | None = None
 
     _schema_is_bounded = field_validator("schema_")(_bounded)

@@ -40,8 +40,8 @@ def _asked(body: GrammarBody) -> _Asked | None:
         schema = _ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
         return _Asked("json_schema", schema, "response_format")
     if (wanted := body.structured_outputs) is not None:
-        schema = _ANY_OBJECT if wanted.json_object else wanted.json_
-        return _one_of(schema, wanted.regex, wanted.choice, wanted.grammar, "structured_outputs")
+        given = _ANY_OBJECT if wanted.json_object else wanted.json_
+        return _one_of(given, wanted.regex, wanted.choice, wanted.grammar, "structured_outputs")
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(body, name) is not None:
             return _one_of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, name)
@@ -51,17 +51,17 @@ def _asked(body: GrammarBody) -> _Asked | None:
 def _one_of(
     schema: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None, field: str
 ) -> _Asked:
-    if schema is not None:
-        return _Asked("json_schema", schema, field)
-    if regex is not None:
-        return _Asked("regex", regex, field)
-    if choice is not None:
-        return _Asked("choices", choice, field)
-    return _Asked("lark", grammar, field)
+    given: tuple[tuple[GrammarKind, dict[str, Any] | list[str] | str | None], ...] = (
+        ("json_schema", schema),
+        ("regex", regex),
+        ("choices", choice),
+        ("lark", grammar),
+    )
+    return next(_Asked(kind, value, field) for kind, value in given if value is not None)
 
 
 def _is_gbnf(asked: _Asked) -> bool:
-    return asked.kind == "lark" and _GBNF_RULE.search(asked.value) is not None
+    return asked.kind == "lark" and _GBNF_RULE.search(str(asked.value)) is not None
 
 
 def _make(asked: _Asked) -> Grammar:
@@ -76,7 +76,7 @@ def _make(asked: _Asked) -> Grammar:
 
 def _from_gbnf(grammar: _Asked) -> Grammar:
     try:
-        return Grammar("lark", gbnf_to_lark(_ESCAPE.sub(_character, grammar.value)), grammar.field)
+        return Grammar("lark", gbnf_to_lark(_ESCAPE.sub(_character, str(grammar.value))), grammar.field)
     except RecursionError:
         reason = "it is nested too deeply"
     except Exception as error:  # the library raises this very class

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Delta
 
@@ -21,6 +22,9 @@ class State(Enum):
     READING = "reading"
     DONE = "done"
     BROKEN = "broken"
+
+
+_Read = tuple[int, State, list[Delta]]  # where it stopped, whether the call is over, and what is new
 
 
 class _Value:
@@ -45,14 +49,14 @@ class _Value:
         if self._escaped:
             self._escaped = False
         elif self._in_string:
-            at = _IN_STRING.match(text, at).end()
+            at = _IN_STRING.match(text, at).end()  # type: ignore[union-attr]  # it may be empty, and matches always
             if at == len(text):
                 return at, State.READING
             self._escaped, self._in_string = text[at] == "\\", text[at] != '"'
             if not self._in_string and not self._closers:
                 return at + 1, State.DONE
         elif self._scalar or not (self._closers or character in '"{['):
-            end = _SCALAR.match(text, at).end()
+            end = _SCALAR.match(text, at).end()  # type: ignore[union-attr]  # as above
             if end == at and not self._scalar:
                 return at, State.BROKEN
             self._scalar = True
@@ -66,7 +70,7 @@ class _Value:
             if not self._closers:
                 return at + 1, State.DONE
         else:
-            end = _PLAIN.match(text, at).end()
+            end = _PLAIN.match(text, at).end()  # type: ignore[union-attr]  # as above
             return end, State.READING if end > at else State.BROKEN
         return at + 1, State.READING
 
@@ -80,15 +84,16 @@ class CallReader:
         self.untold = ""  # what was taken and is in no delta
         self.begun = False  # the call was told
         self.arguments_open = False  # and its arguments have not ended
-        self._expected = self._opening
+        self._expected: Callable[[str, int], _Read] = self._opening
         self._key = _Value()
         self._value = _Value()
         self._name: str | None = None
         self._arguments: str | None = None
 
-    def take(self, text: str, start: int) -> tuple[int, State, list[Delta]]:
+    def take(self, text: str, start: int) -> _Read:
         """Reads from ``start`` to where it stopped: behind the call, or at the character that belongs to none."""
-        at, state, deltas = start, State.READING, []
+        at, state = start, State.READING
+        deltas: list[Delta] = []
         while at < len(text) and state is State.READING:
             end, state, told = self._expected(text, at)
             if not told:
@@ -99,14 +104,14 @@ class CallReader:
             self.untold = ""
         return at, state, deltas
 
-    # Each reads what may come next: where it stopped, whether the call is over, and what is new.
+    # Each reads what may come next.
 
-    def _opening(self, text: str, at: int):
+    def _opening(self, text: str, at: int) -> _Read:
         self._expected = self._begin_key
         return at + 1, State.READING if text[at] == "{" else State.BROKEN, []
 
-    def _begin_key(self, text: str, at: int):
-        end = _SPACE.match(text, at).end()
+    def _begin_key(self, text: str, at: int) -> _Read:
+        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
         if end == len(text):
             return end, State.READING, []
         if text[end] != '"':
@@ -114,22 +119,22 @@ class CallReader:
         self._key, self._expected = _Value(), self._read_key
         return end, State.READING, []
 
-    def _read_key(self, text: str, at: int):
+    def _read_key(self, text: str, at: int) -> _Read:
         end, state = self._key.take(text, at)
         if state is not State.DONE:
             return end, state, []
         self._expected = self._colon
         return end, State.READING if _decoded(self._key.raw) in _KEYS else State.BROKEN, []
 
-    def _colon(self, text: str, at: int):
-        end = _SPACE.match(text, at).end()
+    def _colon(self, text: str, at: int) -> _Read:
+        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
         if end == len(text):
             return end, State.READING, []
         self._expected = self._begin_value
         return (end + 1, State.READING, []) if text[end] == ":" else (end, State.BROKEN, [])
 
-    def _begin_value(self, text: str, at: int):
-        end = _SPACE.match(text, at).end()
+    def _begin_value(self, text: str, at: int) -> _Read:
+        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
         if end == len(text):
             return end, State.READING, []
         self._value, self._expected = _Value(), self._read_value
@@ -139,14 +144,14 @@ class CallReader:
             self._expected, self.arguments_open = self._read_arguments, True
         return end, State.READING, told
 
-    def _read_arguments(self, text: str, at: int):
+    def _read_arguments(self, text: str, at: int) -> _Read:
         end, state = self._value.take(text, at)
         if state is State.DONE:
             self._arguments, self.arguments_open, self._expected = self._value.raw, False, self._next
             state = State.READING
         return end, state, [Arguments(text[at:end])] if end > at else []
 
-    def _read_value(self, text: str, at: int):
+    def _read_value(self, text: str, at: int) -> _Read:
         end, state = self._value.take(text, at)
         if state is not State.DONE:
             return end, state, []
@@ -165,8 +170,8 @@ class CallReader:
             told = [*self._begin(self._name), Arguments(self._arguments)]
         return end, State.READING, told
 
-    def _next(self, text: str, at: int):
-        end = _SPACE.match(text, at).end()
+    def _next(self, text: str, at: int) -> _Read:
+        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
         if end == len(text):
             return end, State.READING, []
         if text[end] == ",":
@@ -185,7 +190,7 @@ class CallReader:
         return [CallBegun(name)]
 
 
-def _decoded(raw: str):
+def _decoded(raw: str) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

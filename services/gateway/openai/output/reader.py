@@ -1,7 +1,8 @@
 """One answer's text to its parts, whole or as it comes: any cut of the text gives the same parts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from services.common.text.vocabulary import TokenIds
 from services.gateway.openai.output.calls import CallParser
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, merged
 from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningTokens
@@ -32,7 +33,7 @@ class OutputReader:
         """Tokens of the reasoning so far."""
         return self._tokens.count if self._tokens and self._reasoning and self._reasoning.thought else 0
 
-    def count(self, token_ids: Sequence[int]) -> None:
+    def count(self, token_ids: TokenIds) -> None:
         """The next tokens, whose words may come later."""
         if self._tokens is not None:
             self._tokens.push(token_ids)

@@ -1,8 +1,8 @@
 """A model's thoughts before its answer, as Qwen3 writes them: ``<think>...</think>``, then the answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from services.common.text.vocabulary import Vocabulary
+from services.common.text.vocabulary import TokenIds, Vocabulary
 from services.gateway.openai.output.deltas import Content, Delta, Reasoning
 from services.gateway.openai.output.held import certain_length
 from services.gateway.openai.output.incremental import Incremental
@@ -74,7 +74,7 @@ class ReasoningTokens:
         self._ended = False
         self.count = 0
 
-    def push(self, token_ids: Sequence[int]) -> None:
+    def push(self, token_ids: TokenIds) -> None:
         """The next tokens of the answer."""
         if self._ended:
             return

@@ -15,6 +15,8 @@ from services.gateway.openai.messages import (
     CalledFunction,
     Function,
     Message,
+    NamedFunction,
+    NamedTool,
     PastCall,
     ReasoningEffort,
     Tool,
@@ -159,10 +161,14 @@ class TextFormat(Body):
 
     def chat(self) -> ResponseFormat:
         """The same to chat completions."""
-        if self.type != "json_schema":
+        if self.type != "json_schema" or self.name is None or self.schema_ is None:
             return ResponseFormat(type=self.type)
         schema = NamedSchema(name=self.name, description=self.description, schema=self.schema_, strict=self.strict)
         return ResponseFormat(type=self.type, json_schema=schema)
+
+
+def _named(tool: NamedFunctionTool) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=tool.name))
 
 
 class TextConfig(Body):
@@ -245,9 +251,8 @@ class ResponsesBody(Body):
         """The same request to chat completions. ``InvalidRequest`` for what this server does not do."""
         self._refuse_what_is_not_neutral()
         reasoning = self.reasoning or Reasoning()
-        choice = self.tool_choice
-        if isinstance(choice, NamedFunctionTool):
-            choice = {"type": "function", "function": {"name": choice.name}}
+        named = self.tool_choice
+        choice = _named(named) if isinstance(named, NamedFunctionTool) else named
         return ChatBody(
             model=self.model,
             messages=self._messages(),

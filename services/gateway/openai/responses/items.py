@@ -15,7 +15,7 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
+        self._open: dict[str, Any] = {}  # an item; empty: none is
         self._text = ""  # of the open item
         self._logprobs: list[dict[str, Any]] = []  # beside it, of words for the user
 
@@ -27,7 +27,7 @@ class OutputItems:
                 events += self._begin("function_call", {"call_id": call_id(), "name": delta.name, "arguments": ""})
                 continue
             kind = _kind(delta)
-            if self._open is None or self._open["type"] != kind:
+            if self._open.get("type") != kind:
                 events += self._begin(kind, _EMPTY[kind])
             self._text += delta.text
             new = logprobs if kind == "message" else ()
@@ -57,7 +57,7 @@ class OutputItems:
 
     def _end(self, status: str) -> list[Event]:
         item = self._open
-        if item is None:
+        if not item:
             return []
         kind, text = item["type"], self._text
         item["status"] = status
@@ -70,7 +70,7 @@ class OutputItems:
         else:
             item["arguments"] = text
         events.append(("response.output_item.done", self._place(item=dict(item))))
-        self._open = None
+        self._open = {}
         return events
 
     def _told(self, said: dict[str, Any], logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

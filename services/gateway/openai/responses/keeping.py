@@ -146,11 +146,12 @@ async def _to_its_end(work: Coroutine[Any, Any, R]) -> R:
 
 def _kept(item: Any) -> dict[str, Any]:
     """An item of the input as it is listed, under its own id or a new one."""
+    kept: dict[str, Any]
     match item:
         case InputMessage(role=role):
             kind = "output_text" if role == "assistant" else "input_text"
             texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-            more = {"annotations": []} if role == "assistant" else {}
+            more: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
             parts = [{"type": kind, "text": text, **more} for text in texts]
             kept = {"type": "message", "status": "completed", "role": role, "content": parts}
         case InputCall():

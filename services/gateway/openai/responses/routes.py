@@ -44,7 +44,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def get_response(request: Request, response_id: str) -> Response:
-    """One that was stored."""
+    """A response that was stored."""
     query = request.query_params
     if query.get("stream", "false").lower() != "false" or "starting_after" in query:
         raise InvalidRequest(
@@ -56,13 +56,13 @@ async def get_response(request: Request, response_id: str) -> Response:
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget one. Those that go on with it have what they need of it."""
+    """Forget a response. Those that go on with it have what they need of it."""
     await (await opened(request)).responses.delete(response_id, read_caller(request).owner)
     return response(200, {"id": response_id, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """The conversation that one answers, the last item first."""
+    """The conversation that a response answers, the last item first."""
     query = Query(request)
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     _check_includes(request)
@@ -84,8 +84,8 @@ async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: flo
     response_id = new_id("resp_")
     if caller.idempotency_key and body.store is not False and gateway.config.store_url != NO_STORE:
         place = await gateway.batches.opened()
-        asked = fingerprint(CREATE, raw)
-        response_id = "resp_" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
+        same = fingerprint(CREATE, raw)
+        response_id = "resp_" + await place.tries.name(caller.owner, caller.idempotency_key, same)
         if not body.stream:
             with contextlib.suppress(NotFound):
                 kept = await place.responses.get(response_id, caller.owner)

@@ -1,11 +1,12 @@
 """The JSON of responses: whole, and as the typed events of a stream."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import orjson
 
 from services.common.errors import InvalidRequest, Overloaded, TokaError
+from services.gateway.generation import Choice
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Content, Delta
@@ -43,31 +44,31 @@ class ResponseShape(ChatShape):
         self._ended: dict[str, Any] = {}  # the response, once it is all there
         self._events_told = 0
 
-    def beginning(self):
+    def beginning(self) -> bytes:
         response = self._response("in_progress", None)
         return self._events([(f"response.{state}", {"response": response}) for state in ("created", "in_progress")])
 
-    def opening(self, index):
+    def opening(self, index: int) -> bytes:
         return b""
 
-    def chunk(self, index, piece, reason):
+    def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
         return self._events(self._take(index, piece, reason))
 
-    def choice(self, choice, piece):
-        self._take(choice.index, piece, choice.ending.reason)
+    def choice(self, choice: Choice, piece: Piece) -> bytes:
+        self._take(choice.index, piece, choice.outcome.reason)
         return b""
 
-    async def settle(self, choices):
-        cut = choices[0].ending.reason == "length"
+    async def settle(self, choices: Sequence[Choice]) -> None:
+        cut = choices[0].outcome.reason == "length"
         await self._end(self._response("incomplete" if cut else "completed", self._usage(choices)))
 
-    def whole(self, choices, written):
+    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
         return orjson.dumps(self._ended)
 
-    def ending(self, choices):
+    def ending(self, choices: Sequence[Choice]) -> bytes:
         return self._last_event()
 
-    async def until_error(self, events):
+    async def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         try:
             async for data in events:
                 yield data
@@ -99,7 +100,7 @@ class ResponseShape(ChatShape):
         if reader is None:
             return [([Content(text)], told)] if text or told else []
         if self._token_text is None:
-            return [(self._readers.read(index, text, last=last), [])]
+            return [(self._readers.read(index, text, last=last) or (), [])]
         self._attribution = self._attribution or Attribution(reader)
         return self._attribution.read(text, piece.entries, told, last=last)
 
@@ -111,7 +112,7 @@ class ResponseShape(ChatShape):
             lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document)))
         return b"".join(lines)
 
-    def _usage(self, choices):
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         usage = usage_of(choices)
         return {
             "input_tokens": usage["prompt_tokens"],

@@ -1,7 +1,7 @@
 """The inputs of a captured step as one array: the host fills it, one copy brings it to the device, a graph reads it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from services.worker.sampling.noise import keys_at
 
 _ALIGNED = 4  # int32 values: kernels are compiled for addresses that are multiples of 16 bytes
 
-Array = np.ndarray | torch.Tensor
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
-class Fields(NamedTuple):
+class Fields(NamedTuple, Generic[Array]):
     """Views of a block, of arrays on the host or of tensors on the device; int32 unless told otherwise."""
 
     # [size]. The first: compiled code takes a tensor that begins where its memory does for one of its own.
@@ -48,13 +48,13 @@ class Layout:
             field.fill_(-1)
         return block
 
-    def fields(self, block: Array) -> Fields:
+    def fields(self, block: Array) -> Fields[Array]:
         """Of a block as ``empty`` makes them."""
         float32 = torch.float32 if torch.is_tensor(block) else np.float32
         parts = [block[begin:end] for begin, end in self._cuts()]
         positions, slots, known, scales, keys, *appended = parts[:9]
         grouped = (None, None) if self.tiles is None else (parts[9], parts[10].reshape(-1, TILE_FIELDS))
-        return Fields(positions, slots, known, scales.view(float32), keys.reshape(-1, 2), *appended, *grouped)
+        return Fields(positions, slots, known, scales.view(float32), keys.reshape(-1, 2), *appended, *grouped)  # type: ignore[arg-type]
 
     def _cuts(self) -> list[tuple[int, int]]:
         """Where each field begins and ends."""
@@ -69,7 +69,7 @@ class Layout:
         return cuts
 
 
-def fill_in(fields: Fields, where: int, slots: np.ndarray, begins: np.ndarray, table: SlotTable) -> None:
+def fill_in(fields: Fields[np.ndarray], where: int, slots: np.ndarray, begins: np.ndarray, table: SlotTable) -> None:
     """The rows of a step: each computes one token, at ``begins [rows]`` of ``slots [rows]``, and samples the next."""
     count = len(slots)
     fields.where[0] = where
@@ -85,15 +85,15 @@ def fill_in(fields: Fields, where: int, slots: np.ndarray, begins: np.ndarray, t
         fields.scales[count:] = 0
 
 
-def fill_in_groups(fields: Fields, prefix_tokens: np.ndarray, tiles: np.ndarray) -> None:
+def fill_in_groups(fields: Fields[np.ndarray], prefix_tokens: np.ndarray, tiles: np.ndarray) -> None:
     """``prefix_tokens [rows]`` and the tiles of a step with groups."""
-    fields.prefix_tokens[: len(prefix_tokens)] = prefix_tokens
-    fields.prefix_tokens[len(prefix_tokens) :] = 0
-    fields.tiles[: len(tiles)] = tiles
-    fields.tiles[len(tiles) :] = 0
+    fields.prefix_tokens[: len(prefix_tokens)] = prefix_tokens  # type: ignore[index]  # there are groups
+    fields.prefix_tokens[len(prefix_tokens) :] = 0  # type: ignore[index]
+    fields.tiles[: len(tiles)] = tiles  # type: ignore[index]
+    fields.tiles[len(tiles) :] = 0  # type: ignore[index]
 
 
-def append(fields: Fields, changes: PageChanges) -> bool:
+def append(fields: Fields[np.ndarray], changes: PageChanges) -> bool:
     """Have the graph make ``changes``; False where they are too many, and it makes none."""
     count = len(changes) if len(changes) <= len(fields.append_slots) else 0
     fields.append_slots[count:] = -1

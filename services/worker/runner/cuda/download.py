@@ -1,6 +1,16 @@
 """Results of one step on their way to the host."""
 
+from typing import overload
+
 import torch
+
+
+@overload
+def to_host(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def to_host(tensor: None) -> None: ...
 
 
 def to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.spans import Spans
 from services.worker.kv_cache import KvCache
+from services.worker.memory import sizes_up_to
 from services.worker.runner.cuda.block import Fields, Layout
 from services.worker.runner.cuda.inputs import padded
 from services.worker.runner.cuda.peers import NoPeers, Peers
@@ -19,6 +20,11 @@ from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance, append_and_gather_inputs
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+    from services.worker.models.skinny_cuda import SkinnyDecoder
 
 # (what enters, positions, attention step, keep, exchange) -> hidden states of what is sampled, or what leaves the stage
 Forward = Callable[..., torch.Tensor]
@@ -47,13 +53,13 @@ class DecodeGraph:
     def __init__(
         self,
         layout: Layout,
-        forward: Callable[[Fields], torch.Tensor],
+        forward: Callable[[Fields[torch.Tensor]], torch.Tensor],
         entering: torch.Tensor | None,
         sampler: FusedSampler | None,
         table: SlotTable,
         state: DeviceState,
         results: torch.Tensor,
-        pool,
+        pool: "_POOL_HANDLE",
     ) -> None:
         """``entering``: where ``forward`` finds what the stage before handed on. ``results [places, max_slots]``: in
         pinned memory. ``pool``: the memory of all graphs."""
@@ -72,7 +78,10 @@ class DecodeGraph:
             (whole or hidden)()
         torch.cuda.synchronize()
         self._forward, self._hidden = capture(hidden, pool)
-        self._whole, self.token_ids = (None, None) if whole is None else capture(whole, pool)
+        self._whole: Callable[[], None]
+        self.token_ids: torch.Tensor
+        # None where a later stage samples: nobody asks for them there.
+        self._whole, self.token_ids = (None, None) if whole is None else capture(whole, pool)  # type: ignore[assignment]
 
     def _through(
         self,
@@ -95,7 +104,7 @@ class DecodeGraph:
 
         return whole
 
-    def fields(self, place: int) -> Fields:
+    def fields(self, place: int) -> Fields[np.ndarray]:
         """The host's block of the step that has ``place``; all but its rows is left from an earlier one."""
         return self._fields[place]
 
@@ -105,7 +114,7 @@ class DecodeGraph:
 
     def enter(self, entering: torch.Tensor) -> None:
         """What the stage before handed on, ``[rows, hidden_size]``."""
-        self._entering.copy_(entering)
+        self._entering.copy_(entering)  # type: ignore[union-attr]  # it is there where something enters
 
     def run(self) -> torch.Tensor:
         """Hidden states ``[size, hidden_size]``, or what leaves the stage; overwritten by the next step."""
@@ -117,7 +126,7 @@ class DecodeGraph:
         self._whole()
 
 
-def capture(launches: Callable[[], Outcome], pool) -> tuple[Callable[[], None], Outcome]:
+def capture(launches: Callable[[], Outcome], pool: "_POOL_HANDLE") -> tuple[Callable[[], None], Outcome]:
     """What launches all of ``launches`` at once, and where the outcome will be then."""
     graph = torch.cuda.CUDAGraph()
     # Threads that look after collectives may ask for events meanwhile.
@@ -132,7 +141,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        skinny: Forward | None,
+        skinny: "SkinnyDecoder | None",
         cache: KvCache,
         attention: CudaAttention,
         sampler: FusedSampler | None,
@@ -160,7 +169,7 @@ class DecodeGraphs:
                 entering = None if room is None else room[: peers.exchange(size).rows(size)]
                 self._graphs[kind] = DecodeGraph(
                     Layout(size, _most_tiles(size) if kind.grouped else None),
-                    lambda inputs, kind=kind, entering=entering: self._run(kind, inputs, entering),
+                    lambda inputs, kind=kind, entering=entering: self._run(kind, inputs, entering),  # type: ignore[misc]
                     entering,
                     sampler,
                     table,
@@ -209,7 +218,7 @@ class DecodeGraphs:
         splits = self._attention.splits(size, needed)
         return next(stage for stage in self._stages if self._attention.splits(size, stage) == splits)
 
-    def _run(self, kind: Kind, inputs: Fields, entering: torch.Tensor | None) -> torch.Tensor:
+    def _run(self, kind: Kind, inputs: Fields[torch.Tensor], entering: torch.Tensor | None) -> torch.Tensor:
         slots, positions, state = inputs.slots, inputs.positions, self._state
         batch = CudaBatch(slots, positions, state.page_table, kind.size, kind.longest, None, None, inputs.prefix_tokens)
         step = self._attention.prepare_captured(batch, inputs.tiles)
@@ -221,19 +230,6 @@ class DecodeGraphs:
             return self._skinny(token_ids, positions, step, None)
         entering = token_ids if entering is None else entering
         return self._forward(entering, positions, step, None, self._peers.exchange(kind.size))
-
-
-def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:
-    """1, 2, 4, to 64 in steps of 8, to 256 in steps of 32, to 1,024 in steps of 64, then of 128; ascending from
-    ``smallest`` on, the last one at least ``largest``."""
-    sizes = [
-        *(size for size in (1, 2, 4) if size >= smallest),
-        *range(8, 64, 8),
-        *range(64, 256, 32),
-        *range(256, 1024, 64),
-        *range(1024, largest + 128, 128),
-    ]
-    return [size for size in sizes if size < largest] + [next(size for size in sizes if size >= largest)]
 
 
 def _most_tiles(size: int) -> int:

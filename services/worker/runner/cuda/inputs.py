@@ -105,7 +105,7 @@ def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> Ste
         keep=None if everyone else (ends[sampled] - 1).astype(np.int32),
         sample_slots=rows[sampled],
         sample_positions=(begins + counts)[sampled],
-        batch_order=np.argsort(order[sampled], kind="stable") if mixed else None,
+        batch_order=np.argsort(order[sampled], kind="stable") if mixed else None,  # type: ignore[index]  # it is mixed
     )
 
 

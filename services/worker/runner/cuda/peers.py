@@ -50,12 +50,13 @@ class Peers:
             self._owed.settle(rows[slots.computed[rows] >= slots.given[rows]], parts)
         if self.first:
             return None
-        return self._group.from_previous.take((self.exchange(tokens).rows(tokens), self._hidden_size), self._dtype)
+        # It is there for all but the first stage.
+        return self._group.from_previous.take((self.exchange(tokens).rows(tokens), self._hidden_size), self._dtype)  # type: ignore[union-attr]
 
     def hand_on(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None:
         """``leaving``, which must not change any more, to the next stage, where ``sample_slots [samples]`` of it are
         sampled."""
-        self._group.to_next.send(leaving)
+        self._group.to_next.send(leaving)  # type: ignore[union-attr]  # not the last: it is there
         if self._owed is not None and len(sample_slots):
             self._owed.expect(sample_slots)
 
@@ -89,6 +90,8 @@ class NoPeers:
     def room(self, tokens: int, device: torch.device) -> None: ...
 
     def enter(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> None: ...
+
+    def hand_on(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None: ...
 
     def tell(self, token_ids: torch.Tensor) -> None: ...
 

@@ -30,13 +30,13 @@ class Place:
         self.uploaded = torch.cuda.Event()
         self.started = torch.cuda.Event(enable_timing=True)
         self.forwarded: torch.cuda.Event | None = None  # where sampling begins; None = not known
-        self.ended: torch.cuda.Event | None = None  # the next step looks at it, too
+        self.ended: torch.cuda.Event = None  # type: ignore[assignment]  # until ``end``; the next step looks at it, too
         self.previous_end: torch.cuda.Event | None = None  # of the step before, for the time between
         self.taken = threading.Event()  # the host has read the results
         self.taken.set()
         # Waiting for the first takes no processor time, waiting for the second no time to wake up.
         self._long, self._short = torch.cuda.Event(blocking=True), torch.cuda.Event()
-        self._done: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event = None  # type: ignore[assignment]  # until then
 
     def begin_sampling(self) -> None:
         """The forward pass is launched."""

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,11 +28,14 @@ from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
 from services.worker.runner.cuda.state_kernels import advance, gather_inputs
 from services.worker.runner.cuda.step import CudaStep, CutStep, Era
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan, StepOutput
+from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Failure, Groups, Limits, Plan, StepOutput
 from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.rows import SampleRows
+
+if TYPE_CHECKING:
+    from services.worker.models.skinny_cuda import SkinnyDecoder
 
 # So few rows or bytes are sent on the stream of the kernels: the device loses less than the host would.
 _SHORT_ROWS = 64
@@ -60,7 +64,8 @@ class CudaRunner:
         """``sampler``: None on a stage that does not sample. ``peers``: None = one rank. ``grammars``: None where
         sequences have none, or nothing is sampled here."""
         self.limits = limits
-        self._forward, self._cache, self._attention, self._sampler = forward, cache, attention, sampler
+        self._forward, self._cache, self._attention = forward, cache, attention
+        self._sampler: FusedSampler = sampler  # type: ignore[assignment]  # None where nobody asks for it
         self._device = cache.all_keys.device
         self._slots = SlotTable(limits, torch.device("cpu"))
         self._state = state
@@ -71,11 +76,12 @@ class CudaRunner:
         # Two, or what a step sends back would hold up what the next one needs.
         self._uploads, self._downloads = torch.cuda.Stream(), torch.cuda.Stream()
         self._graphs: DecodeGraphs | None = None
-        self._guide = None if grammars is None else Guide(grammars, sampler.masks)
+        # None where no sequence has a grammar: it is looked for before it is asked.
+        self._guide: Guide = None if grammars is None else Guide(grammars, self._sampler.masks)  # type: ignore[assignment]
         self._begin_anew()
 
     @torch.inference_mode()
-    def capture(self, largest: int, skinny: Forward | None = None) -> None:
+    def capture(self, largest: int, skinny: "SkinnyDecoder | None" = None) -> None:
         """Make CUDA graphs of decode steps with up to ``largest`` rows; ``skinny``: what is faster for few."""
         parts = self._forward, skinny, self._cache, self._attention, self._sampler, self._state, self._slots
         self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers)
@@ -111,7 +117,8 @@ class CudaRunner:
 
     def run(self, plan: Plan) -> StepOutput:
         """``start``, and wait for it."""
-        return self.start(plan).result()
+        output: StepOutput = self.start(plan).result()
+        return output
 
     @torch.inference_mode()
     def start(self, plan: Plan) -> CudaStep | CutStep:
@@ -217,7 +224,7 @@ class CudaRunner:
         begins = self._slots.computed[rows]
         fill_in(fields, place.index * self.limits.max_slots, rows, begins, self._slots)
         if graph.grouped:
-            fill_in_groups(fields, part.prefix_tokens, self._graphs.tiles(part.spans))
+            fill_in_groups(fields, part.prefix_tokens, self._graphs.tiles(part.spans))  # type: ignore[union-attr, arg-type]  # ``graph`` is of there
         updates = self._updates(plan, place, NO_CHANGES if append(fields, changes) else changes)
         plain, sample_rows = not peers.last or self._slots.plain[rows].all(), None
         if not plain:
@@ -272,7 +279,7 @@ class CudaRunner:
         place.begin_sampling()
         if runs is not None:
             scored = leaving[len(arrays.sample_slots) :]
-            scores = StepScores(runs.runs, self._sampler.score(scored, targets, runs.widest))
+            scores = StepScores(runs.runs, self._sampler.score(scored, targets, runs.widest))  # type: ignore[arg-type]
         return self._finish(plan, place, leaving, rows, sample_slots, arrays.batch_order, scores)
 
     def _enter(self, place: Place, part: Standing, tokens: int) -> torch.Tensor | None:
@@ -302,7 +309,7 @@ class CudaRunner:
         ``runs`` behind them."""
         keep = arrays.keep if runs is None else np.concatenate([arrays.keep, runs.tokens])
         if len(arrays.sample_slots) == 0:
-            return None, None, put(np.zeros(padded(1), np.int32) if runs is None else fill_up(keep, padded(len(keep))))
+            return None, None, put(np.zeros(padded(1), np.int32) if runs is None else fill_up(keep, padded(len(keep))))  # type: ignore[arg-type]
         rows = self._sampler.prepare(self._slots, arrays.sample_slots, arrays.sample_positions, put)
         if keep is None:
             return rows, token_slots, None
@@ -323,13 +330,15 @@ class CudaRunner:
         if rows is None and scores is None:
             place.end(long=not peers.reports)
             return CudaStep(plan, place, self._era, _NOBODY)
+        extras: tuple[torch.Tensor | None, ...]
+        failures: dict[int, Failure]
         slots, extras, failures, guided = _NOBODY, (), {}, rows is not None and len(rows.masked) > 0
         if guided:
-            failures = self._guide.write(rows.slots[rows.masked])
+            failures = self._guide.write(rows.slots[rows.masked])  # type: ignore[union-attr]  # there are rows
         if rows is not None:
-            slots, sampled = rows.slots, self._sampler.run(hidden, rows)
+            slots, sampled = rows.slots, self._sampler.run(hidden, rows)  # type: ignore[arg-type]  # they are of ``hidden``
             token_ids, results = sampled.token_ids[: len(slots)], place.results[: len(slots)]
-            advance(sampled.token_ids, sampled.finite, sample_slots[: len(slots)], self._state.last_tokens, results)
+            advance(sampled.token_ids, sampled.finite, sample_slots[: len(slots)], self._state.last_tokens, results)  # type: ignore[index]
         if guided:
             self._guide.sent()
         place.end(long=not peers.reports)
@@ -347,7 +356,7 @@ class CudaRunner:
             scores = None if scores is None else scores.to_host()
             place.finished(long=not short)
         if guided:
-            self._guide.expect(place, rows.slots[rows.masked], rows.masked)
+            self._guide.expect(place, rows.slots[rows.masked], rows.masked)  # type: ignore[union-attr]  # as above
         if not peers.reports:
             return CudaStep(plan, place, self._era, _NOBODY)
         return CudaStep(plan, place, self._era, slots, rows, extras, order, scores, failures)

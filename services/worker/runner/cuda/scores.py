@@ -16,7 +16,7 @@ class Run(NamedTuple):
 
     slot: int
     start: int  # place in the sequence of the first of them
-    count: int
+    count: int  # type: ignore[assignment]  # in the place of a tuple's method, which nobody calls
     top: int  # most likely tokens that were asked for beside each
 
 

@@ -72,6 +72,6 @@ class Updates:
     def apply(self, state: DeviceState, cache: KvCache) -> None:
         """Launch the changes."""
         if self.indices is not None:
-            scatter(state.page_table, self.indices, self.pages)
+            scatter(state.page_table, self.indices, self.pages)  # type: ignore[arg-type]  # they are beside indices
         for sources, targets in self.copies:
             cache.copy_pages(sources, targets)

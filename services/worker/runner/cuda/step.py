@@ -124,7 +124,7 @@ def _reorder(sampled: Sampled, order: np.ndarray | None) -> Sampled:
     if top_counts is not None:
         ends = np.cumsum(top_counts)
         within = np.concatenate([np.arange(ends[i] - top_counts[i], ends[i]) for i in order.tolist()])
-        top_counts, top_ids, top_logprobs = top_counts[order], top_ids[within], top_logprobs[within]
+        top_counts, top_ids, top_logprobs = top_counts[order], top_ids[within], top_logprobs[within]  # type: ignore[index]
     return Sampled(
         slots=sampled.slots[order],
         token_ids=sampled.token_ids[order],
