@@ -36,6 +36,7 @@ from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.parallel.shares import local_config, refuse_unshareable
 from services.worker.parallel.stage_runner import StageRunner
 from services.worker.parallel.stages import layers_of
+from services.worker.refusals import refuse_what_a_cpu_has_not
 from services.worker.rehearsal import PLAIN, decodes, every_feature, mixed, step
 from services.worker.runner.base import Runner
 from services.worker.runner.plan import Admission, Batch, Limits
@@ -77,7 +78,7 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
     started = time.perf_counter()
     device = _device(config)
     if device.type == "cpu":
-        _refuse_what_a_cpu_has_not(config)
+        refuse_what_a_cpu_has_not(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
     threads = _threads(config, device, ranks)
@@ -130,20 +131,6 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     everyone = found is not None if group is None else group.least(int(found is not None))
     reports = group is None or group.ranks.reports
     return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and everyone else None
-
-
-def _refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
-    for name, value, instead in (
-        ("kv_cache_num_tokens", "auto", "give a number of tokens"),
-        ("kv_cache_dtype", "fp8", "leave it at kv_cache_dtype=auto"),
-        ("use_cudagraphs", True, "leave it at use_cudagraphs=F"),
-        ("async_tp_threshold", config.async_tp_threshold or -1, "leave it out"),
-    ):
-        if getattr(config, name) == value:
-            raise InvalidRequest(
-                f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
-                field=name,
-            )
 
 
 def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any) -> Limits:

@@ -21,6 +21,7 @@ from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
 from services.worker.parallel.group import MOST_SENDS, RankGroup
 from services.worker.parallel.ranks import ALONE
+from services.worker.refusals import refuse_fp8_cache, refuse_sizes_of_cuda
 from services.worker.runner.cuda.peers import Peers
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
@@ -28,8 +29,6 @@ from services.worker.runner.plan import Plan
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 
-# Triton has no conversions from and to float8_e4m3fn for devices before.
-_FP8_CAPABILITY = (8, 9)
 # Parts of a step: each takes places for its inputs and results.
 _MAX_MICRO_BATCHES = 16
 
@@ -98,23 +97,11 @@ def _exchanges(config: WorkerConfig, model: DecoderModel, group: RankGroup | Non
 
 
 def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
-    """Kernels index with masks and shifts, and devices differ in what they convert."""
-    if config.page_size & (config.page_size - 1):
-        raise InvalidRequest(
-            f"flag page_size={config.page_size}: on cuda it must be a power of two, such as 16", field="page_size"
-        )
-    head_dim = model.config.head_dim
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        raise InvalidRequest(
-            f"config.json: head_dim={head_dim} is not supported on cuda; 16, 32, 64, 128 and 256 are", field="model"
-        )
+    """Those of pages and heads; and devices differ in what they convert."""
+    refuse_sizes_of_cuda(config.page_size, model.config.head_dim)
     device = model.device
-    if config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        raise InvalidRequest(
-            f"flag kv_cache_dtype=fp8: {torch.cuda.get_device_name(device)} does not convert fp8, devices of compute"
-            " capability 8.9 and later do; leave it at kv_cache_dtype=auto",
-            field="kv_cache_dtype",
-        )
+    if config.kv_cache_dtype == "fp8":
+        refuse_fp8_cache(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 def _measure(

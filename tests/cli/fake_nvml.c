@@ -27,7 +27,11 @@ int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     memory->used = memory->total - memory->free;
     return 0;
 }
-int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+    *major = (int)number("FAKE_MAJOR", 9);
+    *minor = 0;
+    return 0;
+}
 int nvmlDeviceGetP2PStatus(void *one, void *other, int how, int *status) {
     if (how == 2 && getenv("FAKE_OLD")) return 3;  // not supported
     *status = (int)number(how == 0 ? "FAKE_PEERS" : "FAKE_NVLINK", 0);

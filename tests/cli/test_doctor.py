@@ -238,6 +238,45 @@ def test_a_taken_port_fails_with_the_flag_that_chooses_another():
     assert "port=" in answer.stdout
 
 
+def test_a_finding_is_a_line_and_no_port_is_called_free_that_is_not():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        answer = doctor(f"port={taken.getsockname()[1]}", "grpc_port=0", "device=cpu", COLUMNS="40")
+    lines = answer.stdout.splitlines()
+    [ports] = [number for number, line in enumerate(lines) if line[8:].startswith("ports ")]
+    assert lines[ports].startswith("fail")
+    assert "another with port=" in lines[ports + 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "gib", "sentence"),
+    [
+        ({"use_cudagraphs": True}, None, "flag use_cudagraphs=T: only on cuda"),
+        ({"kv_cache_dtype": "fp8"}, None, "flag kv_cache_dtype=fp8: only on cuda"),
+        ({"kv_cache_num_tokens": "auto"}, None, "flag kv_cache_num_tokens=auto: only on cuda"),
+        ({"use_hydragen": True}, None, "flag use_hydragen=T: only on cuda"),
+        ({"page_size": 24}, 80, "flag page_size=24: on cuda it must be a power of two"),
+    ],
+)
+def test_a_flag_that_the_device_has_not_fails_as_the_start_does(flags, gib, sentence, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = only("flags", "builtin", gib, **flags)
+    assert found.level is Level.FAIL
+    assert sentence in found.text
+    assert found.fix
+
+
+def test_heads_that_cuda_has_no_kernels_for_fail(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"head_dim": 80}))
+    assert "head_dim=80 is not supported on cuda" in only("flags", tmp_path, 80, load_format="dummy").text
+
+
+def test_sizes_that_fp8_has_no_products_for_fail(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"intermediate_size": 8208}))
+    assert findings("flags", tmp_path, 80, load_format="dummy", quantization="fp8") == []
+    halves = only("flags", tmp_path, 80, load_format="dummy", quantization="fp8", tp_size=2)
+    assert "intermediate_size is 4104 on each of tp_size=2 ranks" in halves.text
+
+
 def test_a_place_that_cannot_be_written_to_fails(tmp_path):
     (tmp_path / "file").write_text("no directory")
     found = only("compile cache", compile_cache_dir=str(tmp_path / "file" / "cache"))

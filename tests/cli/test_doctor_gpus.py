@@ -86,6 +86,16 @@ def test_too_few_gpus_fail(gpus):
     assert "CUDA_VISIBLE_DEVICES shows none" in none[0].text
 
 
+@pytest.mark.parametrize(("flag", "least"), [("kv_cache_dtype", "8.9"), ("quantization", "9.0")])
+def test_a_gpu_without_fp8_fails_where_it_is_asked_for(flag, least, gpus):
+    flags = {"device": "cuda", flag: "fp8"}
+    assert gpus("flags", flags=flags) == []
+    [found] = gpus("flags", flags=flags, major=8)
+    assert found.level is Level.FAIL
+    assert f"flag {flag}=fp8: Fake H1" in found.text
+    assert f"{least} and later" in found.text
+
+
 def test_shares_of_a_gpu_are_not_taken_for_none(gpus):
     shares = gpus("gpu", flags={"device": "cuda"}, visible="MIG-1234")
     assert [each.level for each in shares] == [Level.OK, Level.UNKNOWN]

@@ -1,6 +1,7 @@
 """toka-top in front of real gateways: what it shows is what they say."""
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -13,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.server import free_port
 from services.cli.top.command import app
 from services.cli.top.figures import History
 from services.cli.top.source import Sample
-from services.cli.top.view import duration, resample
+from services.cli.top.view import away, duration, frame, resample
 from tests.gateway.access.conftest import KeysFile
 from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually
 
@@ -225,6 +227,25 @@ def test_a_curve_keeps_its_highest_point_whatever_its_length():
     assert resample([0, 1, 2, 3], [1, 9, 2, 0], 4) == [1, 9, 2, 0]
     assert resample([0, 50, 51, 99], [10, 70, 10, 0], 10) == [10, 10, 10, 10, 10, 70, 10, 10, 10, 10]
     assert resample([0], [5], 3) == [5, 0, 0]
+
+
+def test_what_clients_call_their_requests_is_shown_as_it_is():
+    """They choose the ids, and must not draw on an operator's terminal."""
+    request = {
+        "id": "[/red]\x1b[2J[bold]", "key": "", "priority": "normal", "age_s": 1.0, "prompt_tokens": 1, "running": 1,
+        "waiting": 0, "finished": 0, "generated_tokens": 1, "finish_s": None,
+    }  # fmt: skip
+    schedule = {"unfinished_requests": 1, "requests": [request]}
+    replica = {"address": "a", "model": "m", "ready": False, "reason": "[/]", "load": None, "schedule": schedule}
+    gateway = {"draining": False, "ready": True}
+    console = Console(file=io.StringIO(), width=200)
+    state = {"at": 0.0, "gateway": gateway, "replicas": [replica]}
+    console.print(frame("http://[fe80::1]:1", Sample(state, 0), History(), 10))
+    console.print(away("http://[fe80::1]:1", "[/]", 1.0))
+    shown = console.file.getvalue()
+    assert "[/red]\N{REPLACEMENT CHARACTER}[2J[bold]" in shown
+    assert shown.count("http://[fe80::1]:1") == 2
+    assert "\x1b" not in shown
 
 
 @pytest.mark.parametrize(

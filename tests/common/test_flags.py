@@ -1,7 +1,10 @@
+import sys
+
 import pytest
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig, usage
 from services.common.flags import FlagError, load, misspelt
+from services.launcher.compose import ComposeConfig
 
 
 @pytest.mark.parametrize(
@@ -250,6 +253,17 @@ def test_usage_shows_every_flag():
     text = usage(DeploymentConfig)
     assert all(f"  {name}=" in text for name in DeploymentConfig.model_fields.keys() - DeploymentConfig.never_given)
     assert all(f"  {name}=" not in text for name in DeploymentConfig.never_given)
+
+
+@pytest.mark.parametrize("kind", [DeploymentConfig, WorkerConfig, ComposeConfig])  # the last has no examples
+def test_usage_fits_the_terminal(kind, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toka"])
+    monkeypatch.setenv("COLUMNS", "100")
+    text = usage(kind)
+    # Only what somebody may copy is not broken.
+    assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("  toka ")] == []
+    assert "\n\n\n" not in text
+    assert "``" not in text
 
 
 ALL_THREE = ["grpc_cert=c", "grpc_key=k", "grpc_ca=a"]

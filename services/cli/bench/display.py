@@ -66,7 +66,8 @@ class Live:
                 self._done += 1
                 self._failed += bool(reply.error)
                 self._tokens += reply.completion_tokens
-                self._firsts.append(reply.first_at - reply.sent_at)
+                if not reply.error:
+                    self._firsts.append(reply.first_at - reply.sent_at)
         elapsed = self._progress.tasks[0].elapsed or 0.0
         said = f"{outcome.running} running"
         if self._failed:

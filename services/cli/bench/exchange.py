@@ -79,15 +79,17 @@ class Sender:
         """Send one and wait for its answer's end. Whatever happens is a reply."""
         loop = asyncio.get_running_loop()
         exchanged = _Exchange(self, request, loop.create_future())
+        limit = asyncio.timeout(self._endpoint.timeout_s)
         self.running += 1
         try:
-            async with asyncio.timeout(self._endpoint.timeout_s):
+            async with limit:
                 await loop.create_connection(lambda: exchanged, self._host, self._port, ssl=self._tls)
                 return await asyncio.shield(exchanged.done)  # ours to settle
-        except TimeoutError:
-            exchanged.abort("timeout", f"no whole answer within {self._endpoint.timeout_s} s")
-        except OSError as error:
-            exchanged.fail("no connection", f"cannot connect to {self._endpoint.url}: {error}")
+        except OSError as error:  # the kernel gives up a connection with a TimeoutError, too
+            if limit.expired():
+                exchanged.abort("timeout", f"no whole answer within {self._endpoint.timeout_s} s")
+            else:
+                exchanged.fail("no connection", f"cannot connect to {self._endpoint.url}: {error}")
         finally:
             self.running -= 1
         return exchanged.reply

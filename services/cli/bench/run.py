@@ -83,10 +83,10 @@ class Run:
             head = {"command": self.command, "url": self.url, "model": self.model, "settings": self.settings}
             tail = {"client_busy": self.busy, "interrupted": self.interrupted}
             self.json_to.write_text(json.dumps(head | figures | tail, default=str, indent=2) + "\n")
-            self.console.print(f"figures: {self.json_to}", highlight=False)
+            self.console.print(f"figures: {self.json_to}", highlight=False, markup=False)
         if self.plot_to is not None and replies:
             plot(replies, title, self.plot_to, streamed=streamed)
-            self.console.print(f"plot: {self.plot_to}", highlight=False)
+            self.console.print(f"plot: {self.plot_to}", highlight=False, markup=False)
         if self.interrupted:
             self.console.print("interrupted: this is what was measured so far")
             return INTERRUPTED

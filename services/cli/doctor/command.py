@@ -103,6 +103,7 @@ def look(machine: Machine) -> Iterator[Finding]:
         yield from model.look_at_tokenizer(config, directory)
         yield from model.look_at_weights(config, directory, None if shape is None else shape.described)
         if shape is not None:
+            yield from model.look_at_device(machine, shape)
             yield from look_at_memory(machine, shape)
     yield from look_at_docker(machine)
 
@@ -118,14 +119,24 @@ def _print(findings: Iterator[Finding], *, quiet: bool) -> list[Finding]:
         found.append(each)
         if quiet and each.level in (Level.OK, Level.UNKNOWN):
             continue
-        line = Table.grid(padding=(0, 1))
-        line.add_column(width=7)
-        line.add_column(width=15)
-        line.add_column(overflow="fold")
-        line.add_row(Text(each.level, _STYLES[each.level]), Text(each.subject, "bold"), Text(each.text))
-        if each.fix:
-            line.add_row("", "", Text(f"→ {each.fix}", "cyan"))
-        console.print(line)
+        if console.is_terminal:
+            console.print(_cells(each))
+        else:  # a line is a line, for grep
+            console.print(f"{each.level:7} {each.subject:15} {each.text}", markup=False, soft_wrap=True)
+            if each.fix:
+                console.print(f"{'':23} → {each.fix}", markup=False, soft_wrap=True)
     counts = {level: sum(each.level is level for each in found) for level in (Level.FAIL, Level.WARN)}
     console.print(f"{counts[Level.FAIL]} fail, {counts[Level.WARN]} warn, of {len(found)}")
     return found
+
+
+def _cells(finding: Finding) -> Table:
+    """As wide as the terminal, long texts below each other."""
+    line = Table.grid(padding=(0, 1))
+    line.add_column(width=7)
+    line.add_column(width=15)
+    line.add_column(overflow="fold")
+    line.add_row(Text(finding.level, _STYLES[finding.level]), Text(finding.subject, "bold"), Text(finding.text))
+    if finding.fix:
+        line.add_row("", "", Text(f"→ {finding.fix}", "cyan"))
+    return line

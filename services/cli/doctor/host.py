@@ -47,7 +47,10 @@ def look_at_ports(machine: Machine) -> Iterator[Finding]:
                 f"cannot listen on {host}:{port} ({reason})",
                 f"stop what runs there (ss -ltnp 'sport = :{port}' names it), or choose another with {flag}=",
             )
-    yield ok("ports", f"free: {', '.join(free)}" if free else "none is asked for that would have to be free")
+    if free:
+        yield ok("ports", f"free: {', '.join(free)}")
+    elif not any(port for _, port, _ in wanted):
+        yield ok("ports", "none is asked for that would have to be free")
 
 
 def look_at_limits(machine: Machine) -> Iterator[Finding]:

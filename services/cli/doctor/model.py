@@ -1,10 +1,12 @@
 """The model: its files, and whether this worker runs it as the flags say."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
+from services.cli.doctor.machine import Machine
+from services.cli.doctor.nvml import Gpu
 from services.cli.doctor.shards import Broken, Shard, read_shards
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest
@@ -12,8 +14,16 @@ from services.common.model_files import TEXT_FILES, WEIGHT_FILES, read_card, rea
 from services.worker.models.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.models.config import ModelConfig
 from services.worker.models.registry import read_model_config
-from services.worker.parallel.shares import refuse_unshareable
+from services.worker.parallel.ranks import Ranks
+from services.worker.parallel.shares import local_config, refuse_unshareable
 from services.worker.parallel.stages import layers_of
+from services.worker.refusals import (
+    refuse_fp8_cache,
+    refuse_fp8_products,
+    refuse_sizes_of_cuda,
+    refuse_unquantizable_sizes,
+    refuse_what_a_cpu_has_not,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,33 @@ def look_at_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | N
         fix = "add eos_token_id to generation_config.json"
         findings.append(warn("model", "no eos_token_id: answers end at max_tokens or a stop string only", fix))
     return Shape(described, tuple(stages), config.max_context_tokens or limit), findings
+
+
+def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
+    """Flags, and sizes of the model, that the workers' devices have not. Of those that they have nothing is said."""
+    config = machine.config
+    try:
+        if config.quantization == "fp8":
+            local = local_config(shape.described, Ranks(0, config.tp_size), shape.described.layers)
+            refuse_unquantizable_sizes(local, config.tp_size)
+        if machine.on_cuda:
+            refuse_sizes_of_cuda(config.page_size, shape.described.head_dim)
+            _refuse_fp8(config, machine.gpus[: machine.workers])
+            return
+        refuse_what_a_cpu_has_not(config)
+    except InvalidRequest as error:
+        yield from_error("flags", error.message)
+        return
+    if config.use_hydragen:
+        yield fail("flags", "flag use_hydragen=T: only on cuda, and the workers would run on cpu", "leave it out")
+
+
+def _refuse_fp8(config: DeploymentConfig, gpus: Sequence[Gpu]) -> None:
+    for gpu in gpus:
+        if config.kv_cache_dtype == "fp8":
+            refuse_fp8_cache(gpu.name, gpu.capability)
+        if config.quantization == "fp8":
+            refuse_fp8_products(gpu.name, gpu.capability)
 
 
 def _with_fix(message: str) -> Finding:

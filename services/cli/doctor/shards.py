@@ -36,6 +36,12 @@ def read_shards(directory: Path) -> Iterator[Shard | Broken]:
     except Broken as broken:
         yield broken
         return
+    if not placed and not (directory / _ALONE).exists():
+        yield Broken(
+            f"{directory / _ALONE} does not exist, nor an index of several files: there are no weights",
+            "toka-download model= with the hub's id fetches a whole model; load_format=dummy makes random weights",
+        )
+        return
     for name in sorted(set(placed.values())) or [_ALONE]:
         try:
             shard = read_shard(directory / name)
@@ -70,7 +76,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 def read_shard(path: Path) -> Shard:
     """Its head, checked against its size. Raises ``Broken``."""
-    again = "fetch the file again (toka-download model=... goes on where it stopped)"
+    again = "fetch the file again (toka-download model= with the hub's id goes on where it stopped)"
     if not path.is_file():
         raise Broken(f"{path} does not exist: the weights are incomplete", again)
     try:

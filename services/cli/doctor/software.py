@@ -76,7 +76,11 @@ def look_at_gpus(machine: Machine) -> Iterator[Finding]:
         text = f"{gpu.index}: {gpu.name}, capability {_dotted(gpu.capability)}"
         text += f", {amount(gpu.free)} of {amount(gpu.total)} free"
         if gpu in machine.gpus and gpu.total - gpu.free > _TAKEN_SHARE * gpu.total:
-            yield warn("gpu", f"{text}; other programs use it", "end them (nvidia-smi shows them), or leave it out")
+            yield warn(
+                "gpu",
+                f"{text}; other programs use it",
+                "end them (nvidia-smi shows them), or choose others in CUDA_VISIBLE_DEVICES",
+            )
         else:
             yield ok("gpu", text if gpu in machine.gpus else f"{text}; not in CUDA_VISIBLE_DEVICES")
     if config.device == "cpu":

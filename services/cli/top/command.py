@@ -1,6 +1,7 @@
 """The ``toka-top`` command. It has ``--options``, unlike the services: see ``services/cli/__init__.py``."""
 
 import contextlib
+import os
 import time
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from rich.live import Live
 from services.cli.top.figures import History
 from services.cli.top.source import Away, Refused, Source
 from services.cli.top.view import away, frame
+
+_PIPE_COLUMNS = 200  # where nothing is cut, for grep
 
 app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -45,6 +48,8 @@ def top(
     """A running deployment, live: throughput, what runs and waits, the cache and its forecast, replicas and the state
     of their workers, and the requests that are here longest. Ctrl-C ends."""
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_COLUMNS
     try:
         with contextlib.closing(Source(url, api_key, ca)) as source:
             if once or not console.is_terminal:

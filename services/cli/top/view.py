@@ -30,7 +30,8 @@ def frame(url: str, sample: Sample, history: History, most: int) -> RenderableTy
 def away(url: str, reason: str, seconds: float) -> RenderableType:
     """Instead of a moment."""
     text = Text(f"away for {duration(seconds)}\n", "bold red")
-    return Panel(text.append(f"{reason}\nIt is asked again until it answers; Ctrl-C ends.", "default"), title=url)
+    text.append(f"{reason}\nIt is asked again until it answers; Ctrl-C ends.", "default")
+    return Panel(text, title=Text(url))
 
 
 def _head(url: str, state: dict[str, Any]) -> Text:
@@ -73,16 +74,16 @@ def _replicas(replicas: list[dict[str, Any]], history: History) -> Table:
     for each in replicas:
         load = each["load"]
         cells = [] if load is None else _load_cells(each, load, history)
-        table.add_row(each["address"], _replica_state(each), *cells)
+        table.add_row(_told(each["address"]), _replica_state(each), *cells)
     return table
 
 
 def _replica_state(replica: dict[str, Any]) -> Text:
     """Of the scheduler and of its workers, whose absence it reports as its reason."""
     if not replica["ready"]:
-        return Text(replica["reason"] or "not ready", "bold red")
+        return _told(replica["reason"] or "not ready", "bold red")
     if replica["trouble"]:
-        return Text(f"ready, but does not tell: {replica['trouble']}", "yellow")
+        return _told(f"ready, but does not tell: {replica['trouble']}", "yellow")
     return Text("ready", "green")
 
 
@@ -142,8 +143,8 @@ def _requests(replicas: list[dict[str, Any]], most: int) -> Table:
         table.add_column(name, justify="right")
     for each in sorted(found, key=lambda request: -request["age_s"])[:most]:
         table.add_row(
-            each["id"],
-            each["key"],
+            _told(each["id"]),
+            _told(each["key"]),
             each["priority"],
             duration(each["age_s"]),
             f"{each['prompt_tokens']:,}",
@@ -151,6 +152,11 @@ def _requests(replicas: list[dict[str, Any]], most: int) -> Table:
             "" if each["finish_s"] is None else duration(each["finish_s"]),
         )
     return table
+
+
+def _told(text: str, style: str = "") -> Text:
+    """What others wrote, who choose the ids of requests: no markup, and nothing that a terminal would obey."""
+    return Text("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text), style)
 
 
 def duration(seconds: float) -> str:

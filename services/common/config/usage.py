@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 from services.common.config.flag import BOOLEANS, Flag, flags_of
-from services.common.flags import Config
+from services.common.flags import Config, Examples
 
 _NAMES, _NARROWEST, _WIDEST = 36, 80, 160
 
@@ -16,9 +16,11 @@ def usage(kind: type[Config]) -> str:
     """What the program is for, examples, and a paragraph for each flag: name, default, meaning."""
     program = os.path.basename(sys.argv[0])
     width = min(max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST), _WIDEST)
-    lines = [f"usage: {program} [flag=value ...]", ""]
-    for arguments, meaning in vars(kind).get("examples", ()):
-        lines += [f"  {program} {arguments}".rstrip(), f"      {meaning}"]
+    examples: Examples = vars(kind).get("examples", ())
+    lines = [f"usage: {program} [flag=value ...]", *([""] if examples else [])]
+    for arguments, meaning in examples:
+        lines.append(f"  {program} {arguments}".rstrip())
+        lines += textwrap.wrap(meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     lines += [
         "",
         *textwrap.wrap(
@@ -30,7 +32,7 @@ def usage(kind: type[Config]) -> str:
         ),
     ]
     for group, flags in itertools.groupby(flags_of(kind), key=lambda flag: flag.group):
-        lines += ["", *textwrap.wrap((group.__doc__ or "").split("\n\n")[0].strip(), width)]
+        lines += ["", *textwrap.wrap((group.__doc__ or "").split("\n\n")[0].strip().replace("``", ""), width)]
         for flag in flags:
             lines += _paragraph(flag, width)
     return "\n".join(lines)

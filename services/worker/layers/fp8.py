@@ -8,13 +8,12 @@ from torch import nn
 
 from services.common.errors import InvalidRequest
 from services.worker.models.config import ModelConfig
+from services.worker.refusals import refuse_fp8_products, refuse_unquantizable_sizes
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 # Below this a row counts as zeros: its scale must not be, since rows are divided by it.
 SMALLEST = 1e-12
-# The product of two such matrices takes whole blocks of so many elements.
-_BLOCK = 16
 
 
 class Quantized(NamedTuple):
@@ -131,22 +130,7 @@ def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.
 
     ``config``: of what each of ``tp_size`` ranks has.
     """
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "num_attention_heads * head_dim": config.heads * config.head_dim,
-        "num_key_value_heads * head_dim": config.kv_heads * config.head_dim,
-    }
-    for name, size in sizes.items():
-        if size % _BLOCK:
-            raise InvalidRequest(
-                f"flag quantization=fp8: the model's {name} is {size}"
-                + (f" on each of tp_size={tp_size} ranks" if tp_size > 1 else "")
-                + f", which is not a multiple of {_BLOCK}; use quantization=none"
-                + (" or a lower tp_size" if tp_size > 1 else ""),
-                field="quantization",
-            )
+    refuse_unquantizable_sizes(config, tp_size)
     if device.type != "cuda":
         return
     if dtype != torch.bfloat16:
@@ -155,11 +139,4 @@ def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.
             " use dtype=bfloat16 or quantization=none",
             field="quantization",
         )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (9, 0):
-        name = torch.cuda.get_device_name(device)
-        raise InvalidRequest(
-            f"flag quantization=fp8: {name} (compute capability {capability[0]}.{capability[1]}) has no row-wise fp8"
-            " products, 9.0 and later have; use quantization=none",
-            field="quantization",
-        )
+    refuse_fp8_products(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))

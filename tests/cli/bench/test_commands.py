@@ -16,9 +16,10 @@ from services.cli.bench.app import app
 from tests.gateway.deployment import PATIENCE_S, Deployment, eventually
 
 PROBLEMS = Path(__file__).parents[3] / "bench" / "data" / "coverage_problems.jsonl"
+# By the gateway itself, when a sample ends: schedulers tell theirs a moment later.
 COUNTED = {
-    "input_tokens": "toka_prompt_tokens_total",
-    "output_tokens": "toka_generation_tokens_total",
+    "input_tokens": "toka_request_prompt_tokens_sum",
+    "output_tokens": "toka_request_generation_tokens_sum",
     "samples": "toka_request_success_total",
 }
 

@@ -47,6 +47,10 @@ def monkeys(
     """
     if samples % requests_per_problem:
         raise typer.BadParameter(f"--requests-per-problem {requests_per_problem} does not divide --samples {samples}")
+    if dataset is None:
+        its.refuse(context, ["shots"], "without --dataset")
+    else:
+        its.refuse(context, ["prompt_tokens", "vocab_size"], "with --dataset, whose prompts are sent as they are")
     prompts = its.read(
         lambda: None if dataset is None else few_shot_prompts(read_problems(dataset), problems + 1, shots)
     )

@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 
@@ -31,6 +32,24 @@ def fields(temperature: float, ignore_eos: bool, extra_body: dict[str, Any] | No
     """Of every request's body."""
     found = {"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {})
     return found | (extra_body or {})
+
+
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """What was given of ``names`` and has no effect: whoever measures would believe that it had."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: has no effect {why}")
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url
+    except ValueError:  # a port that is no number
+        pass
+    raise typer.BadParameter(f"{url!r} is no address: expected http://HOST:PORT, or https://")
 
 
 def _lengths(text: str | Lengths) -> Lengths:
@@ -74,8 +93,17 @@ def _counts(text: str | Counts) -> Counts:
     return Counts(found)
 
 
-def _with_matplotlib(path: Path | None) -> Path | None:
+def _placed(path: Path | None) -> Path | None:
     """Asked before the load, so that nothing is measured in vain."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no directory {path.parent}; make it, or choose another")
+    return path
+
+
+def _drawable(path: Path | None) -> Path | None:
+    if path is not None and path.suffix != ".png":
+        raise typer.BadParameter(f"{path}: expected a name that ends in .png")
+    _placed(path)
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("matplotlib is not installed: pip install matplotlib, or leave --plot out")
     return path
@@ -84,7 +112,12 @@ def _with_matplotlib(path: Path | None) -> Path | None:
 # -- who is asked
 
 Url = Annotated[
-    str, typer.Option(help="Where an OpenAI-compatible server listens; with or without /v1.", rich_help_panel=_SERVER)
+    str,
+    typer.Option(
+        help="Where an OpenAI-compatible server listens; with or without /v1.",
+        callback=_address,
+        rich_help_panel=_SERVER,
+    ),
 ]
 Model = Annotated[
     str | None, typer.Option(help="Default: the first model that the server lists.", rich_help_panel=_SERVER)
@@ -258,11 +291,18 @@ Shots = Annotated[
 
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write all figures to a file.", rich_help_panel=_OUTPUT),
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write all figures to a file.",
+        dir_okay=False,
+        callback=_placed,
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 Plot = Annotated[
     Path | None,
     typer.Option(
-        "--plot", metavar="PNG", help="Draw them. Needs matplotlib.", callback=_with_matplotlib, rich_help_panel=_OUTPUT
+        "--plot", metavar="PNG", help="Draw them. Needs matplotlib.", callback=_drawable, rich_help_panel=_OUTPUT
     ),
 ]

@@ -54,6 +54,10 @@ def serve(
         raise typer.BadParameter("--rate and --concurrency: give one of them, arrivals or a closed loop")
     if chat and vocab_size is not None:
         raise typer.BadParameter("--vocab-size: a chat's messages are text; leave it out, or --chat")
+    if dataset is None:
+        its.refuse(context, ["field"], "without --dataset")
+    else:
+        its.refuse(context, ["prompt_tokens", "vocab_size"], "with --dataset, whose prompts are sent as they are")
     prompts = None if dataset is None else its.read(lambda: read_rows(dataset, field))
     if prompts is not None and isinstance(prompts[0], list) and not chat:
         raise typer.BadParameter(f"--dataset: {field!r} holds messages: add --chat")
