@@ -146,6 +146,18 @@ async def test_a_request_of_somebody_else_is_cancelled_running_waiting_or_in_par
         await service.until_load(lambda load: not load.in_use_pages)
 
 
+@pytest.mark.parametrize("request_id", ["", "x" * 5000, "x" * 300_000])
+async def test_an_id_that_nothing_has_is_not_found_however_long_it_is(service, request_id):
+    """What a call ends with may be 8 KiB long."""
+    for call in (
+        service.stub.CancelRequest(o.CancelRequestRequest(request_id=request_id)),
+        service.stub.Forecast(o.ForecastRequest(request_id=request_id)),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no unfinished request has the id") as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_plans_can_be_watched(service):
     call = service.stub.WatchPlans(o.WatchPlansRequest())
     async with session(service) as client:

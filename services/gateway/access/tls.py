@@ -39,9 +39,8 @@ class Certificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            context.load_cert_chain(
-                self._files[0], self._files[1], password=""
-            )  # without one it would ask on the terminal
+            # Without a password it would ask on the terminal.
+            context.load_cert_chain(self._files[0], self._files[1], password="")
         except (OSError, ssl.SSLError) as error:
             raise InvalidRequest(
                 f"flags http_cert={self._files[0]} http_key={self._files[1]}: {error}; expected a PEM file with"

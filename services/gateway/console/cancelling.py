@@ -19,15 +19,18 @@ async def cancel_request(fleet: Fleet, request_id: str) -> int:
     answers = await asyncio.gather(*(_ask(replica, request_id) for replica in fleet.replicas))
     if ended := sum(answer for answer in answers if isinstance(answer, int)):
         return ended
+    if all(answer is None for answer in answers):
+        raise Unavailable("no scheduler is connected; try again")
     raise next(
         (answer for answer in answers if isinstance(answer, TokaError) and not isinstance(answer, NotFound)),
         NotFound(f"no unfinished request has the id {request_id[:100]!r}", field="id", reason="REQUEST_NOT_FOUND"),
     )
 
 
-async def _ask(replica: Replica, request_id: str) -> int | TokaError:
+async def _ask(replica: Replica, request_id: str) -> int | TokaError | None:
+    """None: it is not connected."""
     if (stub := replica.stub) is None:
-        return 0
+        return None
     request, who = observe_pb2.CancelRequestRequest(request_id=request_id), replica.metadata()
     try:
         return (await stub.CancelRequest(request, metadata=who, timeout=_PATIENCE_S)).samples

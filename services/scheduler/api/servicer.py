@@ -186,7 +186,8 @@ def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Out
 
 
 def _not_there(request_id: str) -> NotFound:
-    return NotFound(f"no unfinished request has the id {request_id!r}", field="request_id")
+    # What a call ends with has few bytes to say it in.
+    return NotFound(f"no unfinished request has the id {request_id[:100]!r}", field="request_id")
 
 
 def _look(core: Scheduler, subject: Request) -> Outlook:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from services.common.errors import FailedPrecondition, NotFound, Unavailable
+from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.console.cancelling import cancel_request
 from tests.gateway.batch.requests import begin, ended, line, results
 from tests.gateway.console.test_observer import connected
@@ -85,14 +85,16 @@ def test_a_line_of_a_batch_ends_with_an_error_and_the_others_go_on(watched):
 
 def test_what_is_not_there_cannot_be_cancelled(watched):
     with running(watched) as request_id:
-        for wrong, status in (("nobody", 404), (request_id + "x", 404), ("", 400)):
+        for wrong, status in (("nobody", 404), ("x" * 5000, 404), (request_id + "x", 404), ("", 400)):
             refused = cancel(watched, wrong)
             assert (refused.status_code, refused.json()["error"]["param"]) == (status, "id")
         assert httpx.get(watched.url + "/console/requests", timeout=PATIENCE_S).status_code == 405
         eventually(lambda: (seen := find(look(watched), request_id)) and seen["running"] == 1)
 
 
-@pytest.mark.parametrize(("stub", "error"), [("none", NotFound), ("old", FailedPrecondition), ("closed", Unavailable)])
+@pytest.mark.parametrize(
+    ("stub", "error"), [("none", Unavailable), ("old", FailedPrecondition), ("closed", Unavailable)]
+)
 async def test_a_scheduler_that_cannot_be_asked(stub, error):
     """Not there, older than the call, or its connection ends."""
     async with asyncio.timeout(20), connected() as (_, channel, replica):

@@ -113,7 +113,7 @@ async def test_with_keys_the_page_is_open_and_its_figures_are_for_operators(port
     team, boss = ({"authorization": f"Bearer {keys.keys[name]}"} for name in ("team", "boss"))
     refused = await client.get("/console/state", headers=team)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_scope")
-    for headers, status in (({}, 401), (team, 403), (boss, 404)):  # the last: let in, and there is no such request
+    for headers, status in (({}, 401), (team, 403), (boss, 503)):  # the last: let in, and there is no scheduler
         assert (await client.delete("/console/requests?id=x", headers=headers)).status_code == status
     state = await client.get("/console/state", headers=boss)
     assert state.status_code == 200
@@ -125,7 +125,7 @@ async def test_where_operators_have_a_port_the_figures_are_there_only(ports):
     assert (await both.public.get("/console/config")).json() == {"keys": False, "playground": True, "live": False}
     assert (await both.public.get("/console/state")).status_code == 404
     assert (await both.public.delete("/console/requests?id=x")).json()["error"]["code"] == "unknown_url"
-    assert (await both.admin.delete("/console/requests?id=x")).json()["error"]["code"] == "request_not_found"
+    assert (await both.admin.delete("/console/requests?id=x")).json()["error"]["code"] == "unavailable"
     assert (await both.admin.get("/console/config")).json() == {"keys": False, "playground": False, "live": True}
     for path in (*OPEN, "/console/state"):
         assert (await both.admin.get(path)).status_code == 200
