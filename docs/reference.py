@@ -17,6 +17,7 @@ import httpx
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from services.common.config.flag import as_text
 from services.gateway.app import make_app
 from services.gateway.gateway import Gateway
 from services.gateway.session.client import Timings
@@ -87,14 +88,9 @@ def flags_page() -> str:
 
 def _flag_row(name: str, schema: Mapping[str, Any]) -> tuple[str, ...]:
     field = DeploymentConfig.model_fields[name]
-    default = field.get_default()
-    shown = {True: "T", False: "F"}.get(default, default) if isinstance(default, bool) else default
-    shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
-    return f"`{name}`", "" if shown in (None, "") else f"`{shown}`", _flag_values(schema), field.description or ""
-
-
-def _flag_values(schema: Mapping[str, Any]) -> str:
-    return _kind(schema).replace("boolean", "`T`, `F`").replace("list of ", "comma-separated: ")
+    default = as_text(field.get_default())
+    values = _kind(schema).replace("boolean", "`T`, `F`").replace("list of ", "comma-separated: ")
+    return f"`{name}`", f"`{default}`" if default else "", values, field.description or ""
 
 
 # HTTP
@@ -184,8 +180,9 @@ def _short(name: str) -> str:
 
 
 def _range(schema: Mapping[str, Any]) -> str:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    # Pydantic's own words stand where a value may also be null.
+    low, high = schema.get("minimum", schema.get("ge")), schema.get("maximum", schema.get("le"))
+    above, below = schema.get("exclusiveMinimum", schema.get("gt")), schema.get("exclusiveMaximum", schema.get("lt"))
     bounds = [
         f"{sign} {_number(bound)}"
         for sign, bound in ((">=", low), (">", above), ("<=", high), ("<", below))

@@ -1,6 +1,7 @@
 """Rules of the house that no linter looks at."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("services", "protos", "tests", "bench", "training")
+SOURCES = ("services", "protos", "tests", "bench", "training", "docs", "docker", "examples")
 MOST_LINES = 400
 EXCUSE = "Longer than 400 lines: "  # followed by the reason, in the module's docstring
 
@@ -43,9 +44,10 @@ def test_a_long_file_needs_a_reason_in_its_docstring(docstring, lines, tmp_path)
     assert unexcused(path) == lines
 
 
-def test_the_hooks_before_a_commit_can_be_read_and_fetch_nothing():
+def test_the_hooks_before_a_commit_can_be_read_and_fetch_nothing(tmp_path):
     config = ROOT / ".pre-commit-config.yaml"
     command = [sys.executable, "-m", "pre_commit", "validate-config", str(config)]
-    checked = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"PRE_COMMIT_HOME": str(tmp_path)}  # it makes a database, whatever it is asked
+    checked = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert {line.strip() for line in config.read_text().splitlines() if "repo:" in line} == {"- repo: local"}

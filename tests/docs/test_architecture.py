@@ -1,6 +1,7 @@
 """docs/architecture.md says of every file of services/ which process and thread runs it."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from tests.docs.threads import CALLERS, SERVICES, folders, rows, threads
@@ -13,7 +14,8 @@ _BEGIN = {
 _SUBPROCESS = {"run", "check_output", "check_call", "call"}  # of the module
 
 
-def _calls(path) -> list[ast.Call]:
+@cache
+def _calls(path: Path) -> list[ast.Call]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
 
 

@@ -1,11 +1,13 @@
 """Flags, commands and words of the services that pages name are those that there are."""
 
+import importlib
 import re
 import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from services.common.config import DeploymentConfig
 from services.common.flags import arithmetic
@@ -16,6 +18,11 @@ SCRIPTS = set(re.findall(r'"(toka[\w-]*) = ', (ROOT / "setup.py").read_text()))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 FLAGS = set(DeploymentConfig.model_fields)
 SERVICES = {"toka", "toka-gateway", "toka-scheduler", "toka-worker", "toka-workers"}  # whose flags are all in FLAGS
+PROGRAMS = {
+    "toka-bench": "services.cli.bench.app",
+    "toka-doctor": "services.cli.doctor.command",
+    "toka-top": "services.cli.top.command",
+}
 PLAYBOOK = ROOT / "docs" / "operations.md"
 
 of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -60,6 +67,29 @@ def test_flags_of_commands_are_there(page: Path):
         if words[0] in SERVICES:
             given = {word.partition("=")[0] for word in words[1:] if re.match(r"[a-z_]+=", word)}
             assert given <= FLAGS | {"key"}, f"{' '.join(words)}: {given - FLAGS}"
+
+
+@cache
+def options(program: str) -> frozenset[str]:
+    """Of a command of ``services.cli``, those of its own commands included."""
+    left, found = [get_command(importlib.import_module(PROGRAMS[program]).app)], {"--help"}
+    while left:
+        command = left.pop()
+        found |= {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+        left += getattr(command, "commands", {}).values()
+    return frozenset(found)
+
+
+@of_pages
+def test_options_of_commands_are_there(page: Path):
+    for words in commands(page):
+        if words[0] in PROGRAMS:
+            given = {word.partition("=")[0] for word in words[1:] if word.startswith("-")}
+            assert given <= options(words[0]), f"{' '.join(words)}: {given - options(words[0])}"
+    if page.name in ("benchmarking.md", "command-line.md"):
+        told = set(re.findall(r"`(--[a-z][a-z-]+)", prose(page))) - {"--options"}
+        there = frozenset().union(*map(options, PROGRAMS))
+        assert told <= there, told - there
 
 
 @of_pages

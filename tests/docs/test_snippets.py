@@ -2,7 +2,8 @@
 model.
 
 ``<!-- run -->`` runs a block of Python or of a shell by itself, ``<!-- run with client -->`` one of Python with
-``client`` and ``model`` in place. Blocks of one page share their variables and a directory.
+``client`` and ``model`` in place. Blocks of one page share their variables and a directory. An ``LLM`` is that of the
+deployment, too: ``tests/client/test_engine.py`` starts some of its own.
 """
 
 import json
@@ -18,6 +19,8 @@ from openai import OpenAI
 
 from bench.server import Server, serve
 from tests.docs.pages import Block, blocks, pages
+
+pytestmark = pytest.mark.timeout(300)  # a worker boots
 
 RUNNABLE = [block for page in pages() for block in blocks(page) if block.mark]
 LINE = {
@@ -70,6 +73,7 @@ def test_what_is_marked_can_be_run():
 def test_a_block_runs_and_prints(server, recordings, variables, directory, capsys, block: Block):
     base, grpc = server.base_url.removeprefix("http://"), server.grpc_address
     code = block.code.replace("127.0.0.1:10210", base).replace("127.0.0.1:10310", grpc)
+    code = code.replace('LLM("builtin")', f'LLM("builtin", address="{grpc}")')
     if block.language == "sh":
         printed = run_in_a_shell(code.replace("record=DIR", f"record={recordings}"))
     else:
@@ -86,6 +90,6 @@ def run_in_a_shell(code: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TOKA_")}
     environment = inherited | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-euo", "pipefail", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
