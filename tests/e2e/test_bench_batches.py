@@ -18,9 +18,10 @@ def run(program: str, **flags: Any) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)  # leases of the dead take ten seconds each
 def test_a_batch_under_fire_says_what_it_says_in_peace():
-    figures = run("batch_kills", lines=600, kills=3, line_bytes=500)
+    # Lines for seconds: the program looks at the batch every 0.2 s, and kills the last process halfway.
+    figures = run("batch_kills", lines=2400, kills=3, line_bytes=500)
     assert figures["killed"] == {"gateway": 1, "scheduler": 1, "worker": 1}
-    assert (figures["answered"], figures["missing"], figures["twice"], figures["different"]) == (600, 0, 0, 0)
+    assert (figures["answered"], figures["missing"], figures["twice"], figures["different"]) == (2400, 0, 0, 0)
     assert figures["gateway_mb"]["most"] >= figures["gateway_mb"]["idle"] > 0
 
 
