@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import response_create_params
 
+from services.common.errors import InvalidRequest
 from services.gateway.openai.messages import MAX_MESSAGES
+from services.gateway.openai.parse import parse
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED
 from tests.gateway.deployment import PATIENCE_S
@@ -213,6 +215,13 @@ def test_the_result_of_a_call_is_answered(client, name, qwen):
 )  # fmt: skip
 def test_what_is_not_done_is_named(qwen, body, param):
     assert error_of(respond(qwen, **body), 400)["param"] == param
+
+
+def test_a_type_that_is_nested_too_deep_to_be_written_out_is_refused():
+    raw = b'{"input": [{"type": ' + 1000 * b"[" + 1000 * b"]" + b"}]}"
+    with pytest.raises(InvalidRequest) as refused:
+        parse(raw, ResponsesBody)
+    assert refused.value.field == "input[0]"
 
 
 def test_neutral_values_pass(client, name):

@@ -96,7 +96,10 @@ class InputReasoning(Body):
 def _tag(item: Any) -> str:
     """A tag begins with #, so that nobody takes it for a part of a parameter's name."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"#{'message' if kind is None else kind}"
+    if kind is None:
+        return "#message"
+    # Anything else than a name may be nested as deep as JSON goes, and is not put into words.
+    return f"#{kind if isinstance(kind, str) else type(kind).__name__}"
 
 
 def _items(value: Any) -> Any:
