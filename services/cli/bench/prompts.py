@@ -132,6 +132,20 @@ class Rows:
         return self.asking.body(self.prompts[number % len(self.prompts)], answer)
 
 
+def made_up_or_read(
+    asking: Asking,
+    seed: int,
+    prompts: list[str] | list[list[Any]] | None,
+    prompt_tokens: Lengths,
+    output_tokens: Lengths,
+    vocab_size: int | None,
+) -> Bodies:
+    """``Rows`` of ``prompts``; where there are none, ``Synthetic``."""
+    if prompts is None:
+        return Synthetic(asking, seed, prompt_tokens, output_tokens, vocab_size)
+    return Rows(asking, seed, prompts, output_tokens)
+
+
 def read_rows(path: Path, name: str) -> list[Any]:
     """Field ``name`` (``a.b``: of an object within) of each line of a JSONL file: a prompt, or a chat's messages.
     Raises ``ValueError``, which names the line."""

@@ -6,9 +6,8 @@ from services.cli.bench.commands import options as its
 from services.cli.bench.display import Live
 from services.cli.bench.load import Load
 from services.cli.bench.problems import few_shot_prompts, read_problems
-from services.cli.bench.prompts import Asking, Lengths, Once, Repeated, Rows, Synthetic
+from services.cli.bench.prompts import Asking, Lengths, Once, Repeated, made_up_or_read
 from services.cli.bench.run import Run
-from services.cli.bench.sending import Bodies
 
 EXAMPLES = (
     "toka-bench monkeys --problems 8 --samples 64",
@@ -47,10 +46,7 @@ def monkeys(
     """
     if samples % requests_per_problem:
         raise typer.BadParameter(f"--requests-per-problem {requests_per_problem} does not divide --samples {samples}")
-    if dataset is None:
-        its.refuse(context, ["shots"], "without --dataset")
-    else:
-        its.refuse(context, ["prompt_tokens", "vocab_size"], "with --dataset, whose prompts are sent as they are")
+    its.refuse_beside(context, dataset, "shots")
     prompts = its.read(
         lambda: None if dataset is None else few_shot_prompts(read_problems(dataset), problems + 1, shots)
     )
@@ -62,9 +58,7 @@ def monkeys(
         fields = {"stop": ["Question:"]} | fields
     asking = Asking(run.model, stream=False, fields=fields)
     drawn: int = run.settings["seed"]
-    asked: Bodies = Synthetic(asking, drawn, prompt_tokens, output_tokens, vocab_size)
-    if prompts is not None:
-        asked = Rows(asking, drawn, prompts, output_tokens)
+    asked = made_up_or_read(asking, drawn, prompts, prompt_tokens, output_tokens, vocab_size)
     with Live(run.progress) as live:
         run.warm_up(live, Once(asked), problems, 1)
         load = Load(Repeated(asked, requests_per_problem), problems * requests_per_problem)

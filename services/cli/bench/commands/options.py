@@ -42,6 +42,14 @@ def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
             raise typer.BadParameter(f"--{name.replace('_', '-')}: has no effect {why}")
 
 
+def refuse_beside(context: typer.Context, dataset: Path | None, of_dataset: str) -> None:
+    """``refuse`` what is for made-up prompts with ``dataset``, and ``of_dataset`` without."""
+    if dataset is None:
+        refuse(context, [of_dataset], "without --dataset")
+    else:
+        refuse(context, ["prompt_tokens", "vocab_size"], "with --dataset, whose prompts are sent as they are")
+
+
 def _address(url: str) -> str:
     try:
         parts = urlsplit(url)

@@ -6,9 +6,8 @@ import typer
 from services.cli.bench.commands import options as its
 from services.cli.bench.display import Live
 from services.cli.bench.load import Load, poisson
-from services.cli.bench.prompts import Asking, Lengths, Rows, Synthetic, read_rows
+from services.cli.bench.prompts import Asking, Lengths, made_up_or_read, read_rows
 from services.cli.bench.run import Run
-from services.cli.bench.sending import Bodies
 
 EXAMPLES = (
     "toka-bench serve --rate 4 --duration 60",
@@ -54,10 +53,7 @@ def serve(
         raise typer.BadParameter("--rate and --concurrency: give one of them, arrivals or a closed loop")
     if chat and vocab_size is not None:
         raise typer.BadParameter("--vocab-size: a chat's messages are text; leave it out, or --chat")
-    if dataset is None:
-        its.refuse(context, ["field"], "without --dataset")
-    else:
-        its.refuse(context, ["prompt_tokens", "vocab_size"], "with --dataset, whose prompts are sent as they are")
+    its.refuse_beside(context, dataset, "field")
     prompts = None if dataset is None else its.read(lambda: read_rows(dataset, field))
     if prompts is not None and isinstance(prompts[0], list) and not chat:
         raise typer.BadParameter(f"--dataset: {field!r} holds messages: add --chat")
@@ -66,9 +62,7 @@ def serve(
     drawn: int = run.settings["seed"]
     eos = ignore_eos if ignore_eos is not None else prompts is None
     asking = Asking(run.model, chat, stream, its.fields(temperature, eos, extra_body))
-    body: Bodies = Synthetic(asking, drawn, prompt_tokens, output_tokens, vocab_size)
-    if prompts is not None:
-        body = Rows(asking, drawn, prompts, output_tokens)
+    body = made_up_or_read(asking, drawn, prompts, prompt_tokens, output_tokens, vocab_size)
     count = requests or (None if duration is not None else _REQUESTS)
     arrivals = None
     if rate is not None:
