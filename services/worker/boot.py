@@ -51,7 +51,14 @@ _MAX_MICRO_BATCHES = 128
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
     *("kv_cache_num_tokens", "kv_cache_dtype", "page_size", "max_tokens_per_forward", "max_seqs_per_forward"),
-    *("max_context_tokens", "torch_compile", "use_cudagraphs", "cudagraph_max_size", "async_tp_threshold"),
+    *(
+        "max_context_tokens",
+        "torch_compile",
+        "use_cudagraphs",
+        "cudagraph_max_size",
+        "async_tp_threshold",
+        "piecewise_cudagraph_max_tokens",
+    ),
 )
 
 log = structlog.get_logger(__name__)

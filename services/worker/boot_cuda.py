@@ -1,6 +1,7 @@
 """The part of the boot that only CUDA needs: measure memory, size the cache, compile and prove all steps."""
 
 import gc
+import time
 import traceback
 from collections.abc import Iterable
 
@@ -14,7 +15,7 @@ from services.worker.attention.compiled import deactivate
 from services.worker.attention.factory import make_cuda_attention
 from services.worker.boot import cache_dtype, make_cache, make_limits
 from services.worker.kv_cache import KvCache
-from services.worker.memory import graph_bytes, margin, page_bytes, table_bytes
+from services.worker.memory import graph_bytes, margin, page_bytes, table_bytes, token_bytes
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
 from services.worker.parallel.errors import ParallelError
@@ -56,7 +57,8 @@ def make_runner(
     peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
     bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model).itemsize)
     free, total = torch.cuda.mem_get_info(device)
-    graphs, tables = graph_bytes(config), table_bytes(config, max_context)
+    graphs = graph_bytes(config, token_bytes(model.local, model.dtype.itemsize))
+    tables = table_bytes(config, max_context)
     room = free - peak - tables - graphs - margin(total)
     fitting = room // bytes_per_page if group is None else group.least(room // bytes_per_page)
     wanted = config.page_count
@@ -69,8 +71,8 @@ def make_runner(
         runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
         _rehearse(runner, config, model, exchanges)
         return runner
-    except (torch.OutOfMemoryError, ParallelError) as error:
-        runner = None
+    except Exception as error:
+        runner = None  # else the end of this process would wait for ever: see there
         _let_go(error)
         if not _out_of_memory(error):
             raise
@@ -203,7 +205,10 @@ def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel, exc
             _run_all(runner, plans)
     if config.use_cudagraphs:
         skinny = SkinnyDecoder(model) if suits(model) else None
-        runner.capture(config.cudagraph_max_size, skinny)
+        before, began = torch.cuda.mem_get_info()[0], time.monotonic()
+        runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens)
+        taken, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
+        log.info("graphs captured", gib=_gib(taken), seconds=round(seconds, 1))
         for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):
             _run_all(runner, rehearsal.decodes(limits, 1, settings))
     for plans in rehearsal.largest(limits):

@@ -33,6 +33,7 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "shape_padding": False,
     "comprehensive_padding": False,
 }
+_MOST_GRAPHS = 32
 # Graphs that were compiled before the worker was ready.
 _expected = 0
 # Triton kernels since then; compiled by the compute thread only.
@@ -48,6 +49,8 @@ def compile_model(model: DecoderModel) -> None:
     """
     import torch._dynamo
 
+    # Two for each way to exchange, and for batches of one token; the default of 8 would be just enough.
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     # The compiler would have float32 computed with fewer bits; who asks for float32 wants them all.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     compiled = torch.compile(model.forward, dynamic=True, fullgraph=True, options=_OPTIONS)

@@ -16,6 +16,10 @@ _MARGIN = 1 << 30
 _MARGIN_SHARE = 0.02
 # What the graphs of one size take beside the activations of the largest.
 _OF_GRAPH = 64 << 20
+# And what those between attentions take, of one size and number of tokens that go on, beside the activations.
+_OF_PIECE = 24 << 20
+# From so many tokens on it is worth having graphs in which few go on behind the last attention.
+_FEWEST_KEPT_APART = 256
 # Of a step, in a guess: logits of two slices, copies of rows, and the workspace of attention.
 _OF_SAMPLING, _OF_ATTENTION = (1 << 30) + (128 << 20), 256 << 20
 # Widths of the residual stream, and of the MLP, that a token has at once.
@@ -42,11 +46,11 @@ def footprint(config: WorkerConfig, model: ModelConfig, ranks: Ranks, layers: ra
     local = local_config(model, ranks, len(layers))
     item = FLOAT32 if config.dtype == "float32" else BFLOAT16
     cached = FP8 if config.kv_cache_dtype == "fp8" else item
-    widths = _STREAMS * model.hidden_size + _INNER * local.intermediate_size
+    token = token_bytes(local, item)
     return Footprint(
         weights=weight_bytes(model, ranks, layers, item, config.quantization) + rotation_bytes(model),
-        step=config.max_tokens_per_forward * widths * item + _OF_ATTENTION + (_OF_SAMPLING if ranks.last else 0),
-        reserved=table_bytes(config, max_context) + graph_bytes(config),
+        step=config.max_tokens_per_forward * token + _OF_ATTENTION + (_OF_SAMPLING if ranks.last else 0),
+        reserved=table_bytes(config, max_context) + graph_bytes(config, token),
         page=page_bytes(local, config.page_size, cached),
     )
 
@@ -66,10 +70,19 @@ def table_bytes(config: WorkerConfig, max_context: int) -> int:
     return config.max_seqs_per_forward * -(-max_context // config.page_size) * _INT32
 
 
-def graph_bytes(config: WorkerConfig) -> int:
-    """CUDA graphs."""
+def token_bytes(local: ModelConfig, item: int) -> int:
+    """A token's activations in a step, in a guess. ``local``: what a rank has."""
+    return (_STREAMS * local.hidden_size + _INNER * local.intermediate_size) * item
+
+
+def graph_bytes(config: WorkerConfig, token: int) -> int:
+    """CUDA graphs; ``token``: of ``token_bytes``."""
+    if not config.use_cudagraphs:
+        return 0
     largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
-    return len(sizes_up_to(largest)) * _OF_GRAPH if config.use_cudagraphs else 0
+    pieces = piece_sizes(config.piecewise_tokens) if config.piecewise_tokens else []
+    count = len(pieces) + sum(kept_in_piece(size) < size for size in pieces)
+    return len(sizes_up_to(largest)) * _OF_GRAPH + config.piecewise_tokens * token + count * _OF_PIECE
 
 
 def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:
@@ -83,6 +96,21 @@ def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:
         *range(1024, largest + 128, 128),
     ]
     return [size for size in sizes if size < largest] + [next(size for size in sizes if size >= largest)]
+
+
+def piece_sizes(largest: int) -> list[int]:
+    """Tokens of the steps that are CUDA graphs between their attentions: 16, 32, to 256 in steps of 64, then eight for
+    each doubling; ascending, the last is ``largest``."""
+    sizes = [16, 32, *range(64, 256, 64)]
+    while sizes[-1] < largest:
+        last = sizes[-1]
+        sizes.append(last + (64 if last < 256 else 1 << (last.bit_length() - 4)))
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def kept_in_piece(size: int) -> int:
+    """How many of ``size`` tokens go on behind the last attention at most where not all do."""
+    return size if size < _FEWEST_KEPT_APART else size // 8
 
 
 def rotation_bytes(model: ModelConfig) -> int:

@@ -153,12 +153,28 @@ def test_a_flag_that_means_nothing_without_another_is_refused_without_it(kind, f
 
 @pytest.mark.parametrize("kind", [WorkerConfig, DeploymentConfig])
 @pytest.mark.parametrize(
-    ("flag", "needed"), [("cudagraph_max_size=64", "use_cudagraphs=T"), ("fail_on_recompile=T", "torch_compile=T")]
+    ("flag", "needed"),
+    [
+        ("cudagraph_max_size=64", "use_cudagraphs=T"),
+        ("piecewise_cudagraph_max_tokens=0", "use_cudagraphs=T"),
+        ("fail_on_recompile=T", "torch_compile=T"),
+    ],
 )
 def test_a_flag_of_the_worker_that_means_nothing_without_another_is_refused_without_it(kind, flag, needed):
     with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}; leave it out, or set both"):
         load(kind, [flag], {})
     assert load(kind, [flag, needed], {})
+
+
+def test_steps_in_pieces_are_those_that_the_host_would_launch_too_slowly():
+    assert WorkerConfig().piecewise_tokens == 0
+    assert WorkerConfig(use_cudagraphs=True, max_tokens_per_forward=8192).piecewise_tokens == 1024
+    assert WorkerConfig(use_cudagraphs=True, max_tokens_per_forward=512).piecewise_tokens == 512
+    assert WorkerConfig(use_cudagraphs=True, max_tokens_per_forward=8192, tp_size=2).piecewise_tokens == 8192
+    chosen = {"use_cudagraphs": True, "tp_size": 2, "piecewise_cudagraph_max_tokens": 0}
+    assert WorkerConfig(**chosen).piecewise_tokens == 0
+    with pytest.raises(FlagError, match="piecewise_cudagraph_max_tokens=4096: no step has so many tokens with max_tok"):
+        load(WorkerConfig, ["use_cudagraphs=T", "piecewise_cudagraph_max_tokens=4096"], {})
 
 
 def test_hydragen_is_refused_where_the_worker_is_to_be_on_a_cpu():

@@ -31,7 +31,7 @@ def device_without_streams(monkeypatch):
 
 def do_without_streams(monkeypatch) -> None:
     """``device_without_streams``, in any process that interprets kernels."""
-    from services.worker.runner.cuda import graphs
+    from services.worker.runner.cuda import graphs, pieces
 
     stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
@@ -42,6 +42,7 @@ def do_without_streams(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(graphs, "capture", launch_again)
+    monkeypatch.setattr(pieces, "capture_between", launch_again_around)
 
 
 def launch_again(launches, _):
@@ -53,5 +54,17 @@ def launch_again(launches, _):
         for old, new in zip(*((value,) if torch.is_tensor(value) else value for value in (first, again)), strict=True):
             if old is not None:
                 old.copy_(new)
+
+    return replay, first
+
+
+def launch_again_around(launches, width, pool, stream):
+    """As ``pieces.capture_between``, in that way. Attends to nothing meanwhile, as a capture does."""
+    from services.worker.runner.cuda.pieces import _Nothing
+
+    first = launches(_Nothing(width))
+
+    def replay(attention) -> None:
+        first.copy_(launches(attention))
 
     return replay, first

@@ -11,6 +11,7 @@ from services.common import model_files
 from services.common.config import WorkerConfig
 from services.common.text.tokenizer import Tokenizer
 from services.worker.boot import boot
+from services.worker.compilation import compilations
 from tests.checkpoints import LLAMA3_ROPE
 from tests.e2e.samples import Sample, agreement, random_prompt
 from tests.worker.driver import Driver
@@ -52,16 +53,17 @@ def driver_for():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("pieces", [0, 128, 256])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["builtin", *CHECKPOINTS])
-def test_log_probabilities_agree_with_transformers(checkpoint, reference, driver_for, name, dtype, compiled):
-    """Three rows are a graph, twelve are none; prompts are cut into chunks, and run beside rows that decode."""
+def test_log_probabilities_agree_with_transformers(checkpoint, reference, driver_for, name, dtype, compiled, pieces):
+    """Three rows are a graph, twelve are none; prompts are cut into chunks, and run beside rows that decode: kernel by
+    kernel, or in pieces, or either as it is large."""
     directory = model_files.BUILTIN if name == "builtin" else checkpoint(**CHECKPOINTS[name])
     expected = reference(directory)
-    driver = driver_for(
-        directory, device="cuda", dtype=dtype, torch_compile=compiled, use_cudagraphs=True, cudagraph_max_size=8
-    )
+    flags = {"dtype": dtype, "torch_compile": compiled, "piecewise_cudagraph_max_tokens": pieces}
+    driver = driver_for(directory, device="cuda", use_cudagraphs=True, cudagraph_max_size=8, **flags)
     answers = []
     for lengths in ((1, 17, 200), range(1, 240, 20)):
         driver.reset()
@@ -69,6 +71,13 @@ def test_log_probabilities_agree_with_transformers(checkpoint, reference, driver
         driver.generate(prompts, TOKENS, chunk=96, logprobs=True)
         answers += [(prompt, Sample(driver.tokens[slot], driver.logprobs[slot])) for slot, prompt in enumerate(prompts)]
     agreement(expected, answers).check(*BOUNDS[dtype])
+
+
+def test_the_model_is_compiled_once_for_all_tokens_and_once_for_some(driver_for):
+    """However steps are launched: with graphs, whole or in pieces, and kernel by kernel."""
+    before = compilations()
+    driver_for(model_files.BUILTIN, device="cuda", torch_compile=True, use_cudagraphs=True, cudagraph_max_size=64)
+    assert compilations() - before == 2
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The GPU's runner against the CPU's: on the GPU if there is one, else its kernels in Triton's interpreter, with
 streams and events that do nothing and graphs that launch again."""
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,13 +10,14 @@ import torch
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
+from services.worker import memory
 from services.worker.boot import make_cache, make_limits
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from services.worker.parallel.errors import ParallelError
-from services.worker.parallel.exchange import make_exchanges
+from services.worker.parallel.exchange import ALONE, make_exchanges
 from services.worker.parallel.ranks import Ranks
 from services.worker.runner.plan import Batch, Groups
 from services.worker.weights import load_dummy
@@ -69,9 +71,10 @@ def plain():
 
 @pytest.fixture
 def cuda():
-    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows; ``flags``: instead of ``FLAGS``."""
+    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows, and, of other steps, of what is between
+    the attentions of up to ``pieces`` tokens; ``flags``: instead of ``FLAGS``."""
 
-    def make(graphs: int = 0, flags: WorkerConfig = FLAGS) -> Driver:
+    def make(graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0) -> Driver:
         from services.worker.attention.factory import make_cuda_attention
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
@@ -85,19 +88,48 @@ def cuda():
         sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:
-            runner.capture(graphs)
+            runner.capture(graphs, pieces=pieces)
         return Driver(runner)
 
     return make
 
 
+def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
+    """Whatever the reason: connections to other ranks wait for the end of graphs that use them."""
+    from services.worker import boot_cuda
+
+    class Runner:
+        def __init__(self) -> None:
+            self.graphs = [self]  # as places do, it knows itself
+
+    made = []
+
+    def assemble(*_) -> Runner:
+        runner = Runner()
+        made.append(weakref.ref(runner))
+        return runner
+
+    def rehearse(runner, *_) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+    monkeypatch.setattr(boot_cuda, "_refuse_sizes", lambda *_: None)
+    monkeypatch.setattr(boot_cuda, "_measure", lambda *_: 0)
+    monkeypatch.setattr(boot_cuda, "_assemble", assemble)
+    monkeypatch.setattr(boot_cuda, "_rehearse", rehearse)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        boot_cuda.make_runner(FLAGS, make_model(torch.device("cpu")), 256)
+    assert [each() for each in made] == [None]
+
+
 PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]
 
 
-@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (8, 0), (8, 16), (8, 96)])
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, chunk):
-    driver = cuda(graphs)
+def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, pieces, chunk):
+    """16: the step that has all prompts at once is larger."""
+    driver = cuda(graphs, pieces=pieces)
     for sampling in ({"logprobs": True}, {"temperature": 0.8, "seed": 3}):
         plain.reset()
         driver.reset()
@@ -105,6 +137,27 @@ def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, chunk):
         assert driver.generate(PROMPTS, 6, chunk=chunk, **sampling) == expected
         for slot, values in plain.logprobs.items():
             assert driver.logprobs[slot] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_model_is_called_with_tensors_of_one_kind_however_steps_are_launched(cuda, monkeypatch):
+    """Inference tensors, and of those which are there for some tokens only, none at the begin of its memory: compilers
+    make a model anew for another kind."""
+    seen = []
+
+    def called(model, inputs, positions, attention, keep=None, exchange=ALONE):
+        given = (inputs, positions) if keep is None else (inputs, positions, keep)
+        seen.append([(each.is_inference(), each.storage_offset() > 0, each.dtype) for each in given])
+        return forward(model, inputs, positions, attention, keep, exchange)
+
+    forward = DecoderModel.forward
+    monkeypatch.setattr(DecoderModel, "forward", called)
+    monkeypatch.setattr(memory, "_FEWEST_KEPT_APART", 16)
+    for driver in (cuda(), cuda(8), cuda(8, pieces=24)):
+        driver.reset()
+        driver.generate(PROMPTS, 4, chunk=3)
+    inputs, positions = (True, False, torch.int32), (True, True, torch.int32)
+    assert {len(each) for each in seen} == {2, 3}
+    assert [each for each in seen if each != [inputs, positions, positions][: len(each)]] == []
 
 
 @pytest.mark.parametrize(("graphs", "chunk"), [(0, 3), (8, None), (8, 3)])
@@ -133,7 +186,8 @@ def test_a_cache_of_fp8_is_refused_on_a_device_that_does_not_convert_it(monkeypa
     _refuse_sizes(flags, model)
 
 
-def test_every_setting_at_once_in_one_batch(plain, cuda):
+@pytest.mark.parametrize("pieces", [0, 96])
+def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
     rows = [
         {},
         {"temperature": 0.7, "top_p": 0.6, "seed": 5},
@@ -142,7 +196,7 @@ def test_every_setting_at_once_in_one_batch(plain, cuda):
         {"bias_token_ids": np.array([3, 4]), "bias_values": np.array([4.0, -9.0], np.float32), "logprobs": True},
     ]
     outcomes = []
-    for driver in (plain, cuda(8)):
+    for driver in (plain, cuda(8, pieces=pieces)):
         driver.reset()
         admissions = tuple(admission(slot, [11 + slot, 12, 13], [slot], **row) for slot, row in enumerate(rows))
         steps = [driver.run(admissions=admissions, batch=batch(range(5), [3] * 5))]
@@ -159,8 +213,8 @@ def test_every_setting_at_once_in_one_batch(plain, cuda):
         np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("largest", [0, 20])
-def test_groups_change_nothing(plain, cuda, largest, monkeypatch):
+@pytest.mark.parametrize(("largest", "pieces"), [(0, 0), (20, 0), (8, 32)])
+def test_groups_change_nothing(plain, cuda, largest, pieces, monkeypatch):
     """15 rows over two prefixes, one of them more than a tile, two of no group, one that still reads its prompt."""
     from services.worker.attention import triton_spans
     from services.worker.runner.cuda import graphs
@@ -172,7 +226,7 @@ def test_groups_change_nothing(plain, cuda, largest, monkeypatch):
     prefixes = [list(range(20, 20 + 2 * PAGE)), list(range(40, 40 + 3 * PAGE))]
     groups = Groups(np.array([0, 10]), np.array([10, 5]), np.array([2, 3]))
     outcomes = []
-    for driver, together in ((plain, None), (cuda(largest), groups)):
+    for driver, together in ((plain, None), (cuda(largest, pieces=pieces), groups)):
         driver.reset()
         leaders = tuple(
             admission(slot, [*prefix, 1], [8 * slot, 8 * slot + 1, 8 * slot + 2, 8 * slot + 3])

@@ -5,12 +5,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.config import WorkerConfig
 from services.common.model_files import BUILTIN, read_json
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.rope import RopeSettings
-from services.worker.memory import BFLOAT16, footprint, rotation_bytes, weight_bytes
+from services.worker.memory import (
+    BFLOAT16,
+    footprint,
+    kept_in_piece,
+    piece_sizes,
+    rotation_bytes,
+    weight_bytes,
+)
 from services.worker.models.checkpoint import checkpoint_shapes
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
@@ -73,3 +82,13 @@ def test_less_fits_beside_a_larger_step_and_more_with_fp8():
     assert 0 < fitting(max_tokens_per_forward=65536) < fitting()
     assert fitting(use_cudagraphs=True) < fitting() < fitting(kv_cache_dtype="fp8")
     assert footprint(WorkerConfig(), model, Ranks(), range(model.layers), 2048).pages_in(1 << 29, 1 << 29) < 1
+
+
+@given(largest=st.integers(1, 20_000))
+def test_a_step_in_pieces_is_padded_by_an_eighth_or_by_few_tokens(largest):
+    sizes = piece_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for below, size in itertools.pairwise([0, *sizes]):
+        assert size - below - 1 <= max(63, below / 8)
+        assert kept_in_piece(size) in (size, size // 8)

@@ -43,6 +43,12 @@ class WorkerConfig(MetricsConfig):
     torch_compile: Bool = Field(False, description="compile the model; on cpu this needs a C++ compiler")
     use_cudagraphs: Bool = Field(False, description="replay small decode steps as CUDA graphs; on cpu: refused")
     cudagraph_max_size: Int = Field(1024, ge=8, le=8192, description="most sequences of a step that is a CUDA graph")
+    piecewise_cudagraph_max_tokens: Int | None = Field(
+        None,
+        ge=0,
+        description="most tokens of a step that is no such graph, but graphs of what lies between its attentions; 0:"
+        " none; default: 1024, or, with tp_size=2 or more, max_tokens_per_forward",
+    )
     compile_cache_dir: str = Field(
         "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
     )
@@ -85,7 +91,11 @@ class WorkerConfig(MetricsConfig):
 
     @model_validator(mode="after")
     def _no_worker_flag_without_effect(self) -> "WorkerConfig":
-        for name, needed in (("cudagraph_max_size", "use_cudagraphs"), ("fail_on_recompile", "torch_compile")):
+        for name, needed in (
+            ("cudagraph_max_size", "use_cudagraphs"),
+            ("piecewise_cudagraph_max_tokens", "use_cudagraphs"),
+            ("fail_on_recompile", "torch_compile"),
+        ):
             value = getattr(self, name)
             if not getattr(self, needed) and value != WorkerConfig.model_fields[name].default:
                 value = "T" if value is True else value
@@ -116,6 +126,11 @@ class WorkerConfig(MetricsConfig):
                 f"flag async_tp_threshold={self.async_tp_threshold}: no step has so many tokens with"
                 f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
             )
+        if (self.piecewise_cudagraph_max_tokens or 0) > self.max_tokens_per_forward:
+            raise ValueError(
+                f"flag piecewise_cudagraph_max_tokens={self.piecewise_cudagraph_max_tokens}: no step has so many tokens"
+                f" with max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
+            )
         for name in ("master_addr", "master_port"):
             value = getattr(self, name)
             if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:
@@ -142,6 +157,15 @@ class WorkerConfig(MetricsConfig):
                 " socket, or, if a private network guards it, set insecure_worker=T"
             )
         return self
+
+    @property
+    def piecewise_tokens(self) -> int:
+        """``piecewise_cudagraph_max_tokens`` with its default; 0 without CUDA graphs."""
+        if not self.use_cudagraphs:
+            return 0
+        if self.piecewise_cudagraph_max_tokens is not None:
+            return self.piecewise_cudagraph_max_tokens
+        return self.max_tokens_per_forward if self.tp_size > 1 else min(1024, self.max_tokens_per_forward)
 
     @property
     def page_count(self) -> int | None:

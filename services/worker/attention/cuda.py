@@ -117,20 +117,21 @@ class CudaAttention:
         if tiles is None and batch.decodes <= self._few_rows:
             tokens = batch.token_slots, batch.positions, batch.page_table
             splits = self.splits(batch.decodes, batch.longest)
-            return self._active(FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, splits))
+            return self.active(FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, splits))
         groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)  # type: ignore[union-attr]
-        return self._active(CudaAttentionStep(self, batch, groups, None))
+        return self.active(CudaAttentionStep(self, batch, groups, None))
 
-    def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> RotatingAttentionStep:
+    def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> "CudaAttentionStep":
         """The host's part of a step, before its upload is sent: ``put`` gives the view on the device where an int32
-        array will be.
+        array will be. A model is given it by ``active``.
 
         ``host_page_table [max_slots, max_pages]`` int32 as it will be on the device; both are None only for a batch
         without chunks and groups.
         """
-        return self._active(CudaAttentionStep(self, batch, *self._plan(batch, host_page_table, put)))
+        return CudaAttentionStep(self, batch, *self._plan(batch, host_page_table, put))
 
-    def _active(self, step: RotatingAttentionStep) -> RotatingAttentionStep:
+    def active(self, step: RotatingAttentionStep) -> RotatingAttentionStep:
+        """What to call the model with, so that its attention is ``step``'s."""
         if self._traceable is None:
             return step
         activate(step)
@@ -184,10 +185,24 @@ class CudaAttentionStep(RotatingAttentionStep):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
+        output = qkv.new_empty(qkv.shape[0], self._attention.heads * self._attention.head_dim)
+        self.run_into(layer_index, qkv, q_norm, k_norm, eps, output)
+        return output
+
+    def run_into(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None:
+        """``run_qkv``, with a place for what it returns."""
         attention, batch, decodes = self._attention, self._batch, self._batch.decodes
         keys, values = attention.cache.keys[layer_index], attention.cache.values[layer_index]
         shape = (qkv.shape[0], attention.heads, attention.head_dim)
-        queries, output = qkv.new_empty(shape), qkv.new_empty(shape)
+        queries, output = qkv.new_empty(shape), output.view(shape)
         norms: tuple[torch.Tensor, torch.Tensor] | None
         norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # both or neither
         tokens = (batch.token_slots, batch.positions, batch.page_table)
@@ -202,4 +217,3 @@ class CudaAttentionStep(RotatingAttentionStep):
             decode_attention(queries, keys, values, *tokens, output, rows=decodes, prefix=prefix, splits=self._splits)
         if self._chunks is not None:
             self._chunks.run(queries, keys, values, output, None)
-        return output.flatten(1)

@@ -57,10 +57,18 @@ def make_model(ranks: Ranks) -> DecoderModel:
 
 
 def run_as_rank(
-    ranks: Ranks, port: int, plans: Sequence[Plan], graphs: int, ahead: int, fewest_sharded: int, times: int = 1
+    ranks: Ranks,
+    port: int,
+    plans: Sequence[Plan],
+    graphs: int,
+    ahead: int,
+    fewest_sharded: int,
+    times: int = 1,
+    pieces: int = 0,
 ) -> list[StepOutput]:
-    """A job: the outputs of ``plans``, with ``ahead`` of them in flight, and graphs of up to ``graphs`` rows; those of
-    the last of so many ``times``, since nothing may be left of what ran before a reset."""
+    """A job: the outputs of ``plans``, with ``ahead`` of them in flight, and graphs of up to ``graphs`` rows, and of
+    what is between attentions of up to ``pieces`` tokens; those of the last of so many ``times``, since nothing may be
+    left of what ran before a reset."""
     with pytest.MonkeyPatch.context() as patch, interpreter_ready(patch):
         do_without_streams(patch)
         from services.worker.attention import triton_spans
@@ -92,7 +100,7 @@ def run_as_rank(
         runner = CudaRunner(model, cache, attention, sampler, state, limits, peers, grammars)
         try:
             if graphs:
-                runner.capture(graphs)
+                runner.capture(graphs, pieces=pieces)
             outputs = []
             for _ in range(times):
                 runner.reset()

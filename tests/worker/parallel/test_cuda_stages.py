@@ -15,13 +15,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "pp_size", "graphs", "ahead", "fewest_sharded", "times"),
-    [(2, 1, 0, 1, 9, 1), (2, 1, 8, 3, 8, 2), (1, 2, 0, 2, 9, 1), (1, 2, 8, 4, 9, 2), (2, 2, 8, 3, 9, 1)],
+    ("tp_size", "pp_size", "graphs", "pieces", "ahead", "fewest_sharded", "times"),
+    [
+        (2, 1, 0, 0, 1, 9, 1),
+        (2, 1, 8, 16, 3, 8, 2),
+        (1, 2, 0, 0, 2, 9, 1),
+        (1, 2, 8, 16, 4, 9, 2),
+        (2, 2, 8, 16, 3, 9, 1),
+    ],
 )
-def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, ahead, fewest_sharded, times, pool):
-    """With few tokens reduced and many sharded, some steps in flight, and some of them through graphs."""
+def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, pieces, ahead, fewest_sharded, times, pool):
+    """With few tokens reduced and many sharded, some steps in flight, and some of them through graphs, whole or
+    between attentions."""
     plans = history()
-    everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, graphs, ahead, fewest_sharded, times)
+    flags = graphs, ahead, fewest_sharded, times, pieces
+    everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, *flags)
     reporting = everyone.pop((pp_size - 1) * tp_size)
     assert all(not len(output.sampled.slots) and not output.scored for others in everyone for output in others)
     same(plain_outputs(plans), reporting)

@@ -19,9 +19,10 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 class Fields(NamedTuple, Generic[Array]):
     """Views of a block, of arrays on the host or of tensors on the device; int32 unless told otherwise."""
 
-    # [size]. The first: compiled code takes a tensor that begins where its memory does for one of its own.
-    positions: Array
     slots: Array  # [size], -1 = padding
+    # [size]. Not the first, nor is it in an upload: compilers make a model anew for a tensor that begins where its
+    # memory does.
+    positions: Array
     known: Array  # [size], the token; -1 = what the slot sampled last
     scales: Array  # [size] float32, one over the temperature; 0 = greedy
     keys: Array  # [size, 2], of the noise
@@ -52,9 +53,9 @@ class Layout:
         """Of a block as ``empty`` makes them."""
         float32 = torch.float32 if torch.is_tensor(block) else np.float32
         parts = [block[begin:end] for begin, end in self._cuts()]
-        positions, slots, known, scales, keys, *appended = parts[:9]
+        slots, positions, known, scales, keys, *appended = parts[:9]
         grouped = (None, None) if self.tiles is None else (parts[9], parts[10].reshape(-1, TILE_FIELDS))
-        return Fields(positions, slots, known, scales.view(float32), keys.reshape(-1, 2), *appended, *grouped)  # type: ignore[arg-type]
+        return Fields(slots, positions, known, scales.view(float32), keys.reshape(-1, 2), *appended, *grouped)  # type: ignore[arg-type]
 
     def _cuts(self) -> list[tuple[int, int]]:
         """Where each field begins and ends."""

@@ -34,6 +34,8 @@ Outcome = TypeVar("Outcome")
 _MOST_TILED = 64
 # Fewest rows of a graph with shared prefixes: with fewer, reading a prefix for every row costs less.
 _FEWEST_GROUPED = 64
+# From so many rows on it costs more than launching attention layer by layer, where a graph cannot have the prefixes.
+_FEWEST_GROUPED_APART = 256
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,16 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, rows: int, longest: int, groups: Spans | None) -> DecodeGraph | None:
-        """The one for ``rows`` rows of one token, of which one sees ``longest`` tokens; None = there is none."""
+    def find(self, rows: int, longest: int, groups: Spans | None, apart: bool = False) -> DecodeGraph | None:
+        """The one for ``rows`` rows of one token, of which one sees ``longest`` tokens; None = there is none, or groups
+        are better served ``apart``, if there are graphs without attention for so many rows."""
         if rows > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
-        if groups is None or size < _FEWEST_GROUPED or not self._attention.captures_groups:
+        captured = self._attention.captures_groups
+        if groups is not None and not captured and apart and size >= _FEWEST_GROUPED_APART:
+            return None
+        if groups is None or size < _FEWEST_GROUPED or not captured:
             graphs = self._plain[size]
             return next((graph for stage, graph in graphs if stage >= longest), graphs[-1][1])
         return self._graphs[Kind(size, self._stages[0], True)] if len(self.tiles(groups)) <= _most_tiles(size) else None

@@ -23,6 +23,7 @@ from services.worker.runner.cuda.graphs import DecodeGraph, DecodeGraphs, Forwar
 from services.worker.runner.cuda.guide import Guide
 from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, padded, standing
 from services.worker.runner.cuda.peers import NoPeers, Peers
+from services.worker.runner.cuda.pieces import StepPieces
 from services.worker.runner.cuda.ring import Place, Ring
 from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
@@ -72,17 +73,22 @@ class CudaRunner:
         self._peers = peers or NoPeers()
         self.grain = self._peers.grain  # of which the tokens of a forward pass are a multiple
         self._peers.keep_in(state.last_tokens)
-        self._ring = Ring(limits, self._device)
+        with torch.inference_mode():  # as all that a model is called with: compilers tell such tensors from others
+            self._ring = Ring(limits, self._device)
         # Two, or what a step sends back would hold up what the next one needs.
         self._uploads, self._downloads = torch.cuda.Stream(), torch.cuda.Stream()
         self._graphs: DecodeGraphs | None = None
+        self._pieces: StepPieces | None = None
         # None where no sequence has a grammar: it is looked for before it is asked.
         self._guide: Guide = None if grammars is None else Guide(grammars, self._sampler.masks)  # type: ignore[assignment]
         self._begin_anew()
 
     @torch.inference_mode()
-    def capture(self, largest: int, skinny: "SkinnyDecoder | None" = None) -> None:
-        """Make CUDA graphs of decode steps with up to ``largest`` rows; ``skinny``: what is faster for few."""
+    def capture(self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0) -> None:
+        """Make CUDA graphs of decode steps with up to ``largest`` rows; ``skinny``: what is faster for few. And of what
+        is between the attentions of all other steps of up to ``pieces`` tokens."""
+        if pieces:
+            self._pieces = StepPieces(self._forward, self._attention, self._peers, pieces, self._device)
         parts = self._forward, skinny, self._cache, self._attention, self._sampler, self._state, self._slots
         self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers)
 
@@ -109,7 +115,7 @@ class CudaRunner:
         """Wait for the device, and leave the other ranks."""
         torch.cuda.synchronize(self._device)
         # Connections wait for the end of the graphs that use them.
-        self._graphs = None
+        self._graphs = self._pieces = None
         gc.collect()
         if self._guide is not None:
             self._guide.close()
@@ -160,8 +166,11 @@ class CudaRunner:
             self._guide.catch_up(places[-1])
         return places[-1]
 
-    def _padded(self, part: Standing) -> int:
-        return padded(int(part.batch.token_counts.sum()), self.grain)
+    def _padded(self, part: Standing) -> tuple[int, bool]:
+        """To how many tokens; whether there are graphs between attentions of so many."""
+        tokens = int(part.batch.token_counts.sum())
+        size = None if self._pieces is None else self._pieces.find(tokens)
+        return (padded(tokens, self.grain), False) if size is None else (size, True)
 
     def _run_part(self, plan: Plan, place: Place, changes: PageChanges, part: Standing) -> CudaStep:
         slots, rows, counts = self._slots, part.batch.slots, part.batch.token_counts
@@ -216,7 +225,8 @@ class CudaRunner:
         begins = self._slots.computed[rows]
         if (begins + 1 != self._slots.known[rows]).any():
             return None
-        return self._graphs.find(len(rows), int(begins.max()) + 1, part.spans)
+        apart = self._pieces is not None and self._pieces.find(len(rows)) is not None
+        return self._graphs.find(len(rows), int(begins.max()) + 1, part.spans, apart)
 
     def _replay(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, graph: DecodeGraph) -> CudaStep:
         """A micro-batch through a graph."""
@@ -248,9 +258,9 @@ class CudaRunner:
         return self._finish(plan, place, hidden, sample_rows, graph.inputs.slots)
 
     def _launch(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, arrays: StepArrays) -> CudaStep:
-        """A micro-batch kernel by kernel."""
-        updates = self._updates(plan, place, changes)
-        put, tokens = place.upload.put, self._padded(part)
+        """A micro-batch kernel by kernel, or its attentions, and graphs between them."""
+        updates, put = self._updates(plan, place, changes), place.upload.put
+        tokens, pieced = self._padded(part)
         slots, positions, known = (
             put(fill_up(array, tokens, filler))
             for array, filler in ((arrays.token_slots, -1), (arrays.positions, 0), (arrays.known, -1))
@@ -273,9 +283,13 @@ class CudaRunner:
             known, slots, positions, self._state.last_tokens, self._state.page_table, self._cache.tokens
         )
         entering = token_ids if entering is None else entering
-        leaving = self._forward(entering, positions, attention, keep, self._peers.exchange(tokens))
+        if pieced:
+            leaving = self._pieces.run(tokens, entering, attention, keep)  # type: ignore[union-attr]  # they are of there
+        else:
+            active = self._attention.active(attention)
+            leaving = self._forward(entering, positions, active, keep, self._peers.exchange(tokens))
         if not self._peers.last:
-            return self._hand_on(plan, place, leaving, arrays.sample_slots)
+            return self._hand_on(plan, place, leaving.clone() if pieced else leaving, arrays.sample_slots)
         place.begin_sampling()
         if runs is not None:
             scored = leaving[len(arrays.sample_slots) :]

@@ -26,7 +26,8 @@ class Upload:
         self.used = 0
 
     def put(self, array: np.ndarray) -> torch.Tensor:
-        """A view on the device, of ``array``'s shape and dtype, that holds ``array`` once the upload was sent.
+        """A view on the device, of ``array``'s shape and dtype, that holds ``array`` once the upload was sent;
+        not at the begin of its memory, unless it is the first.
 
         What does not fit goes by a copy of its own.
         """
@@ -34,7 +35,9 @@ class Upload:
         begin, end = self.used, self.used + array.nbytes
         if end > len(self._bytes):
             # Rare and large, such as the page tables of many long prompts that are admitted in one step.
-            return torch.from_numpy(array.copy()).pin_memory().to(self._device, non_blocking=True)
+            spare = np.concatenate([np.zeros(_ALIGNMENT, np.uint8), array.reshape(-1).view(np.uint8)])
+            sent = torch.from_numpy(spare).pin_memory().to(self._device, non_blocking=True)
+            return sent[_ALIGNMENT:].view(torch.from_numpy(array).dtype).view(array.shape)
         self.used = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._bytes[begin:end] = array.reshape(-1).view(np.uint8)
         return self.on_device[begin:end].view(torch.from_numpy(array).dtype).view(array.shape)
