@@ -150,6 +150,7 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
+    deactivate()
     gc.collect()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention, CudaAttentionStep
 from services.worker.memory import kept_in_piece, piece_sizes
 from services.worker.runner.cuda.graphs import Forward
@@ -51,6 +52,7 @@ class StepPieces:
                 # As positions, not at the begin of its memory, which compilers take for a kind of its own.
                 keep = torch.zeros(2, kept, dtype=torch.int32, device=device)[1]
                 self._pieces[size, False] = self._capture(size, keep, pool, stream)
+        deactivate()
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -193,5 +195,8 @@ class _Bytes:
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, contiguous and on a device, without holding its memory: graphs use it again."""
+    """``tensor``, on a device, without holding its memory: graphs use it again. Raises ``ValueError`` where it is not
+    contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError("what graphs hand on must be contiguous")
     return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
