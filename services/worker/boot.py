@@ -15,6 +15,7 @@ from services.common import model_files
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import matmul_cpu, weights
+from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
 from services.worker.compilation import (
@@ -33,6 +34,7 @@ from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import make_exchanges
 from services.worker.parallel.group import RankGroup
 from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.parallel.shares import local_config, refuse_unshareable
 from services.worker.parallel.stage_runner import StageRunner
 from services.worker.parallel.stages import layers_of
@@ -51,14 +53,8 @@ _MAX_MICRO_BATCHES = 128
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
     *("kv_cache_num_tokens", "kv_cache_dtype", "page_size", "max_tokens_per_forward", "max_seqs_per_forward"),
-    *(
-        "max_context_tokens",
-        "torch_compile",
-        "use_cudagraphs",
-        "cudagraph_max_size",
-        "async_tp_threshold",
-        "piecewise_cudagraph_max_tokens",
-    ),
+    *("max_context_tokens", "torch_compile", "use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens"),
+    "async_tp_threshold",
 )
 
 log = structlog.get_logger(__name__)
@@ -96,7 +92,7 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     with contextlib.ExitStack() as undo:
-        group = _join_replica(config, ranks, device, dtype)
+        group = _join_replica(config, ranks, device, dtype, described.head_dim)
         if group is not None:
             undo.callback(group.close)
             if on_lost is not None:
@@ -261,12 +257,16 @@ def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _join_replica(config: WorkerConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> RankGroup | None:
+def _join_replica(
+    config: WorkerConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> RankGroup | None:
     """The other workers of the replica, once all have come; None = there are none."""
     if ranks.alone:
         return None
     settings = config.model_dump(mode="json", include=set(_SHARED_FLAGS))
     settings |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    # Whether a step is a graph depends on it, and ranks must agree.
+    settings |= {INSTALLED: device.type == "cuda" and flashinfer_spans.available(head_dim, dtype)}
     return RankGroup(ranks, config.master_addr, config.master_port, device, settings)
 
 

@@ -15,7 +15,7 @@ from services.worker.attention.compiled import deactivate
 from services.worker.attention.factory import make_cuda_attention
 from services.worker.boot import cache_dtype, make_cache, make_limits
 from services.worker.kv_cache import KvCache
-from services.worker.memory import graph_bytes, margin, page_bytes, table_bytes, token_bytes
+from services.worker.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, suits
 from services.worker.parallel.errors import ParallelError
@@ -57,7 +57,7 @@ def make_runner(
     peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
     bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model).itemsize)
     free, total = torch.cuda.mem_get_info(device)
-    graphs = graph_bytes(config, token_bytes(model.local, model.dtype.itemsize))
+    graphs = graph_bytes(config, model.local, model.dtype.itemsize)
     tables = table_bytes(config, max_context)
     room = free - peak - tables - graphs - margin(total)
     fitting = room // bytes_per_page if group is None else group.least(room // bytes_per_page)
@@ -145,11 +145,10 @@ def _measure(
     return peak
 
 
-def _let_go(error: BaseException | None) -> None:
+def _let_go(error: BaseException) -> None:
     """Of what was made until ``error``: the connections to other ranks wait for the end of graphs that use them."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+    for each in _with_reasons(error):
+        traceback.clear_frames(each.__traceback__)
     deactivate()
     gc.collect()
 
@@ -163,9 +162,18 @@ def _on_the_way(config: WorkerConfig, model: DecoderModel) -> int:
     return (MOST_SENDS + _RECEIVED_AHEAD) * step
 
 
+def _with_reasons(error: BaseException) -> list[BaseException]:
+    """``error``, and all that it came of."""
+    found = [error]
+    for each in found:
+        found += [other for other in (each.__cause__, each.__context__) if other is not None and other not in found]
+    return found
+
+
 def _out_of_memory(error: Exception) -> bool:
-    """Also of a step that was the end for several ranks."""
-    return any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
+    """Also of a step that was the end for several ranks, or where it is not torch that asked for memory."""
+    reasons = _with_reasons(error)
+    return any(isinstance(each, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(each) for each in reasons)
 
 
 def _assemble(
@@ -206,6 +214,7 @@ def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel, exc
             _run_all(runner, plans)
     if config.use_cudagraphs:
         skinny = SkinnyDecoder(model) if suits(model) else None
+        torch.cuda.empty_cache()  # a capture cannot: it would find no memory beside what is kept for later
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
         runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens)
         taken, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began

@@ -16,8 +16,8 @@ _MARGIN = 1 << 30
 _MARGIN_SHARE = 0.02
 # What the graphs of one size take beside the activations of the largest.
 _OF_GRAPH = 64 << 20
-# And what those between attentions take, of one size and number of tokens that go on, beside the activations.
-_OF_PIECE = 24 << 20
+# And what a graph between two attentions takes, beside activations: with collectives in it, 0.8 MiB on an H200.
+_OF_PIECE = 768 << 10
 # From so many tokens on it is worth having graphs in which few go on behind the last attention.
 _FEWEST_KEPT_APART = 256
 # Of a step, in a guess: logits of two slices, copies of rows, and the workspace of attention.
@@ -46,11 +46,12 @@ def footprint(config: WorkerConfig, model: ModelConfig, ranks: Ranks, layers: ra
     local = local_config(model, ranks, len(layers))
     item = FLOAT32 if config.dtype == "float32" else BFLOAT16
     cached = FP8 if config.kv_cache_dtype == "fp8" else item
-    token = token_bytes(local, item)
     return Footprint(
         weights=weight_bytes(model, ranks, layers, item, config.quantization) + rotation_bytes(model),
-        step=config.max_tokens_per_forward * token + _OF_ATTENTION + (_OF_SAMPLING if ranks.last else 0),
-        reserved=table_bytes(config, max_context) + graph_bytes(config, token),
+        step=config.max_tokens_per_forward * _token_bytes(local, item)
+        + _OF_ATTENTION
+        + (_OF_SAMPLING if ranks.last else 0),
+        reserved=table_bytes(config, max_context) + graph_bytes(config, local, item),
         page=page_bytes(local, config.page_size, cached),
     )
 
@@ -70,19 +71,20 @@ def table_bytes(config: WorkerConfig, max_context: int) -> int:
     return config.max_seqs_per_forward * -(-max_context // config.page_size) * _INT32
 
 
-def token_bytes(local: ModelConfig, item: int) -> int:
-    """A token's activations in a step, in a guess. ``local``: what a rank has."""
+def _token_bytes(local: ModelConfig, item: int) -> int:
+    """A token's activations in a step, in a guess."""
     return (_STREAMS * local.hidden_size + _INNER * local.intermediate_size) * item
 
 
-def graph_bytes(config: WorkerConfig, token: int) -> int:
-    """CUDA graphs; ``token``: of ``token_bytes``."""
+def graph_bytes(config: WorkerConfig, local: ModelConfig, item: int) -> int:
+    """CUDA graphs. ``local``: what a rank has; ``item``: of an activation's element."""
     if not config.use_cudagraphs:
         return 0
     largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
     pieces = piece_sizes(config.piecewise_tokens) if config.piecewise_tokens else []
-    count = len(pieces) + sum(kept_in_piece(size) < size for size in pieces)
-    return len(sizes_up_to(largest)) * _OF_GRAPH + config.piecewise_tokens * token + count * _OF_PIECE
+    captured = len(pieces) + sum(kept_in_piece(size) < size for size in pieces)
+    of_pieces = config.piecewise_tokens * _token_bytes(local, item) + captured * (local.layers + 1) * _OF_PIECE
+    return len(sizes_up_to(largest)) * _OF_GRAPH + of_pieces
 
 
 def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:

@@ -125,10 +125,13 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
 PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]
 
 
-@pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (8, 0), (8, 16), (8, 96)])
+@pytest.mark.parametrize(("graphs", "pieces", "kept"), [(0, 0, 0), (8, 0, 0), (8, 16, 96), (8, 96, 96), (8, 96, 8)])
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, pieces, chunk):
-    """16: the step that has all prompts at once is larger."""
+def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, pieces, kept, chunk, monkeypatch):
+    """16: the step that has all prompts at once is larger. ``kept``: how many go on behind the last attention."""
+    from services.worker.runner.cuda import pieces as of_pieces
+
+    monkeypatch.setattr(of_pieces, "kept_in_piece", lambda size: min(size, kept))
     driver = cuda(graphs, pieces=pieces)
     for sampling in ({"logprobs": True}, {"temperature": 0.8, "seed": 3}):
         plain.reset()
@@ -213,16 +216,23 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
         np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize(("largest", "pieces"), [(0, 0), (20, 0), (8, 32)])
-def test_groups_change_nothing(plain, cuda, largest, pieces, monkeypatch):
-    """15 rows over two prefixes, one of them more than a tile, two of no group, one that still reads its prompt."""
+@pytest.mark.parametrize(("largest", "pieces", "apart"), [(0, 0, 0), (20, 0, 0), (8, 32, 0), (20, 32, 1)])
+def test_groups_change_nothing(plain, cuda, largest, pieces, apart, monkeypatch):
+    """15 rows over two prefixes, one of them more than a tile, two of no group, one that still reads its prompt.
+
+    ``apart``: graphs cannot have prefixes, and pieces take the steps that do.
+    """
     from services.worker.attention import triton_spans
+    from services.worker.attention.cuda import CudaAttention
     from services.worker.runner.cuda import graphs
 
     # As with many rows, but quick in the interpreter: tiles of 8 of these rows, and one graph that holds all.
     monkeypatch.setattr(triton_spans, "span_options", lambda *_: triton_spans.SpanOptions(16, 32, 4, 1))
     monkeypatch.setattr(graphs, "_FEWEST_GROUPED", 8)
     monkeypatch.setattr(graphs, "sizes_up_to", lambda largest, smallest: [largest])
+    if apart:
+        monkeypatch.setattr(CudaAttention, "captures_groups", False)
+        monkeypatch.setattr(graphs, "_READ_MEANWHILE", 0)
     prefixes = [list(range(20, 20 + 2 * PAGE)), list(range(40, 40 + 3 * PAGE))]
     groups = Groups(np.array([0, 10]), np.array([10, 5]), np.array([2, 3]))
     outcomes = []

@@ -70,8 +70,8 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("graphs", [0, LARGEST_GRAPH])
-def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, dtype):
+@pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (LARGEST_GRAPH, 0), (LARGEST_GRAPH, 1024)])
+def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, dtype):
     from services.worker.attention.factory import make_cuda_attention
     from services.worker.runner.cuda.runner import CudaRunner
     from services.worker.runner.cuda.state import DeviceState
@@ -92,7 +92,7 @@ def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, grap
         for plan in plans:
             runner.run(plan)
     if graphs:
-        runner.capture(graphs)
+        runner.capture(graphs, pieces=pieces)
     for plans in rehearsal.largest(limits):
         runner.reset()
         for plan in plans:

@@ -97,6 +97,11 @@ class CudaAttention:
         """Whether steps with shared prefixes can be captured: their back end plans nothing on the host."""
         return isinstance(self._groups, TritonSpans)
 
+    def bytes_saved(self, groups: Spans) -> int:
+        """That a layer need not read of keys and values, since rows of ``groups`` share prefixes."""
+        shared = int(((groups.counts.astype(np.int64) - 1) * groups.contexts).sum())
+        return shared * 2 * self.kv_heads * self.head_dim * self.cache.keys[0].dtype.itemsize
+
     def count_tiles(self, groups: Spans) -> int:
         """How many ``group_tiles`` there are."""
         return self._groups.count(groups)  # type: ignore[union-attr]  # as of ``captures_groups``

@@ -16,6 +16,8 @@ from services.common.errors import InvalidRequest
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.ranks import Ranks
 
+# Among the settings, what is no flag: whether there are FlashInfer's kernels for the model.
+INSTALLED = "flashinfer"
 _PROBE_S = 0.1
 # For how long a rank may be taken: workers end one after the other when one is lost.
 _TAKEN_S = 30.0
@@ -105,9 +107,12 @@ def _find(ranks: Ranks, address: str, port: int, deadline: float) -> None:
 def _compare(mine: Mapping[str, object], first: Mapping[str, object]) -> None:
     for name, value in mine.items():
         if first.get(name) != value:
+            what, advice = f"flag {name}", "start all with the same flags but for their ranks"
+            if name == INSTALLED:
+                what, advice = name, "install the same packages for all"
             raise InvalidRequest(
-                f"flag {name}={_written(value)}: the first worker of this replica has {name}="
-                f"{_written(first.get(name))}; start all with the same flags but for their ranks",
+                f"{what}={_written(value)}: the first worker of this replica has {name}="
+                f"{_written(first.get(name))}; {advice}",
                 field=name,
             )
 

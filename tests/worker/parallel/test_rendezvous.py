@@ -58,6 +58,12 @@ def test_workers_that_were_started_with_other_flags_are_refused(mine, first, mes
     assert told[0].startswith("ParallelError: the replica cannot start; rank tp_rank=1 pp_rank=0: flag")
 
 
+def test_workers_that_have_other_kernels_are_refused():
+    told = attempt(grid(2, 1), free_port(), settings=[{"flashinfer": True}, {"flashinfer": False}])
+    reason = "flashinfer=F: the first worker of this replica has flashinfer=T; install the same packages for all"
+    assert told[1] == f"InvalidRequest: {reason}"
+
+
 def test_a_rank_that_is_given_twice_is_refused_if_it_stays_so(monkeypatch):
     monkeypatch.setattr(rendezvous, "_TAKEN_S", 0.3)
     port = free_port()

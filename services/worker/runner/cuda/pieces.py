@@ -4,15 +4,16 @@ What attention launches depends on a step's chunks and shared prefixes. All else
 exchange, depends on the number of its tokens alone: so a step is padded to one of a few sizes.
 """
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
-from services.worker.attention.cuda import CudaAttention, CudaAttentionStep
+from services.worker.attention.cuda import CudaAttention
 from services.worker.memory import kept_in_piece, piece_sizes
 from services.worker.runner.cuda.graphs import Forward
 from services.worker.runner.cuda.inputs import padded
@@ -21,8 +22,27 @@ from services.worker.runner.cuda.peers import NoPeers, Peers
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
+# With more tokens the device takes longer for a layer than the host to launch it, also among several ranks: for so
+# small a share of padding only are pieces still worth it.
+_HOST_BOUND, _PADDING = 2048, 1 / 32
+
+
+class Attends(Protocol):
+    """Of a ``CudaAttentionStep``, what is run between graphs."""
+
+    def run_into(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None: ...
+
+
 Launches = Callable[[RotatingAttentionStep], torch.Tensor]
-Replay = Callable[[CudaAttentionStep], None]
+Replay = Callable[[Attends], None]
 
 
 class StepPieces:
@@ -58,12 +78,13 @@ class StepPieces:
         return len(self._pieces)
 
     def find(self, tokens: int) -> int | None:
-        """The size that a step of ``tokens`` tokens is padded to; None = there is none."""
-        return self._sizes[bisect_left(self._sizes, tokens)] if tokens <= self._sizes[-1] else None
+        """The size that a step of ``tokens`` tokens is padded to; None = there is none that is worth it."""
+        if tokens > self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, tokens)]
+        return None if size > _HOST_BOUND and size - tokens > tokens * _PADDING else size
 
-    def run(
-        self, size: int, entering: torch.Tensor, attention: CudaAttentionStep, keep: torch.Tensor | None
-    ) -> torch.Tensor:
+    def run(self, size: int, entering: torch.Tensor, attention: Attends, keep: torch.Tensor | None) -> torch.Tensor:
         """As the model's ``forward`` over ``size`` tokens. The next step writes over what is returned."""
         self._entering(size).copy_(entering)
         keep = keep if self._peers.last else None
@@ -89,8 +110,11 @@ class StepPieces:
             return self._forward(*inputs, self._attention.active(step), keep, self._peers.exchange(size))
 
         width = self._attention.heads * self._attention.head_dim
-        launches(_Nothing(width))  # lets libraries make their workspaces
-        return _Piece(*capture_between(launches, width, pool, stream), keep)
+        nothing = _Nothing(width)
+        launches(nothing)  # lets libraries make their workspaces
+        piece = _Piece(*capture_between(launches, width, pool, stream), keep)
+        piece.replay(nothing)  # graphs are sent to the device when they are first launched
+        return piece
 
 
 class _Piece(NamedTuple):
@@ -116,6 +140,17 @@ class _Nothing(RotatingAttentionStep):
     ) -> torch.Tensor:
         return qkv.new_zeros(qkv.shape[0], self._width)
 
+    def run_into(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None:
+        output.zero_()
+
 
 class _Call(NamedTuple):
     """Of attention, as ``CudaAttentionStep.run_into`` takes it."""
@@ -135,6 +170,7 @@ class _Cuts(RotatingAttentionStep):
         self._width, self._pool = width, pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[_Call] = []
+        self._capturing = False
 
     def run_qkv(
         self,
@@ -155,12 +191,20 @@ class _Cuts(RotatingAttentionStep):
         self._graphs.append(torch.cuda.CUDAGraph())
         # Threads that look after collectives may ask for events meanwhile.
         self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._capturing = True
 
     def end(self) -> None:
         """The last graph has all its launches."""
+        self._capturing = False
         self._graphs[-1].capture_end()
 
-    def replay(self, attention: CudaAttentionStep) -> None:
+    def abandon(self) -> None:
+        """After an error, which is what counts, not what comes of it here."""
+        if self._capturing:
+            with contextlib.suppress(RuntimeError):
+                self.end()
+
+    def replay(self, attention: Attends) -> None:
         """The graphs, with ``attention`` between them."""
         first, *others = self._graphs
         first.replay()
@@ -180,8 +224,10 @@ def capture_between(
         cuts.begin()
         try:
             outcome = launches(cuts)
-        finally:
             cuts.end()
+        except BaseException:
+            cuts.abandon()
+            raise
     torch.cuda.synchronize()
     return cuts.replay, borrowed(outcome)
 
