@@ -99,8 +99,9 @@ class CudaAttention:
 
     def bytes_saved(self, groups: Spans) -> int:
         """That a layer need not read of keys and values, since rows of ``groups`` share prefixes."""
-        shared = int(((groups.counts.astype(np.int64) - 1) * groups.contexts).sum())
-        return shared * 2 * self.kv_heads * self.head_dim * self.cache.keys[0].dtype.itemsize
+        tokens = int(((groups.counts.astype(np.int64) - 1) * groups.contexts).sum())
+        saved: int = tokens * 2 * self.kv_heads * self.head_dim * self.cache.keys[0].dtype.itemsize
+        return saved
 
     def count_tiles(self, groups: Spans) -> int:
         """How many ``group_tiles`` there are."""
