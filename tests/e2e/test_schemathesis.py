@@ -46,7 +46,11 @@ def test_every_answer_is_as_described(deployment):
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(operation.as_strategy(GenerationMode.POSITIVE) | operation.as_strategy(GenerationMode.NEGATIVE))
         def check(case):
-            case.call_and_validate(checks=CHECKS, timeout=60)
+            answer = case.call(timeout=60)
+            asked = isinstance(case.body, dict) and case.body.get("timeout") is not None
+            # Who asks for an answer within moments may be told that they have passed.
+            late = [not_a_server_error] if asked and answer.status_code == 504 else []
+            case.validate_response(answer, checks=CHECKS, excluded_checks=late)
 
         check()
     assert deployment.complete(prompt="x", max_tokens=3).status_code == 200

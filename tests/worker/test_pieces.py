@@ -58,7 +58,7 @@ class NoStream:
 
 
 def capture(layers: int, broken: int | None = None):
-    """Of a model that is ``layers`` attentions and no more; what the one numbered ``broken`` reads is not contiguous."""
+    """Of a model that is ``layers`` attentions; what the one numbered ``broken`` reads is not contiguous."""
     from services.worker.runner.cuda.pieces import capture_between
 
     def launches(step) -> torch.Tensor:
