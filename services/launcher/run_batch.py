@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import socket
 import ssl
 import subprocess
@@ -23,11 +24,14 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from services.common.batch_line import UsedIds, WrongLine, read_request
 from services.common.config import DeploymentConfig, from_command_line
 from services.common.flags import Bool, Int
 from services.common.process import PARENT_PID
 
 _PASSING = (429, 502, 503, 504)
+_SECONDS = re.compile(r"[0-9]{1,9}")  # a Retry-After may also be a date
+_TOLD_COMPLAINTS = 20
 _LAST_PAUSE_S = 10.0
 _START_S = 3600.0  # a model may have to be fetched first
 _STOP_S = 30.0
@@ -52,8 +56,7 @@ class Tally:
     """How far it is."""
 
     failed: int = 0
-    skipped: int = 0
-    complaints: list[str] = field(default_factory=list)  # about lines that are no requests
+    complaints: list[str] = field(default_factory=list)  # one for each line that is no request
 
 
 def main() -> None:
@@ -81,8 +84,10 @@ def main() -> None:
         _exit(1, str(error))
     except KeyboardInterrupt:
         _exit(130, f"stopped; the same command goes on with what is not in {config.output} yet")
-    for complaint in tally.complaints[:20]:
+    for complaint in tally.complaints[:_TOLD_COMPLAINTS]:
         print(f"toka-run-batch: {complaint}", file=sys.stderr)
+    if (more := len(tally.complaints) - _TOLD_COMPLAINTS) > 0:
+        print(f"toka-run-batch: {more} more lines are no requests", file=sys.stderr)
     if tally.failed:
         _exit(1, f"{tally.failed} lines failed; see {config.output}")
 
@@ -98,7 +103,7 @@ class _Run:
 
     async def all_lines(self, done: set[str], output: BinaryIO) -> Tally:
         """Those whose custom_id is in ``done`` are passed over. Raises ``OSError`` for an input that cannot be read."""
-        config = self._config
+        config, used = self._config, UsedIds()
         total = _count_lines(config.input)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         failures = TextColumn("{task.fields[failed]} failed")
@@ -116,11 +121,10 @@ class _Run:
                     progress.update(bar, advance=1, failed=self._tally.failed)
 
                 for number, text in _lines(config.input):
-                    request = self._parse(number, text)
+                    request = self._parse(number, text, used)
                     if request is None or request["custom_id"] in done:
                         advance()
                         continue
-                    done.add(request["custom_id"])
                     await self._slots.acquire()
                     group.create_task(self._answer(client, request, output, advance))
         return self._tally
@@ -138,6 +142,8 @@ class _Run:
                     custom_id, ok = result["custom_id"], (result.get("response") or {}).get("status_code") == 200
                 except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
                     continue
+                if not isinstance(custom_id, str):  # no line of an input has it
+                    continue
                 if ok or not self._config.retry_failed:
                     known.add(custom_id)
                     self._tally.failed += not ok
@@ -145,17 +151,15 @@ class _Run:
         os.replace(kept, path)
         return known
 
-    def _parse(self, number: int, text: bytes) -> dict[str, Any] | None:
-        """A request; None for what is none, which is complained about."""
+    def _parse(self, number: int, text: bytes, used: UsedIds) -> dict[str, Any] | None:
+        """A request, whose custom_id is ``used`` from now on; None for what is none, which is complained about."""
         try:
-            request: dict[str, Any] = orjson.loads(text)
-            if request["method"] != "POST" or not isinstance(request["body"], dict):
-                raise ValueError("expected method POST and a JSON object as body")
-            if not request["custom_id"] or not request["url"].startswith("/"):
-                raise ValueError("expected a custom_id and a url such as /v1/chat/completions")
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            self._tally.complaints.append(f"line {number} is no request: {reason}")
+            request = read_request(text)
+            if not request["url"].startswith("/"):
+                raise WrongLine("invalid_value", "url must be a path such as /v1/chat/completions", "url")
+            used.add(request["custom_id"])
+        except WrongLine as error:
+            self._tally.complaints.append(f"line {number} is no request: {error}")
             self._tally.failed += 1
             return None
         return request
@@ -165,7 +169,7 @@ class _Run:
     ) -> None:
         result: dict[str, Any] = {"id": f"batch_req_{os.urandom(16).hex()}", "custom_id": request["custom_id"]}
         try:
-            answer = await self._send(client, request)
+            answer = await self._send(client, request["url"], _content(request["body"]))
             try:
                 body = orjson.loads(answer.content)
             except orjson.JSONDecodeError:
@@ -177,7 +181,10 @@ class _Run:
             }
             result |= {"response": response, "error": None}
             self._tally.failed += answer.status_code != 200
-        except httpx.HTTPError as error:
+        except WrongLine as error:
+            result |= {"response": None, "error": {"code": error.code, "message": str(error)}}
+            self._tally.failed += 1
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             message = f"{type(error).__name__}: {error}"
             result |= {"response": None, "error": {"code": "no_answer", "message": message}}
             self._tally.failed += 1
@@ -187,20 +194,42 @@ class _Run:
         output.flush()
         advance()
 
-    async def _send(self, client: httpx.AsyncClient, request: dict[str, Any]) -> httpx.Response:
-        pause = 0.25
+    async def _send(self, client: httpx.AsyncClient, path: str, content: bytes) -> httpx.Response:
+        pause, headers = 0.25, {"content-type": "application/json"}
         for attempt in range(self._config.retries + 1):
-            last = attempt == self._config.retries
+            last, asked = attempt == self._config.retries, 0.0
             try:
-                answer = await client.post(self._url + request["url"], json=request["body"])
-                if last or answer.status_code not in _PASSING:
+                answer = await client.post(self._url + path, content=content, headers=headers)
+                again_in = wait_before_retry(answer)
+                if last or again_in is None:
                     return answer
+                asked = min(again_in, self._config.timeout_s)
             except httpx.TransportError:
                 if last:
                     raise
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            # Those that were told the same come a little apart, and none too early.
+            await asyncio.sleep(max(asked * random.uniform(1.0, 1.25), pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LAST_PAUSE_S)
         raise AssertionError
+
+
+def wait_before_retry(answer: httpx.Response) -> float | None:
+    """Seconds, at least, before a request that was answered so may be sent again; None: it is not to be."""
+    wanted = {"true": answer.is_error, "false": False}
+    if not wanted.get(answer.headers.get("x-should-retry", ""), answer.status_code in _PASSING):
+        return None
+    asked = answer.headers.get("retry-after", "")
+    return float(asked) if _SECONDS.fullmatch(asked) else 0.0
+
+
+def _content(body: dict[str, Any]) -> bytes:
+    """``body`` as it is sent. Raises ``WrongLine`` for what cannot be answered on a line."""
+    if body.get("stream"):
+        raise WrongLine("invalid_value", "stream: not in a batch; leave it out", "stream")
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        raise WrongLine("invalid_value", "the body is nested too deeply; make it flatter", "body") from None
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from services.gateway.batch.service import opened
 from services.gateway.batch.shapes import batch_object, page
 from services.gateway.batch.tables import VALIDATING, StoredBatch
 from services.gateway.http import read_body, read_caller
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, Id
 from services.gateway.openai.errors import response
-from services.gateway.openai.parse import parse
+from services.gateway.openai.parse import ignored_header, parse
 
 MAX_PAGE = 100
 WINDOWS_S = {"24h": 24 * 3600}
@@ -33,7 +33,7 @@ class OutputExpiresAfter(Body):
 class BatchBody(Body):
     """``POST /v1/batches``."""
 
-    input_file_id: Annotated[str, Field(min_length=1)]
+    input_file_id: Id
     endpoint: str
     completion_window: Literal["24h"]
     metadata: (
@@ -44,12 +44,15 @@ class BatchBody(Body):
     ) = None
     output_expires_after: OutputExpiresAfter | None = None
 
+    nested = ("output_expires_after",)
+
 
 async def create_batch(request: Request) -> Response:
     """Begin a batch."""
     config = request.app.state.gateway.config
     raw = await read_body(request, config.max_body_bytes)
     body, caller = parse(raw, BatchBody), read_caller(request)
+    ignored = ignored_header(body)
     place = await opened(request)
     if body.endpoint not in place.endpoints:
         raise InvalidRequest(
@@ -62,7 +65,7 @@ async def create_batch(request: Request) -> Response:
         asked = fingerprint(request.url.path, raw)
         batch_id = "batch_" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
         with contextlib.suppress(NotFound):
-            return response(200, batch_object(await place.batches.get(batch_id, caller.owner)))
+            return response(200, batch_object(await place.batches.get(batch_id, caller.owner)), ignored)
     batch = StoredBatch(
         id=batch_id,
         pool=place.pool,
@@ -83,7 +86,7 @@ async def create_batch(request: Request) -> Response:
     except AlreadyExists:  # another try was faster
         shown = await place.batches.get(batch_id, caller.owner)
     place.executor.look()
-    return response(200, batch_object(shown))
+    return response(200, batch_object(shown), ignored)
 
 
 async def list_batches(request: Request) -> Response:

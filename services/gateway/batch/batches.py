@@ -21,7 +21,7 @@ from services.gateway.batch.tables import (
     StoredBatch,
 )
 
-COUNTS = ("completed", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
+COUNTS = ("completed", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
 
 class Counts(NamedTuple):
@@ -33,6 +33,7 @@ class Counts(NamedTuple):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion's
 
 
 class Shown(NamedTuple):
@@ -60,7 +61,9 @@ class Batches:
 
     async def _add(self, batch: StoredBatch) -> None:
         async with self._store.writing() as session:
-            file = await find_file(session, batch.input_file_id, batch.key_name, locked=True, shared=True)
+            file = await find_file(
+                session, batch.input_file_id, batch.key_name, field="input_file_id", locked=True, shared=True
+            )
             if file.purpose != "batch":
                 raise InvalidRequest(
                     f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
@@ -125,8 +128,10 @@ async def _shown(session: AsyncSession, batch: StoredBatch) -> Shown:
             .limit(RECENT_CHUNKS)
         )
     ).all()
-    left = counts.total - counts.completed - counts.failed
-    return Shown(batch, counts, forecast(left, [(count, at) for count, at in recent if at is not None], now()))
+    chunks = [(count, at) for count, at in recent if at is not None]
+    done, at = counts.completed + counts.failed, now()
+    began_at = batch.in_progress_at or at
+    return Shown(batch, counts, forecast(counts.total - done, chunks, at, lines_done=done, began_at=began_at))
 
 
 async def _find(session: AsyncSession, batch_id: str, key_name: str, *, locked: bool = False) -> StoredBatch:

@@ -145,14 +145,14 @@ class Executor:
             self._spawn(self._run(chunk))
 
     async def _next_lease(self) -> ChunkLease | None:
-        """Batches take turns."""
-        runnable = await self._leases.runnable(self._runner.crowded())
+        """Batches take turns. What we run is not taken again, also when a heartbeat is late."""
+        runnable = await self._leases.runnable(self._runner.crowded(), self._chunks)
         known = set(runnable)
         self._turn = deque(seq for seq in self._turn if seq in known)
         self._turn.extend(seq for seq in runnable if seq not in self._turn)
         for _ in range(len(self._turn)):
             self._turn.rotate(-1)
-            lease = await self._leases.lease_chunk(self._turn[-1])
+            lease = await self._leases.lease_chunk(self._turn[-1], self._chunks)
             if lease is not None:
                 return lease
         return None
@@ -164,13 +164,13 @@ class Executor:
                 await self._end_chunk(key)
             await self._runner.start(chunk)
         except TokaError as error:
-            self._chunks.pop(key, None)
+            self._drop(key)
             log.error("batch lines cannot be read", id=batch.id, reason=error.message)
             with contextlib.suppress(Unavailable):
                 if isinstance(error, Internal):
                     await self._leases.fail(batch.seq, error.message)
         except Exception:
-            self._chunks.pop(key, None)
+            self._drop(key)
             log.exception("batch lines cannot be begun", id=batch.id)
 
     # Keeping what came out.
@@ -185,25 +185,42 @@ class Executor:
         by_chunk: dict[ChunkKey, list[Outcome]] = {}
         for key, result in outcomes:
             by_chunk.setdefault(key, []).append(result)
-        if not by_chunk:
-            return
-        again = False
+        try:
+            if by_chunk:
+                await self._keep(by_chunk)
+        finally:
+            self._runner.kept(len(outcomes))
+
+    async def _keep(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> None:
+        """What cannot be kept, though the store answers, is given up with its chunk, whose lines run again."""
+        try:
+            lost = await self._committed(by_chunk)
+        except Unavailable:
+            raise
+        except Exception:
+            if len(by_chunk) > 1:
+                for key, results in by_chunk.items():
+                    await self._keep({key: results})
+                return
+            lost = {*by_chunk}
+            log.exception("results of a batch cannot be kept", chunks=[*by_chunk])
+        for key, results in by_chunk.items():
+            if key in lost:
+                self._drop(key)
+            else:
+                self._done(key, {result.line for result in results})
+
+    async def _committed(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> set[ChunkKey]:
+        """Waits for the store, unless we stop. Returns chunks that are not ours any more."""
         while True:
             try:
                 async with self._writing:
-                    lost = await self._leases.commit(by_chunk, again=again)
-                break
+                    return await self._leases.commit(by_chunk)
             except Unavailable as error:
                 if self._stopping:
                     raise
                 log.warning("results of batches wait", reason=error.message)
-                again = True
                 await asyncio.sleep(_RETRY_S)
-        self._runner.kept(len(outcomes))
-        for key in lost:
-            self._drop(key)
-        for key, results in by_chunk.items():
-            self._done(key, {result.line for result in results})
 
     def _done(self, key: ChunkKey, lines: set[int]) -> None:
         """``lines`` of a chunk are kept; with the last of them it is over."""
@@ -212,17 +229,17 @@ class Executor:
             return
         chunk.left -= lines
         if not chunk.left:
-            del self._chunks[key]
+            self._drop(key)
             self._work.set()  # it may have been the last of the batch
 
     async def _end_chunk(self, key: ChunkKey) -> None:
         async with self._writing:
-            await self._leases.commit({key: []}, again=False)
-        self._chunks.pop(key, None)
+            await self._leases.commit({key: []})
+        self._drop(key)
         self._work.set()
 
     def _drop(self, key: ChunkKey) -> None:
-        """A chunk is not ours any more, or nobody wants it."""
+        """A chunk is done, or not ours any more, or nobody wants it."""
         if (chunk := self._chunks.pop(key, None)) is not None:
             chunk.drop()
 

@@ -18,6 +18,7 @@ from services.gateway.batch.tables import StoredFile
 from services.gateway.batch.upload import Form, receive_form
 from services.gateway.http import read_caller
 from services.gateway.openai.errors import response
+from services.gateway.openai.parse import ignored_names
 
 MAX_PAGE = 10_000
 EXPIRES_S = (3600, 30 * 24 * 3600)  # what OpenAI takes
@@ -56,7 +57,8 @@ async def upload_file(request: Request) -> Response:
     except AlreadyExists:  # by an earlier try
         await _forget(place, record)
         kept = await place.files.get(done.id, caller.owner)
-    return response(200, file_object(kept))
+    unknown = [name for name in form.fields if name not in UPLOAD_SCHEMA["properties"]]
+    return response(200, file_object(kept), ignored_names(unknown))
 
 
 async def _forget(place: Opened, record: StoredFile) -> None:
@@ -130,13 +132,19 @@ def _described(form: Form, size: int, key_name: str) -> StoredFile:
             field="purpose",
             reason="INVALID_VALUE",
         )
-    expires_after = None
-    if (seconds := fields.get("expires_after[seconds]")) is not None:
+    expires_after, seconds = None, fields.get("expires_after[seconds]")
+    if seconds is not None:
         expires_after = whole_number("expires_after[seconds]", seconds, *EXPIRES_S)
     if (anchor := fields.get("expires_after[anchor]", "created_at")) != "created_at":
         raise InvalidRequest(
             f"invalid value for 'expires_after[anchor]': expected created_at (got {anchor[:64]!r})",
             field="expires_after[anchor]",
             reason="INVALID_VALUE",
+        )
+    if seconds is None and "expires_after[anchor]" in fields:
+        raise InvalidRequest(
+            "missing required parameter: 'expires_after[seconds]', which expires_after[anchor] needs",
+            field="expires_after[seconds]",
+            reason="MISSING_PARAMETER",
         )
     return new_file(form.filename, purpose, blob="", size=size, expires_after=expires_after, key_name=key_name)

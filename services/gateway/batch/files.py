@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.store import Store
-from services.gateway.batch.tables import ACTIVE, PROCESSED, UPLOADING, StoredBatch, StoredFile
+from services.gateway.batch.tables import ACTIVE, DELETED, PROCESSED, UPLOADING, StoredBatch, StoredFile
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 # What a client may upload. Only batches are worked on; the rest is kept for those who ask for it.
@@ -17,6 +17,7 @@ PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 # As OpenAI keeps what batches read and write, unless told otherwise.
 BATCH_FILES_EXPIRE_S = 30 * 24 * 3600
 _UPLOAD_MAY_TAKE_S = 24 * 3600
+_DELETED_KEPT_S = 3600  # a deleted file's place in lists, for who turns pages
 
 
 def new_file(
@@ -60,6 +61,8 @@ class Files:
         values = {name: getattr(done, name) for name in names}
         try:
             async with self._store.writing() as session:
+                gone = StoredFile.id == done.id, StoredFile.status == DELETED  # which an earlier try had made
+                await session.execute(delete(StoredFile).where(*gone))
                 await session.execute(
                     update(StoredFile).where(StoredFile.id == record.id).values(**values, status=PROCESSED)
                 )
@@ -75,7 +78,8 @@ class Files:
     async def page(
         self, *, key_name: str, after: str | None, limit: int, order: str, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool]:
-        """At most ``limit`` files of a key behind ``after``, and whether there are more. ``order``: asc or desc."""
+        """At most ``limit`` files of a key behind ``after``, which may have been deleted since, and whether there are
+        more. ``order``: asc or desc."""
         query = select(StoredFile).where(_visible(), StoredFile.key_name == key_name)
         if purpose is not None:
             query = query.where(StoredFile.purpose == purpose)
@@ -100,7 +104,7 @@ class Files:
                     f"the file {file_id} is the input of {reader}, which still runs; cancel that first, or wait",
                     reason="FILE_IN_USE",
                 )
-            await session.delete(file)
+            file.status, file.expires_at = DELETED, now() + _DELETED_KEPT_S
         return file.blob
 
     async def discard(self, record: StoredFile) -> None:
@@ -123,15 +127,21 @@ class Files:
 
 
 async def find_file(
-    session: AsyncSession, file_id: str, key_name: str, *, locked: bool = False, shared: bool = False
+    session: AsyncSession,
+    file_id: str,
+    key_name: str,
+    *,
+    field: str = "file_id",
+    locked: bool = False,
+    shared: bool = False,
 ) -> StoredFile:
     """In a transaction of the caller, until whose end it may be ``locked``: ``shared`` with others, but nobody deletes
-    it. Raises ``NotFound``."""
+    it. Raises ``NotFound``, which names the ``field`` that the client sent."""
     own = StoredFile.id == file_id, StoredFile.key_name == key_name
     query = select(StoredFile).where(*own, _visible())
     file = await session.scalar(query.with_for_update(read=shared) if locked else query)
     if file is None:
-        raise NotFound(f"there is no file {file_id[:100]!r}", field="file_id", reason="FILE_NOT_FOUND")
+        raise NotFound(f"there is no file {file_id[:100]!r}", field=field, reason="FILE_NOT_FOUND")
     return file
 
 

@@ -3,12 +3,13 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from services.common.batch_line import parse_line
 from services.common.errors import Internal
 from services.gateway.batch.batches import Counts
 from services.gateway.batch.blobs import Blobs, BlobWriter
 from services.gateway.batch.files import BATCH_OUTPUT, new_file
 from services.gateway.batch.leases import Leases
-from services.gateway.batch.lines import parse_line, read_lines
+from services.gateway.batch.lines import read_lines
 from services.gateway.batch.requests import error_line
 from services.gateway.batch.tables import CANCELLED, EXPIRED, StoredBatch, StoredFile
 

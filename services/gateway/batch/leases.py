@@ -5,17 +5,17 @@ the former owner still writes names him as the owner, and has no effect: no resu
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, insert, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.gateway.batch.batches import COUNTS, Counts, counts_of
 from services.gateway.batch.ids import now
-from services.gateway.batch.store import Store, rows_changed
+from services.gateway.batch.store import Store
 from services.gateway.batch.tables import (
     ACTIVE,
     CANCELLED,
@@ -34,6 +34,7 @@ from services.gateway.batch.tables import (
 
 LEASE_S = 10.0
 HEARTBEAT_S = 3.0
+_ORPHANED_S = 60  # after it should have ended, a batch is every pool's to finish
 _PURGED_AT_ONCE = 500  # results, or chunks
 
 ChunkKey = tuple[int, int]  # batch_seq, number of a chunk
@@ -65,10 +66,12 @@ class Outcome(NamedTuple):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Leases:
-    """Those of one process, which calls itself ``owner``, on the batches of ``pool``."""
+    """Those of one process, which calls itself ``owner``, on the batches of ``pool``, and to finish those that nobody
+    else does."""
 
     def __init__(self, store: Store, *, owner: str, pool: str) -> None:
         self._store = store
@@ -98,10 +101,12 @@ class Leases:
         return None
 
     async def _candidates(self, session: AsyncSession) -> list[int]:
-        """Without locks: what seems to need work."""
-        query = select(StoredBatch).where(
-            StoredBatch.status.in_(ACTIVE), StoredBatch.pool == self._pool, StoredBatch.lease_until <= time.time()
-        )
+        """Without locks: what seems to need work. Whatever its model, any gateway can write what there is of a batch
+        that its own pool, if there is still one, leaves alone."""
+        late = now() - _ORPHANED_S
+        times = (StoredBatch.expires_at, StoredBatch.cancelling_at, StoredBatch.finalizing_at)
+        ours = or_(StoredBatch.pool == self._pool, *(at <= late for at in times))
+        query = select(StoredBatch).where(StoredBatch.status.in_(ACTIVE), ours, StoredBatch.lease_until <= time.time())
         batches = (await session.scalars(query.order_by(StoredBatch.seq))).all()
         return [batch.seq for batch in batches if await _work_to_do(session, batch) is not None]
 
@@ -203,11 +208,10 @@ class Leases:
 
     # Chunks.
 
-    async def runnable(self, without: Collection[str] = ()) -> list[int]:
-        """Batches with lines that nobody runs, the oldest first; not those of the keys ``without``."""
-        free = select(Chunk.number).where(
-            Chunk.batch_seq == StoredBatch.seq, Chunk.done.is_(False), Chunk.lease_until <= time.time()
-        )
+    async def runnable(self, without: Collection[str] = (), held: Collection[ChunkKey] = ()) -> list[int]:
+        """Batches with lines that nobody runs, the oldest first; not those of the keys ``without``. ``held``: as in
+        ``lease_chunk``."""
+        free = select(Chunk.number).where(Chunk.batch_seq == StoredBatch.seq, _free(held))
         query = select(StoredBatch.seq).where(
             StoredBatch.status == IN_PROGRESS,
             StoredBatch.pool == self._pool,
@@ -218,8 +222,9 @@ class Leases:
         async with self._store.reading() as session:
             return list(await session.scalars(query.order_by(StoredBatch.seq)))
 
-    async def lease_chunk(self, batch_seq: int) -> ChunkLease | None:
-        """The first that nobody has; None if there is none (any more)."""
+    async def lease_chunk(self, batch_seq: int, held: Collection[ChunkKey] = ()) -> ChunkLease | None:
+        """The first that nobody has; None if there is none (any more). ``held``: chunks that we run, and that are ours
+        until somebody else takes them, however old their leases are."""
         async with self._store.writing() as session:
             # Shared with others who lease; whoever ends the batch waits for us, or we see that it has ended.
             batch = await session.scalar(
@@ -231,7 +236,7 @@ class Leases:
                 return None
             chunk = await session.scalar(
                 select(Chunk)
-                .where(Chunk.batch_seq == batch_seq, Chunk.done.is_(False), Chunk.lease_until <= time.time())
+                .where(Chunk.batch_seq == batch_seq, _free(held))
                 .order_by(Chunk.number)
                 .limit(1)
                 .with_for_update(skip_locked=True)
@@ -244,40 +249,27 @@ class Leases:
                 lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
             return ChunkLease(batch, chunk.number, lines)
 
-    async def commit(self, outcomes: dict[ChunkKey, list[Outcome]], *, again: bool) -> set[ChunkKey]:
+    async def commit(self, outcomes: Mapping[ChunkKey, Sequence[Outcome]]) -> set[ChunkKey]:
         """Keep the outcomes of lines of some chunks, by chunk; returns the chunks that are not ours any more, of which
-        nothing was kept. ``again``: an earlier call failed, and may yet have had its effect."""
+        nothing was kept. What a line has stays: an earlier call may have had its effect though it failed, and who
+        leases a chunk again may still hear of the lines that he ran before."""
         lost = set()
         async with self._store.writing() as session:
             for key in sorted(outcomes):  # everybody locks in this order
-                of_chunk = outcomes[key]
-                if again:
-                    known = set(await _lines_done(session, key[0], [outcome.line for outcome in of_chunk]))
-                    of_chunk = [outcome for outcome in of_chunk if outcome.line not in known]
-                if not await self._count(session, key, of_chunk):
+                at_key = (Chunk.batch_seq == key[0], Chunk.number == key[1])
+                mine = (Chunk.owner == self._owner, Chunk.done.is_(False))
+                chunk = await session.scalar(select(Chunk).where(*at_key, *mine).with_for_update())
+                if chunk is None:
                     lost.add(key)
-                elif of_chunk:
-                    rows = [{"batch_seq": key[0], "line": o.line, "ok": o.ok, "body": o.body} for o in of_chunk]
+                    continue
+                by_line = {outcome.line: outcome for outcome in outcomes[key]}
+                for line in await _lines_done(session, key[0], [*by_line]):
+                    del by_line[line]
+                if by_line:
+                    rows = [{"batch_seq": key[0], "line": o.line, "ok": o.ok, "body": o.body} for o in by_line.values()]
                     await session.execute(insert(LineResult), rows)
+                _count(chunk, by_line.values())
         return lost
-
-    async def _count(self, session: AsyncSession, key: ChunkKey, outcomes: list[Outcome]) -> bool:
-        """Add ``outcomes`` to the chunk's counts, which ends it with its last line; False if it is not ours."""
-        at_key = (Chunk.batch_seq == key[0], Chunk.number == key[1])
-        ok = sum(outcome.ok for outcome in outcomes)
-        values = {
-            "lease_until": time.time() + LEASE_S,
-            "completed": Chunk.completed + ok,
-            "failed": Chunk.failed + len(outcomes) - ok,
-        }
-        for name in COUNTS[2:]:
-            values[name] = getattr(Chunk, name) + sum(getattr(outcome, name) for outcome in outcomes)
-        mine = update(Chunk).where(*at_key, Chunk.owner == self._owner, Chunk.done.is_(False))
-        if await rows_changed(session, mine.values(**values)) == 0:
-            return False
-        ended = update(Chunk).where(*at_key, Chunk.count == Chunk.completed + Chunk.failed)
-        await session.execute(ended.values(done=True, done_at=time.time(), owner=None, lease_until=0.0))
-        return True
 
     async def beat(
         self, batches: Sequence[StoredBatch], chunks: Collection[ChunkKey]
@@ -340,6 +332,24 @@ async def _work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, An
 def _held(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
     """An attempt's own lease: the same owner may have lost it and taken it again."""
     return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
+
+
+def _free(held: Collection[ChunkKey]) -> ColumnElement[bool]:
+    """Of chunks: to be leased by who runs ``held``."""
+    free = Chunk.done.is_(False) & (Chunk.lease_until <= time.time())
+    return free & tuple_(Chunk.batch_seq, Chunk.number).not_in([*held])
+
+
+def _count(chunk: Chunk, outcomes: Collection[Outcome]) -> None:
+    """Add ``outcomes`` to the counts of a chunk of ours, which ends it with its last line."""
+    ok = sum(outcome.ok for outcome in outcomes)
+    chunk.lease_until = time.time() + LEASE_S
+    chunk.completed += ok
+    chunk.failed += len(outcomes) - ok
+    for name in COUNTS[2:]:
+        setattr(chunk, name, getattr(chunk, name) + sum(getattr(outcome, name) for outcome in outcomes))
+    if chunk.completed + chunk.failed == chunk.count:
+        chunk.done, chunk.done_at, chunk.owner, chunk.lease_until = True, time.time(), None, 0.0
 
 
 async def _lines_done(session: AsyncSession, batch_seq: int, lines: list[int]) -> list[int]:

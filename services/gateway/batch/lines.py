@@ -1,19 +1,17 @@
 """The lines of an input file: read a block at a time, checked, and given a place among their like."""
 
-import hashlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
 
+from services.common.batch_line import UsedIds, WrongLine, read_request
 from services.gateway.batch.blobs import Blobs
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100  # that a batch tells
-MAX_ID_CHARACTERS = 512
 _KEY_BYTES = 1024  # of a prompt's beginning
-_BOM = b"\xef\xbb\xbf"
 
 
 class RawLine(NamedTuple):
@@ -58,19 +56,6 @@ def _numbered(texts: list[bytes], number: int, offset: int) -> tuple[list[RawLin
     return found, number, offset
 
 
-def parse_line(text: bytes) -> Any:
-    """Its JSON. Raises ``orjson.JSONDecodeError``."""
-    return orjson.loads(text.removeprefix(_BOM))
-
-
-class _Wrong(NamedTuple):
-    """What is wrong with a line, and with which of its parameters."""
-
-    code: str
-    message: str
-    param: str | None = None
-
-
 @dataclass
 class LineChecker:
     """What a batch file must fulfil as a whole: each line a request to ``endpoint``, with a name of its own.
@@ -82,7 +67,7 @@ class LineChecker:
     total: int = 0
     model: str | None = None  # of the first line
     errors: list[dict[str, Any]] = field(default_factory=list)
-    _seen: set[bytes] = field(default_factory=set)  # digests of custom_ids
+    _used: UsedIds = field(default_factory=UsedIds)
 
     def check(self, line: RawLine) -> bytes | None:
         """The line's sort key; None if something is wrong with it, which is in ``errors`` then."""
@@ -91,46 +76,22 @@ class LineChecker:
             if self.total == MAX_LINES + 1:
                 self.fail("too_many_requests", f"the file has more than {MAX_LINES} lines; split it", line.number)
             return None
-        found = self._read(line.text)
-        if isinstance(found, _Wrong):
-            self.fail(found.code, found.message, line.number, found.param)
-            return None
-        return found
-
-    def _read(self, text: bytes) -> "bytes | _Wrong":
         try:
-            request = parse_line(text)
-        except orjson.JSONDecodeError as error:
-            return _Wrong("invalid_json_line", f"this line is not valid JSON: {error}")
-        if not isinstance(request, dict):
-            return _Wrong("invalid_json_line", "this line is not a JSON object")
-        for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
-            if request.get(name) is None:
-                return _Wrong("missing_required_parameter", f"missing required parameter: {name!r}", name)
-            if not isinstance(request[name], kind):
-                expected = "a string" if kind is str else "a JSON object"
-                return _Wrong("invalid_value", f"{name} must be {expected}", name)
-        return self._check_request(request)
+            return self._read(line.text)
+        except WrongLine as error:
+            self.fail(error.code, str(error), line.number, error.param)
+            return None
 
-    def _check_request(self, request: dict[str, Any]) -> "bytes | _Wrong":
-        custom_id, method, url = request["custom_id"], request["method"], request["url"]
-        if not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
-            return _Wrong("invalid_value", f"custom_id must have 1 to {MAX_ID_CHARACTERS} characters", "custom_id")
-        if method != "POST":
-            return _Wrong("invalid_method", f"method must be POST (got {method[:64]!r})", "method")
+    def _read(self, text: bytes) -> bytes:
+        request = read_request(text)
+        url, body = request["url"], request["body"]
         if url != self.endpoint:
-            return _Wrong(
+            raise WrongLine(
                 "mismatched_url", f"url must be the batch's endpoint, {self.endpoint} (got {url[:64]!r})", "url"
             )
-        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-        if digest in self._seen:
-            return _Wrong(
-                "duplicate_custom_id", f"the custom_id {custom_id[:64]!r} is used by an earlier line", "custom_id"
-            )
-        self._seen.add(digest)
-        body = request["body"]
+        self._used.add(request["custom_id"])
         if self.total == 1 and isinstance(body.get("model"), str):
-            self.model = body["model"][:512]
+            self.model = body["model"][:512].replace("\0", "")  # PostgreSQL takes none
         return sort_key(body)
 
     def fail(self, code: str, message: str, line: int | None, param: str | None = None) -> None:

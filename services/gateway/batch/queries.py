@@ -18,7 +18,14 @@ class Query:
 
     def text(self, name: str) -> str | None:
         """None when it is left out, or empty."""
-        return self._values.get(name) or None
+        value = self._values.get(name) or None
+        if value is not None and "\0" in value:  # PostgreSQL takes none
+            raise InvalidRequest(
+                f"invalid value for {name!r}: it has a NUL character; leave that out",
+                field=name,
+                reason="INVALID_VALUE",
+            )
+        return value
 
     def number(self, name: str, default: int, least: int, most: int) -> int:
         """A whole number from ``least`` to ``most``."""

@@ -12,16 +12,17 @@ import orjson
 import structlog
 from fastapi import Request, Response
 
+from services.common.batch_line import parse_line
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
 from services.gateway.access.lines import Line
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Outcome
-from services.gateway.batch.lines import parse_line
 from services.gateway.batch.slots import Slot
 from services.gateway.batch.tables import StoredBatch
 from services.gateway.http import CALLER, Caller, name_request
 from services.gateway.openai.errors import to_response
 from services.gateway.openai.json_value import write_again
+from services.gateway.openai.parse import IGNORED_HEADER
 
 log = structlog.get_logger(__name__)
 
@@ -61,8 +62,8 @@ class Requests:
             priority = body.get("priority")
             if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
                 body["priority"] = LOW_PRIORITY
-            if batch.endpoint == _RESPONSES:
-                body.setdefault("store", False)  # the batch keeps it
+            if batch.endpoint == _RESPONSES and (body.get("store") is None or body["store"] is True):
+                body["store"] = False  # the batch keeps it
             isolated = self._gateway.guard.isolates
             caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)
             try:
@@ -155,11 +156,12 @@ def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
             "status_code": response.status_code,
             "request_id": response.headers.get("x-request-id") or _request_id(),
             "body": orjson.Fragment(response.body),
+            **_ignored(response),
         },
         "error": None,
     }
     ok = response.status_code == 200
-    usage = _usage(bytes(response.body)) if ok else (0, 0, 0)
+    usage = _usage(bytes(response.body)) if ok else (0, 0, 0, 0)
     return Outcome(number, ok, _one_line(line), *usage)
 
 
@@ -172,6 +174,11 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
         "error": {"code": code, "message": message},
     }
     return _one_line(line)
+
+
+def _ignored(response: Response) -> dict[str, list[str]]:
+    names = response.headers.get(IGNORED_HEADER)
+    return {"ignored_params": names.split(",")} if names else {}
 
 
 def _request_id() -> str:
@@ -188,9 +195,11 @@ def _one_line(document: dict[str, Any]) -> bytes:
     return text + b"\n"
 
 
-def _usage(body: bytes) -> tuple[int, int, int]:
-    """Prompt, cached and completion tokens, whatever the endpoint calls them."""
+def _usage(body: bytes) -> tuple[int, int, int, int]:
+    """Prompt, cached, completion and reasoning tokens, whatever the endpoint calls them."""
     usage = orjson.loads(body).get("usage") or {}
     prompt = usage.get("prompt_tokens", usage.get("input_tokens")) or 0
-    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
-    return prompt, details.get("cached_tokens") or 0, usage.get("completion_tokens", usage.get("output_tokens")) or 0
+    completion = usage.get("completion_tokens", usage.get("output_tokens")) or 0
+    of_prompt = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
+    of_completion = usage.get("completion_tokens_details", usage.get("output_tokens_details")) or {}
+    return prompt, of_prompt.get("cached_tokens") or 0, completion, of_completion.get("reasoning_tokens") or 0

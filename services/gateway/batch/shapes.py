@@ -62,7 +62,7 @@ def batch_object(shown: Shown) -> dict[str, Any]:
             "input_tokens": counts.prompt_tokens,
             "input_tokens_details": {"cached_tokens": counts.cached_tokens},
             "output_tokens": counts.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
             "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         },
         "metadata": batch.labels,

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from sqlalchemy import Connection, CursorResult, UpdateBase, event, insert, inspect, select, text, update
+from sqlalchemy import Connection, CursorResult, Table, UpdateBase, event, insert, inspect, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -20,10 +20,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
-from services.gateway.batch.tables import Base, SchemaVersion, StoredBatch, StoredFile, StoredResponse, StoredTry
+from services.gateway.batch.tables import Base, Chunk, SchemaVersion, StoredBatch, StoredFile, StoredResponse, StoredTry
 
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 _LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
+# By driver, seconds: to connect, and for one statement. Whoever waits may then wait as long again for the connection to
+# be given up.
+_PATIENCE = {"asyncpg": {"timeout": 10, "command_timeout": 30}}
 _STATEMENTS = 32  # kept prepared by each connection: those of lists are as many as lists are long, 10 KB each
 # SQL states of what may go well the next time: lost connections, deadlocks, a full or stopping server.
 _PASSING = ("08", "40", "53", "57")
@@ -41,15 +44,25 @@ def _version_2(connection: Connection) -> None:
 def _version_3(connection: Connection) -> None:
     StoredTry.__table__.create(connection, checkfirst=True)
     for table in (StoredFile.__table__, StoredResponse.__table__, StoredBatch.__table__):
-        if "key_name" not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
-            kind = table.c.key_name.type.compile(connection.dialect)
-            connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN key_name {kind} DEFAULT '' NOT NULL"))
+        _add_column(connection, table, "key_name", "''")
         for index in table.indexes:
             index.create(connection, checkfirst=True)
 
 
+def _version_4(connection: Connection) -> None:
+    for table in (StoredBatch.__table__, Chunk.__table__):
+        _add_column(connection, table, "reasoning_tokens", "0")
+
+
+def _add_column(connection: Connection, table: Table, name: str, default: str) -> None:
+    """Unless it is there: a store that is new has all of them."""
+    if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
+        kind = table.c[name].type.compile(connection.dialect)
+        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind} DEFAULT {default} NOT NULL"))
+
+
 # Each brings the schema from the version before to its own; the n-th makes version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3, _version_4)
 
 
 class Store:
@@ -104,7 +117,9 @@ def _make_engine(url: str) -> AsyncEngine:
         parsed = make_url(url)
         parsed = parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
         if parsed.get_backend_name() != "sqlite":
-            return create_async_engine(parsed, pool_pre_ping=True)
+            return create_async_engine(
+                parsed, pool_pre_ping=True, connect_args=_PATIENCE.get(parsed.get_driver_name(), {})
+            )
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         arguments = {"timeout": _LOCK_WAIT_S, "cached_statements": _STATEMENTS}
@@ -161,7 +176,7 @@ async def _translated() -> AsyncIterator[None]:
     try:
         yield
     except (PoolTimeout, OSError, sqlite3.OperationalError) as error:
-        raise Unavailable(f"the store does not answer: {error}") from error
+        raise Unavailable(f"the store does not answer: {str(error) or 'it takes too long'}") from error
     except DBAPIError as error:
         again = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
         if again or error.connection_invalidated or isinstance(error, (InterfaceError, OperationalError)):

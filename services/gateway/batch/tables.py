@@ -9,7 +9,8 @@ Bytes = LargeBinary(2**31 - 1)
 # SQLite counts up by itself in a column of this very type only.
 Serial = BigInteger().with_variant(Integer, "sqlite")
 
-UPLOADING, PROCESSED = "uploading", "processed"  # of files; nobody is shown the first
+# Of files; nobody is shown the others.
+UPLOADING, PROCESSED, DELETED = "uploading", "processed", "deleted"
 
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
@@ -35,6 +36,11 @@ class SchemaVersion(Base):
 def _key_name() -> Mapped[str]:
     """Of the API key that made it, to whose callers alone it is there; empty where keys are not asked for."""
     return mapped_column(String(64), default="", server_default="")
+
+
+def _reasoning_tokens() -> Mapped[int]:
+    """Of the completion tokens; what gateways of an older version add to does not count them."""
+    return mapped_column(BigInteger, default=0, server_default="0")
 
 
 class StoredFile(Base):
@@ -121,6 +127,7 @@ class StoredBatch(Base):
     prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    reasoning_tokens: Mapped[int] = _reasoning_tokens()
 
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float] = mapped_column(Double, default=0.0)
@@ -151,6 +158,7 @@ class Chunk(Base):
     prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    reasoning_tokens: Mapped[int] = _reasoning_tokens()
 
     __table_args__ = (
         Index("toka_chunks_open", "batch_seq", "done", "number"),

@@ -1,6 +1,7 @@
 """``POST /v1/chat/completions/batch``: many conversations in one request, answered together when all are done."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -10,9 +11,10 @@ from fastapi import Request, Response
 from services.common.errors import Internal, InvalidRequest, TokaError
 from services.gateway.batch.requests import Requests
 from services.gateway.http import Caller, read_body, read_caller, while_connected
-from services.gateway.openai.errors import to_body
+from services.gateway.openai.errors import to_response
 from services.gateway.openai.jobs import seed_of
 from services.gateway.openai.json_value import write_again
+from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored
 
 log = structlog.get_logger(__name__)
 
@@ -33,17 +35,24 @@ async def create_chat_completions(request: Request) -> Response:
     caller = read_caller(request, raw)
     slots = asyncio.Semaphore(gateway.config.batch_concurrency)
 
-    async def answer(number: int, body: Any) -> bytes:
+    async def answer(number: int, body: Any) -> Response:
         async with slots:
             return await _answer(requests, number, body, _seeded(caller, number))
 
-    async def all_of_them() -> list[bytes]:
+    async def all_of_them() -> list[Response]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer(number, body)) for number, body in enumerate(bodies)]
         return [task.result() for task in tasks]
 
     answers = await while_connected(request.receive, all_of_them())
-    return Response(b"[" + b",".join(answers) + b"]", media_type="application/json")
+    told = b"[" + b",".join(bytes(each.body) for each in answers) + b"]"
+    return Response(told, headers=_ignored_header(answers), media_type="application/json")
+
+
+def _ignored_header(answers: Sequence[Response]) -> dict[str, str]:
+    """What the answers' headers say was ignored, each name behind its answer's place."""
+    given = enumerate(answer.headers.get(IGNORED_HEADER, "") for answer in answers)
+    return listed_as_ignored([f"[{number}].{name}" for number, names in given if names for name in names.split(",")])
 
 
 def _seeded(caller: Caller, number: int) -> Caller:
@@ -66,14 +75,14 @@ def _read_list(raw: bytes, most: int) -> list[Any]:
     return bodies
 
 
-async def _answer(requests: Requests, number: int, body: Any, caller: Caller) -> bytes:
-    """JSON: a chat completion, or an error."""
+async def _answer(requests: Requests, number: int, body: Any, caller: Caller) -> Response:
+    """A chat completion, or an error."""
     try:
         if isinstance(body, dict) and body.get("stream"):
             raise InvalidRequest(f"[{number}]: stream: not in a list; leave it out", field="stream")
-        return bytes((await requests.ask(CHAT, write_again(body), caller)).body)
+        return await requests.ask(CHAT, write_again(body), caller)
     except TokaError as error:
-        return orjson.dumps(to_body(error))
+        return to_response(error)
     except Exception:
         log.exception("a request of a list failed")
-        return orjson.dumps(to_body(Internal("internal error; the server's log has the details")))
+        return to_response(Internal("internal error; the server's log has the details"))

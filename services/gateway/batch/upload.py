@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 MAX_FILE_BYTES = 512 * 1024 * 1024
+_MAX_REST_BYTES = 1024 * 1024  # of a form, beside the file's content
 _MAX_FIELD_BYTES = 64 * 1024
 _MAX_FIELDS = 100
 _MAX_HEADER_BYTES = 16 * 1024
@@ -35,20 +36,21 @@ class Form:
 
 
 async def receive_form(request: Request, writer: BlobWriter, digest: Digest | None = None) -> Form:
-    """Read ``request`` to its end; the content of its ``file`` goes to ``writer``, and into ``digest``.
+    """Read ``request`` to its last boundary; the content of its ``file`` goes to ``writer``, and into ``digest``.
 
     Raises ``InvalidRequest``, ``PayloadTooLarge``, or ``ClientDisconnect``. The caller closes the writer.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise InvalidRequest("expected multipart/form-data with a file and a purpose", reason="INVALID_FORM")
-    if int(request.headers.get("content-length", 0)) > MAX_FILE_BYTES + 1024 * 1024:
+    if int(request.headers.get("content-length", 0)) > MAX_FILE_BYTES + _MAX_REST_BYTES:
         raise _too_large()
-    reader = _Reader()
+    reader, received = _Reader(), 0
     try:
         parser = MultipartParser(options[b"boundary"], reader.callbacks)
         async for data in request.stream():
             if data:
+                received += len(data)
                 parser.write(data)
                 for part in reader.take():
                     await writer.write(part)
@@ -56,6 +58,13 @@ async def receive_form(request: Request, writer: BlobWriter, digest: Digest | No
                         digest.update(part)
                 if writer.bytes > MAX_FILE_BYTES:
                     raise _too_large()
+                if reader.ended:
+                    break
+                if received - writer.bytes > _MAX_REST_BYTES:
+                    raise InvalidRequest(
+                        f"the form has more than {_MAX_REST_BYTES} bytes beside the file; leave them out",
+                        reason="INVALID_FORM",
+                    )
     except MultipartParseError as error:
         raise InvalidRequest(f"the form cannot be read: {error}", reason="INVALID_FORM") from None
     if not reader.ended:
@@ -116,6 +125,12 @@ class _Reader:
             raise InvalidRequest("the form has two files; send one at a time", field="file", reason="INVALID_FORM")
         self._name = None
         filename = options.get(b"filename", b"").decode(errors="replace").replace("%22", '"')  # as HTML 5 quotes
+        if "\0" in filename:  # PostgreSQL takes none
+            raise InvalidRequest(
+                "invalid value for 'file': its filename has a NUL character; leave that out",
+                field="file",
+                reason="INVALID_VALUE",
+            )
         self.form.filename = filename[:1024] or "upload"
 
     def _on_data(self, data: bytes) -> None:

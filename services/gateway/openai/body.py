@@ -1,8 +1,26 @@
 """What all that a client sends has in common."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("no id has a NUL character; send the id as you got it")
+    return value
+
+
+# Of a thing in the store, as a client says it. No id has a NUL character, and PostgreSQL does not even look for one.
+Id = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+
+
+class Elsewhere(NamedTuple):
+    """A parameter of another endpoint, which whoever sends it here counts on."""
+
+    instead: str = ""  # what stands for it here
+    neutrals: tuple[Any, ...] = ()  # with these values it changes nothing
 
 
 class Body(BaseModel):
@@ -11,3 +29,4 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     nested: ClassVar[tuple[str, ...]] = ()  # fields whose unknown parameters are told, too
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = {}

@@ -49,7 +49,7 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
     if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
         del document["best_of"]  # the best n of n
-    refuse_unsupported(document, kind.model_fields)
+    refuse_unsupported(document, kind)
     try:
         return kind.model_validate(document)
     except ValidationError as error:
@@ -60,15 +60,24 @@ def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
     """The header that lists what the client sent and this server does not know, and ``more``; empty when there is
     nothing."""
     unknown = [*more]
-    unknown += [name for name in body.model_extra or {} if name not in HARMLESS and name not in UNSUPPORTED]
+    known = (HARMLESS, UNSUPPORTED, body.elsewhere)
+    unknown += [name for name in body.model_extra or {} if not any(name in names for names in known)]
     for name in body.nested:
         value = getattr(body, name)
         for part in value if isinstance(value, list) else [value]:
             if part is not None:
                 unknown += [f"{name}.{extra}" for extra in part.model_extra or {}]
-    if not unknown:
-        return {}
-    return {IGNORED_HEADER: ",".join(quote(name[:64], safe="._-") for name in dict.fromkeys(unknown))[:_LONGEST_HEADER]}
+    return ignored_names(unknown)
+
+
+def ignored_names(unknown: Sequence[str]) -> dict[str, str]:
+    """The header that lists the parameters ``unknown`` to this server; empty when there are none."""
+    return listed_as_ignored([quote(name[:64], safe="._-") for name in unknown])
+
+
+def listed_as_ignored(names: Sequence[str]) -> dict[str, str]:
+    """The header that lists ``names``, which are all ASCII."""
+    return {IGNORED_HEADER: ",".join(dict.fromkeys(names))[:_LONGEST_HEADER]} if names else {}
 
 
 def _describe(error: ValidationError) -> InvalidRequest:

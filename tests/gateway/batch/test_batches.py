@@ -51,6 +51,17 @@ def test_a_batch_of_chats_whose_last_line_has_no_newline_and_others_are_empty(sd
     ChatCompletion.model_validate(results(sdk, done.output_file_id)[0]["response"]["body"])
 
 
+def test_tokens_of_thoughts_are_counted(qwen):
+    saying = [{"role": "user", "content": "<think>\nIs it cold?\n</think>\n\nIt is."}]
+    with qwen.sdk() as sdk:
+        name = sdk.models.list().data[0].id
+        lines = [line(f"{n}", CHAT, model=name, messages=saying, max_tokens=None) for n in range(2)]
+        done = ended(sdk, begin(sdk, lines, CHAT))
+        told = [result["response"]["body"]["usage"] for result in results(sdk, done.output_file_id)]
+    thoughts = [usage["completion_tokens_details"]["reasoning_tokens"] for usage in told]
+    assert done.usage.output_tokens_details.reasoning_tokens == sum(thoughts) > 0
+
+
 def test_a_bad_body_fails_alone(sdk):
     deep = line("deep", prompt=["PROMPT"]).replace('"PROMPT"', "[" * 300 + "]" * 300)
     lines = [line("good"), line("hot", temperature=-1), line("stream", stream=True), line("lost", model="other"), deep]
@@ -64,6 +75,12 @@ def test_a_bad_body_fails_alone(sdk):
         for line in failed
     ]
     assert said == [("hot", 400, "temperature"), ("stream", 400, "stream"), ("lost", 404, "model"), ("deep", 400, None)]
+
+
+def test_a_nul_in_the_first_model_fails_that_line_alone(sdk):
+    done = ended(sdk, begin(sdk, [line("bad", model="m\0"), line("good")]))
+    assert (done.status, done.model) == ("completed", "m")  # PostgreSQL keeps no NUL
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +113,7 @@ def test_an_empty_file_is_wrong(sdk):
     [
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": "file-\0"}, "input_file_id"),
         ({"metadata": {"k": "v" * 513}}, "metadata.k"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
     ],
@@ -107,9 +125,19 @@ def test_a_wrong_request_names_its_parameter(sdk, wrong, param):
     assert caught.value.param == param
 
 
+def test_parameters_that_nobody_knows_are_told(sdk):
+    request = {"input_file_id": upload(sdk, [line("a")]), "endpoint": COMPLETIONS, "completion_window": "24h"}
+    create = sdk.batches.with_raw_response.create
+    assert "x-toka-ignored-params" not in create(**request).headers
+    expires = {"anchor": "created_at", "seconds": 3600, "hours": 1}
+    told = create(**request, output_expires_after=expires, extra_body={"foo": 3})
+    assert told.headers["x-toka-ignored-params"] == "foo,output_expires_after.hours"
+
+
 def test_what_is_not_there_is_not_found(sdk):
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as caught:
         sdk.batches.create(input_file_id="file-none", endpoint=COMPLETIONS, completion_window="24h")
+    assert (caught.value.code, caught.value.param) == ("file_not_found", "input_file_id")
     for ask in (sdk.batches.retrieve, sdk.batches.cancel):
         with pytest.raises(openai.NotFoundError):
             ask("batch_none")
@@ -218,6 +246,17 @@ def test_many_conversations_in_one_request(deployment):
         answer["usage"]["completion_tokens"] if "usage" in answer else answer["error"]["param"] for answer in answers
     ]
     assert tokens == [1, 2, "max_tokens", 3, None, "stream"]
+
+
+def test_parameters_that_nobody_knows_are_told_of_lines_and_of_conversations_of_a_list(sdk, deployment):
+    done = ended(sdk, begin(sdk, [line("good"), line("odd", max_token=5, **{"größe": 1})]))
+    told = [result["response"].get("ignored_params") for result in results(sdk, done.output_file_id)]
+    assert told == [None, ["max_token", "gr%C3%B6%C3%9Fe"]]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    many = [body, body | {"max_token": 3}, {"messages": []}, body | {"mood": 1, "max_token": 3}]
+    answer = deployment.post("/v1/chat/completions/batch", many)
+    assert answer.headers["x-toka-ignored-params"] == "[1].max_token,[3].mood,[3].max_token"
+    assert "x-toka-ignored-params" not in deployment.post("/v1/chat/completions/batch", [body]).headers
 
 
 def test_a_conversation_of_a_list_that_is_nested_too_deeply_fails_alone(deployment):

@@ -5,8 +5,10 @@ import json
 import subprocess
 import sys
 
+import httpx
 import pytest
 
+from services.launcher.run_batch import wait_before_retry
 from tests.common.rpc.authority import Authority
 from tests.gateway.access.http_server import answer, serving
 from tests.gateway.batch.requests import CHAT, line
@@ -27,10 +29,13 @@ def run(tmp_path, deployment):
     return run
 
 
-def told(tmp_path) -> dict[str, int]:
-    """Status by custom_id of what is in the output."""
+def told(tmp_path) -> dict[str, int | str]:
+    """Status, or the code of what kept it from being sent, by custom_id of what is in the output."""
     results = [json.loads(text) for text in (tmp_path / "out.jsonl").read_bytes().splitlines()]
-    statuses = {result["custom_id"]: result["response"]["status_code"] for result in results}
+    statuses = {
+        result["custom_id"]: result["response"]["status_code"] if result["response"] else result["error"]["code"]
+        for result in results
+    }
     assert len(statuses) == len(results)
     return statuses
 
@@ -59,6 +64,68 @@ def test_lines_that_fail_are_told_and_may_be_tried_again(tmp_path, run):
     assert run(lines=lines[:2])[0] == 1
     assert run("retry_failed=T", lines=[line("good"), line("bad", temperature=1)])[0] == 0
     assert told(tmp_path) == {"good": 200, "bad": 200}
+
+
+def test_lines_that_are_no_requests_are_named_each_time_and_the_others_run(tmp_path, run):
+    numbered = line("x").replace('"x"', "5", 1)
+    listed = line("x").replace('"x"', '["a"]', 1)
+    lines = ["\ufeff" + line("a"), line("a", prompt=[30]), listed, numbered, "[1]", line("b")]
+    for _ in range(2):
+        status, stderr = run(lines=lines)
+        assert status == 1
+        assert "line 2 is no request: the custom_id 'a' is used by an earlier line" in stderr
+        assert "line 3 is no request: custom_id must be a string" in stderr
+        assert "line 4 is no request: custom_id must be a string" in stderr
+        assert "line 5 is no request: this line is not a JSON object" in stderr
+        assert "4 lines failed" in stderr
+        assert told(tmp_path) == {"a": 200, "b": 200}
+
+
+def test_a_line_that_cannot_be_sent_fails_alone(tmp_path, run):
+    deep = line("deep", prompt=["PROMPT"]).replace('"PROMPT"', "[" * 900 + "]" * 900)
+    bad_url = line("url").replace("/v1/completions", "/v1/\\u0001")
+    assert run(lines=[line("stream", stream=True), deep, bad_url, line("good", stream=False)])[0] == 1
+    expected = {"stream": "invalid_value", "deep": "invalid_value", "url": "no_answer", "good": 200}
+    assert told(tmp_path) == expected
+
+
+def test_results_with_a_name_that_no_line_can_have_do_not_end_it(tmp_path, run):
+    (tmp_path / "out.jsonl").write_text('{"custom_id": ["a"], "response": {"status_code": 200}}\n')
+    assert run(lines=[line("a")])[0] == 0
+    assert told(tmp_path) == {"a": 200}
+
+
+async def test_what_the_server_says_not_to_send_again_is_not(tmp_path):
+    asked = []
+
+    async def too_late(scope, receive, send) -> None:
+        asked.append(scope["path"])
+        headers = [(b"content-length", b"2"), (b"x-should-retry", b"false")]
+        await send({"type": "http.response.start", "status": 504, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    (tmp_path / "in.jsonl").write_text(line("a", timeout=0.001))
+    files = (str(tmp_path / name) for name in ("in.jsonl", "out.jsonl"))
+    async with serving(too_late) as server:
+        command = (sys.executable, "-m", "services.launcher.run_batch", *files, f"url=http://127.0.0.1:{server.port}")
+        assert await (await asyncio.create_subprocess_exec(*command, "retries=2")).wait() == 1
+    assert (asked, told(tmp_path)) == (["/v1/completions"], {"a": 504})
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "seconds"),
+    [
+        (429, {"retry-after": "7"}, 7),
+        (503, {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0),
+        (504, {}, 0),
+        (504, {"x-should-retry": "false", "retry-after": "7"}, None),
+        (500, {}, None),
+        (500, {"x-should-retry": "true"}, 0),
+        (200, {"x-should-retry": "true"}, None),
+    ],
+)
+def test_a_request_is_sent_again_when_the_server_says_so(status, headers, seconds):
+    assert wait_before_retry(httpx.Response(status, headers=headers)) == seconds
 
 
 @pytest.mark.parametrize("flag", ["dp_size=2", "modle=x"])

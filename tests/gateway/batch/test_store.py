@@ -13,6 +13,7 @@ from sqlalchemy import select, text, update
 
 from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, Unavailable
 from services.gateway.batch import files, leases
+from services.gateway.batch import store as store_module
 from services.gateway.batch.batches import Batches
 from services.gateway.batch.files import Files, new_file
 from services.gateway.batch.ids import new_id, now
@@ -58,6 +59,28 @@ async def test_a_store_that_does_not_answer_may_do_so_later(url):
     with pytest.raises(Unavailable) as caught:
         await Store.open(url)
     assert "secret" not in caught.value.message
+
+
+GREETING = b"R\0\0\0\x08\0\0\0\0" + b"S\0\0\0\x18server_version\x0015.0\0" + b"Z\0\0\0\x05I"
+
+
+@pytest.mark.parametrize("greeting", [b"", GREETING], ids=["at once", "at a query"])
+async def test_a_postgresql_that_hangs_does_not_hang_us(greeting, monkeypatch):
+    """It takes connections, and may let us in, but answers no query."""
+    assert store_module._PATIENCE["asyncpg"]
+    monkeypatch.setitem(store_module._PATIENCE, "asyncpg", {"timeout": 1, "command_timeout": 1})
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(greeting)
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unavailable, match="too long"):
+            await asyncio.wait_for(Store.open(f"postgresql://a:b@127.0.0.1:{port}/x?ssl=disable"), 30)
 
 
 def owner(store: Store, name: str) -> Leases:
@@ -114,25 +137,52 @@ async def test_who_takes_over_runs_only_the_lines_that_are_left_and_who_comes_la
     batch = await running_batch(store, chunks=1)
     dead, heir = owner(store, "dead"), owner(store, "heir")
     lease = await dead.lease_chunk(batch.seq)
-    assert await dead.commit({lease.key: outcomes(2)}, again=False) == set()
+    assert await dead.commit({lease.key: outcomes(2)}) == set()
     assert await heir.runnable() == []
     await pass_leases(store)
     assert await heir.runnable() == [batch.seq]
     taken = await heir.lease_chunk(batch.seq)
     assert taken.lines[:, 0].tolist() == [1, 3]
-    assert await dead.commit({lease.key: outcomes(1, 3, body=b"late")}, again=False) == {lease.key}
-    assert await heir.commit({lease.key: outcomes(1, 3)}, again=False) == set()
-    assert await dead.commit({lease.key: outcomes(1, 3, body=b"late")}, again=True) == {lease.key}
+    assert await dead.commit({lease.key: outcomes(1, 3, body=b"late")}) == {lease.key}
+    assert await heir.commit({lease.key: outcomes(1, 3)}) == set()
+    assert await dead.commit({lease.key: outcomes(1, 3, body=b"late")}) == {lease.key}
     assert await kept(store) == {1: b"x", 2: b"x", 3: b"x"}
     assert (await heir.claim_batch()).ending == "completed"
+
+
+async def test_what_a_gateway_runs_it_does_not_lease_again_though_its_lease_has_passed(store):
+    batch = await running_batch(store)
+    mine, other = owner(store, "mine"), owner(store, "other")
+    held = {(await mine.lease_chunk(batch.seq)).key for _ in range(2)}
+    await pass_leases(store)
+    assert await mine.runnable(held=held) == []
+    assert await mine.lease_chunk(batch.seq, held) is None
+    assert await mine.beat([], held) == ({batch.seq: "in_progress"}, held)
+    await pass_leases(store)
+    assert (await other.lease_chunk(batch.seq)).number == 0
+    left = held - {(batch.seq, 0)}
+    assert await mine.beat([], held) == ({batch.seq: "in_progress"}, left)
+    assert (await mine.lease_chunk(batch.seq, {(batch.seq, 0)})) is None
+
+
+async def test_a_line_that_ran_twice_under_one_owner_is_kept_once(store):
+    batch = await running_batch(store, chunks=1)
+    mine = owner(store, "mine")
+    lease = await mine.lease_chunk(batch.seq)
+    await mine.commit({lease.key: outcomes(1)})
+    twice = [*outcomes(1, 2, 2, 3, body=b"later")]
+    assert await mine.commit({lease.key: twice}) == set()
+    assert await kept(store) == {1: b"x", 2: b"later", 3: b"later"}
+    async with store.reading() as session:
+        assert (await session.execute(select(Chunk.completed, Chunk.done))).one() == (3, True)
 
 
 async def test_a_commit_whose_answer_was_lost_may_be_sent_again(store):
     batch = await running_batch(store, chunks=1)
     mine = owner(store, "mine")
     lease = await mine.lease_chunk(batch.seq)
-    await mine.commit({lease.key: outcomes(1)}, again=False)
-    assert await mine.commit({lease.key: outcomes(1, 2)}, again=True) == set()
+    await mine.commit({lease.key: outcomes(1)})
+    assert await mine.commit({lease.key: outcomes(1, 2)}) == set()
     async with store.reading() as session:
         assert await session.scalar(select(Chunk.completed)) == 2
 
@@ -141,7 +191,7 @@ async def test_of_two_who_finish_one_does(store):
     batch = await running_batch(store, chunks=1)
     a, b = owner(store, "a"), owner(store, "b")
     lease = await a.lease_chunk(batch.seq)
-    await a.commit({lease.key: outcomes(1, 2, 3)}, again=False)
+    await a.commit({lease.key: outcomes(1, 2, 3)})
     claimed = await a.claim_batch()
     assert await b.claim_batch() is None
     await pass_leases(store)
@@ -163,7 +213,7 @@ async def test_a_batch_that_another_finished_between_look_and_claim_stays_ended(
     batch = await running_batch(store, chunks=1)
     fast, slow = owner(store, "fast"), owner(store, "slow")
     lease = await fast.lease_chunk(batch.seq)
-    await fast.commit({lease.key: outcomes(1, 2, 3)}, again=False)
+    await fast.commit({lease.key: outcomes(1, 2, 3)})
     look = slow._candidates
 
     async def look_and_be_overtaken(session):
@@ -201,6 +251,27 @@ async def test_gateways_of_another_model_leave_a_batch_alone(store):
         await session.execute(update(StoredBatch).values(status="cancelling"))
     assert await other.claim_batch() is None
     assert (await owner(store, "mine").claim_batch()).seq == batch.seq
+
+
+@pytest.mark.parametrize(
+    ("changes", "ending"),
+    [
+        ({"expires_at": 1}, "expired"),
+        ({"status": "cancelling", "cancelling_at": 1}, "cancelled"),
+        ({"status": "finalizing", "finalizing_at": 1, "ending": "completed"}, "completed"),
+        ({"status": "validating", "expires_at": 1}, "expired"),
+    ],
+)
+async def test_a_batch_that_no_gateway_of_its_model_ends_is_ended_by_another(store, changes, ending):
+    batch = await running_batch(store)
+    async with store.writing() as session:
+        await session.execute(update(StoredBatch).values(**changes))
+    other = Leases(store, owner="other", pool="another")
+    claimed = await other.claim_batch()
+    assert claimed.seq == batch.seq
+    await other.finish(claimed, await other.close_chunks(claimed), None, None)
+    async with store.reading() as session:
+        assert await session.scalar(select(StoredBatch.status)) == ending
 
 
 async def test_a_heartbeat_keeps_what_is_held(store):
@@ -306,13 +377,17 @@ async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_i
             await session.execute(text(f"DROP INDEX {table}_key"))
         for table in ("toka_files", "toka_batches", "toka_responses"):
             await session.execute(text(f"ALTER TABLE {table} DROP COLUMN key_name"))
+        for table in ("toka_batches", "toka_chunks"):
+            await session.execute(text(f"ALTER TABLE {table} DROP COLUMN reasoning_tokens"))
         await session.execute(text("DROP TABLE toka_tries"))
         await session.execute(update(SchemaVersion).values(version=2))
     newer = await Store.open(store_url)
     try:
         async with newer.reading() as session:
             found = (await session.scalars(select(StoredBatch))).one()
-        assert (found.id, found.key_name) == (batch.id, "")
+            chunks = (await session.scalars(select(Chunk))).all()
+        assert (found.id, found.key_name, found.reasoning_tokens) == (batch.id, "", 0)
+        assert [chunk.reasoning_tokens for chunk in chunks] == [0, 0]
         assert await Tries(newer).name("", "k", "f")
     finally:
         await newer.close()
