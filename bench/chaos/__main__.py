@@ -7,7 +7,8 @@ Meanwhile services are killed, asked to end, stopped, and cut off from each othe
 request lost, duplicated, wrong or hanging. Recovery: from a fault until every stream that was open then has moved on.
 
 The story of each request that went wrong is kept with the logs. The last line is one JSON object; exit status 1 when
-anything was lost, duplicated, wrong, or hung, or when something still runs at the end.
+anything was lost, duplicated, wrong, or hung, when a service crashed, did not end when it was asked to, or broke the
+contract, when something still runs at the end, or when fewer faults struck than were asked for.
 """
 
 import asyncio
@@ -88,6 +89,7 @@ async def _rage(config: ChaosConfig, running: Cluster, links: list[Link], direct
         **tally.figures(),
         "failovers": failovers.total,
         "faults": storm.struck.total(),
+        "faults_asked": count,
         "faults_by_kind": dict(sorted(storm.struck.items())),
         "recovery": recoveries.figures(),
         "partitions": running.network.partitions,
@@ -97,8 +99,8 @@ async def _rage(config: ChaosConfig, running: Cluster, links: list[Link], direct
 
 
 def is_right(figures: dict[str, Any]) -> bool:
-    counts = ("lost", "duplicated", "wrong", "hangs", "left_running")
-    return not any(figures[name] for name in counts) and not figures["violations"]
+    bad = ("lost", "duplicated", "wrong", "hangs", "left_running", "crashes", "late", "violations")
+    return not any(figures[name] for name in bad) and figures["faults"] == figures["faults_asked"]
 
 
 def draw(figures: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """Keeps the children of one deployment running, and leaves nothing behind.
 
 Children that cannot go on without each other, such as the workers of a replica, are a unit; any other is a unit of its
-own. When one dies, its unit is started again. What is hopeless ends the deployment with the reason: a child that dies
-before it ever served, and a unit that dies again and again when it has hardly served, with growing delays between. A
-unit that serves for a while may die as often as it likes.
+own. When one dies, its unit is started again. A unit that dies before it ever served, as by a wrong flag, ends the
+deployment with the reason. One that has served never does, however often it dies: others serve meanwhile, and what it
+dies of, a request or its device, is for its scheduler to find. It only has to wait, longer each time that it has hardly
+served.
 """
 
 import asyncio
@@ -26,8 +27,10 @@ from services.launcher.readiness import wait_until_ready
 
 log = structlog.get_logger(__name__)
 
-RESTARTS_ALLOWED = 5  # in a row, of a unit that had not
-SETTLED_S = 10.0  # served for so long
+_SETTLED_S = 10.0  # who has served for so long is started again soon
+_FIRST_PAUSE_S = 0.1  # it doubles with each death in a row before that
+_LONGEST_PAUSE_S = 2.0  # of who was ready: a few such deaths find a poisoned request, while others wait
+_HOPELESS_PAUSE_S = 30.0  # of who was not
 LAST_WORDS_S = 3.0  # for children to end by themselves behind the drain
 STOP_GRACE_S = 10.0  # to end at once
 PEER_GRACE_S = 5.0  # for those whose peer has died to notice
@@ -172,33 +175,23 @@ class Unit:
         self._children = children
         self._peer_grace_s = peer_grace_s
         self._served = False
-        self._hasty = 0  # deaths in a row of what had hardly served
+        self._pause_s = _FIRST_PAUSE_S
 
     async def run(self) -> None:
-        """Start the processes, again and again. Raises ``Unavailable`` when there is no point any more."""
+        """Start the processes, again and again. Raises ``Unavailable`` if they die before they ever served."""
         while True:
             cause = await self._live()
-            self._judge(cause)
+            self._served |= cause.served_s is not None
+            if not self._served:
+                raise Unavailable(f"{cause.reason} before it was ready{cause.tail}")
             peers = [child.spec.name for child in self._children if child.spec.name != cause.name]
             if cause.on_request:
                 log.info("child was stopped and is started again", child=cause.name, peers=peers)
             else:
-                log.error("child died and is started again", child=cause.name, reason=cause.reason, peers=peers)
-                await asyncio.sleep(0.1 * 2**self._hasty)
-
-    def _judge(self, cause: Death) -> None:
-        """Raises ``Unavailable`` if the next life would be no better."""
-        self._served |= cause.served_s is not None
-        if not self._served:
-            raise Unavailable(f"{cause.reason} before it was ready{cause.tail}")
-        if cause.on_request:
-            return
-        self._hasty = 0 if cause.served_s is not None and cause.served_s >= SETTLED_S else self._hasty + 1
-        if self._hasty > RESTARTS_ALLOWED:
-            raise Unavailable(
-                f"{cause.reason}, more than {RESTARTS_ALLOWED} times in a row before it had served for {SETTLED_S:.0f}"
-                f" s{cause.tail}"
-            )
+                self._pause_s = _next_pause(self._pause_s, cause.served_s)
+                told = {"child": cause.name, "reason": cause.reason, "in_s": self._pause_s, "peers": peers}
+                log.error("child died and is started again", **told)
+                await asyncio.sleep(self._pause_s)
 
     async def _live(self) -> Death:
         """Until all have died; returns the death that was the others', too."""
@@ -217,6 +210,13 @@ class Unit:
         return next((death for death in deaths if death.status != PEER_LOST_STATUS), deaths[0])
 
 
+def _next_pause(before_s: float, served_s: float | None) -> float:
+    """Until a unit is started again, by the pause before this life, of which ``served_s`` is what ``Death`` says."""
+    if served_s is None:
+        return min(2 * before_s, _HOPELESS_PAUSE_S)
+    return _FIRST_PAUSE_S if served_s >= _SETTLED_S else min(2 * before_s, _LONGEST_PAUSE_S)
+
+
 async def supervise(
     specs: list[ChildSpec],
     listeners: list[socket.socket],
@@ -227,7 +227,7 @@ async def supervise(
     """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve. Each gateway gets one of
     ``listeners``, which are closed before the gateways are ended: whoever connects from then on shall hear of it.
 
-    Raises ``Unavailable`` with the reason when a child cannot be kept running. Ends gateways first and workers last;
+    Raises ``Unavailable`` with the reason when a unit dies before it ever served. Ends gateways first and workers last;
     what they have to do may go on for ``drain_s`` seconds in all.
     """
     waiting = iter(listeners)

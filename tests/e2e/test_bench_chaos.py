@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from bench.chaos.__main__ import is_right
 from bench.chaos.answer import Answer, Choice, Defect, check, check_beginning
 from bench.chaos.clients import Clients
 from bench.chaos.network import Link, network
@@ -41,6 +42,23 @@ def test_a_worker_killed_under_load_costs_no_request():
     assert (figures["lost"], figures["duplicated"], figures["wrong"], figures["hangs"]) == (0, 0, 0, 0)
     assert figures["crashes"] == {}
     assert figures["partitions"].startswith("skipped")
+
+
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        ({}, True),
+        *(({name: 1}, False) for name in ("lost", "duplicated", "wrong", "hangs", "left_running")),
+        ({"crashes": {"worker-0 -11": 1}}, False),
+        ({"late": ["gateway-0 60 s after SIGTERM"]}, False),
+        ({"violations": ["worker-0: violations: ..."]}, False),
+        ({"faults": 9}, False),
+    ],
+)
+def test_a_run_is_right_only_if_every_fault_struck_and_nothing_else_went_wrong(change, right):
+    counts = dict.fromkeys(("lost", "duplicated", "wrong", "hangs", "left_running"), 0)
+    figures = counts | {"crashes": {}, "late": [], "violations": [], "faults": 10, "faults_asked": 10}
+    assert is_right(figures | change) is right
 
 
 # -- what the clients notice

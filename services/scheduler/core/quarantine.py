@@ -3,12 +3,13 @@
 A worker that is lost was at work on the sequences of the plans that it had not answered. One that was among them twice,
 and between got no further than those plans would have brought it, is a suspect. Suspects run before anybody else does,
 in groups of an eighth of them, one plan at a time, and without others beside them. Who gets past where it was is free
-again. A group in which the worker is lost is divided by eight again, down to one sequence. If that loses the worker a
-few times more, alone and at the same place, its request ends with an error.
+again. A group in which the worker is lost is divided by eight again, down to one sequence. If that loses the worker
+twice more, alone and at the same place, its request ends with an error.
 
-Workers are also lost for reasons of their own. Somebody innocent would have to be met by each of these losses within
-the few steps of a trial. And some are lost whatever they compute: when several losses in a row came before any answer,
-the next worker first computes a canary, a sample of nobody's. Until that is answered nobody else runs or is blamed.
+Workers are also lost for reasons of their own. Somebody innocent would have to be met by three further losses within a
+few steps each. And some are lost whatever they compute: when several losses in a row came before any answer, the next
+worker first computes a canary, a sample of nobody's. Until that is answered nobody else runs or is blamed. So it is
+always computed before somebody is ended for what the very first plans did.
 """
 
 from collections import deque
@@ -22,8 +23,8 @@ from services.scheduler.core.state import State
 
 _SUSPICIOUS = 2  # losses at the same place
 _PARTS = 8  # a restart takes longer than trials do, so more than two
-_PROVEN = 3  # losses at the same place, alone
-_MUTE = 3  # losses in a row without an answer between
+_PROVEN = 2  # further losses there, alone: by one, chance would end an innocent now and then
+_MUTE = 3  # losses in a row without an answer between; fewer than end a request, or it would answer for the worker
 
 
 class Quarantine:
