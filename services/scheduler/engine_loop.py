@@ -22,6 +22,7 @@ from services.scheduler.reception import log_failures, take_in
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.silence import Silence
 from services.scheduler.stages import Stages
+from services.scheduler.stall import Stall
 from services.scheduler.stats import Stats
 from services.scheduler.statsd import Statsd
 from services.scheduler.workers.codec import decode_shape, encode_plan
@@ -51,7 +52,8 @@ class EngineLoop:
         recorder: Recorder | None = None,
         statsd: Statsd | None = None,
     ) -> None:
-        """``step_deadline_s``: a worker that owes an answer for so long is given up."""
+        """``step_deadline_s``: a worker that owes an answer for so long is given up, and so is a core that owes a
+        plan."""
         self._core = core
         self._max_context_tokens = max_context_tokens
         self._deliver = deliver
@@ -63,6 +65,7 @@ class EngineLoop:
         self._stopping = False
         self._readiness = Readiness()
         self._silence = Silence(step_deadline_s)
+        self._stall = Stall(step_deadline_s)
         self._stats = Stats(stats_report_seconds, time.monotonic(), statsd)
         self._stages = Stages(core.state.counters)
         self._forecast: PagesAhead = ()
@@ -138,6 +141,7 @@ class EngineLoop:
                 self._abandon_silent_worker()
                 self._stages.taken(self._inbox.take_waited_ns())
                 self._send_plans()
+                self._stall.look(self._core, time.monotonic(), connected=self.connected)
                 self._report()
                 self._stages.reported()
                 self._hand_over()
@@ -159,6 +163,8 @@ class EngineLoop:
             due.append(deadline_ms / 1000 - time.time())
         if self._stream is not None and self._core.plans_in_flight:
             due.append(self._silence.until_look())
+        if (look_s := self._stall.until_look()) is not None:
+            due.append(look_s)
         if (telling := self._stats.due(busy=self._busy())) is not None:
             due.append(telling - time.monotonic())
         return min(max(0.0, min(due)), 3600.0) if due else None
@@ -266,7 +272,7 @@ class EngineLoop:
     @property
     def not_ready_reason(self) -> str:
         """Empty when it serves. On the loop's thread, as what follows."""
-        return self._readiness.not_ready_reason or self._core.distrust
+        return self._readiness.not_ready_reason or self._core.distrust or self._stall.reason
 
     @property
     def ready(self) -> bool:

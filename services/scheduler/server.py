@@ -21,6 +21,7 @@ from services.common.tracing import Tracing
 from services.scheduler.api.access import Access, exposure
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
+from services.scheduler.api.patience import Patience
 from services.scheduler.api.servicer import SchedulerServicer
 from services.scheduler.core.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
@@ -119,7 +120,8 @@ class SchedulerServer:
             interceptors=[access],
         )
         self._prover = Prover(config.tokenizer or str(card.directory), card.eos_token_ids)
-        servicer = SchedulerServicer(self._hub, self.model, self._prover, self.scheduler_id, access)
+        patience = Patience(config.slow_client_seconds)
+        servicer = SchedulerServicer(self._hub, self.model, self._prover, self.scheduler_id, patience, access)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
         self.address = await self._rpc.start(config.scheduler_listen)
         self.engine.start()
@@ -161,6 +163,7 @@ class SchedulerServer:
         """Refuse new calls, cut the running ones, let the worker go."""
         self._pulse.cancel()
         await self._rpc.stop(0.5)
+        self.model.text.stop()
         await self._prover.close()
         await asyncio.to_thread(self._link.stop)
         await asyncio.to_thread(self.engine.stop)

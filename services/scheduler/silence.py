@@ -1,6 +1,6 @@
-"""How long the worker has owed an answer."""
+"""How long the worker has owed an answer, or the core a plan."""
 
-_LOOK_S = 1.0  # between two looks, while it owes one
+_LOOK_S = 1.0  # between two looks, while one is owed
 
 
 class Silence:

@@ -94,7 +94,11 @@ def test_the_file_is_looked_at_once_a_second(path):
         (entry("a", "one", "max_concurrent = 0"), "keys.0.max_concurrent"),
         (entry("a", "one", "tokens_per_second = 1"), "keys.0.tokens_per_second"),
         (entry("a", "one") + entry("a", "two"), "the name 'a'"),
-        (entry("a", "one") + entry("b", "one"), "the hash"),
+        (entry("a", "one") + entry("b", "one"), "the keys 'a' and 'b' have the same hash"),
+        (
+            f'[[keys]]\nname = "a"\nhash = ["{hash_of("one")}", "{hash_of("one")}"]',
+            "the key 'a' has the same hash twice",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_flag_and_the_reason(path, content, problem):
@@ -103,6 +107,7 @@ def test_a_wrong_file_is_refused_with_the_flag_and_the_reason(path, content, pro
         KeyRing.load(path)
     assert problem in caught.value.message
     assert "the key itself" not in caught.value.message
+    assert hash_of("one").removeprefix("sha256:") not in caught.value.message
 
 
 def test_a_file_that_is_missing_or_that_anybody_may_write_is_refused(path):

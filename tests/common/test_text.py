@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 import sentencepiece
@@ -229,6 +231,20 @@ def test_a_sentencepiece_model_alone_is_enough(tmp_path):
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+def test_code_beside_a_sentencepiece_model_is_not_run_whatever_is_on_standard_input(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "vocab_size": 330}))
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+    program = f"from services.common.text.tokenizer import Tokenizer\nTokenizer.load({str(tmp_path)!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], input="y\n" * 9, capture_output=True, text=True, check=False
+    )
+    assert "converting it failed" in ended.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_tokenizer_that_cannot_be_converted_says_why(tmp_path):

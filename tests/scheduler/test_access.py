@@ -28,7 +28,7 @@ from tests.scheduler.service import PROMPT
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 OK, WHO, NO = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
-KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time", "thrifty")}
+KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time", "thrifty", "open")}
 ENTRIES = {
     "team": "",
     "other": 'scopes = ["inference"]',
@@ -36,6 +36,7 @@ ENTRIES = {
     "late": "expires = 2020-01-01",
     "one-at-a-time": "max_concurrent = 1",
     "thrifty": "tokens_per_minute = 1000",
+    "open": "tokens_per_minute = 1100",
 }
 
 
@@ -257,6 +258,17 @@ async def test_a_key_has_so_many_calls_at_once(keys):
         assert await ends(service.stub.Generate(request(), metadata=shown(KEYS["one-at-a-time"]))) is OK
 
 
+async def test_a_call_that_is_not_read_gives_its_key_s_place_back(keys):
+    async with serving(api_keys_file=str(keys), slow_client_seconds=0.2) as service:
+        mine, output = shown(KEYS["one-at-a-time"]), generate_pb2.Output(logprobs=True, top_logprobs=20)
+        unread = service.stub.Generate(request(200, n=250, output=output), metadata=mine)
+        assert (await unread.read()).HasField("accepted")
+        assert await ends(service.stub.Generate(request(), metadata=mine)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        while await ends(service.stub.Generate(request(), metadata=mine)) is not OK:
+            pass
+        assert not unread.done()
+
+
 async def test_a_key_has_so_many_tokens_a_minute_and_what_was_not_made_comes_back(keys):
     async with serving(api_keys_file=str(keys)) as service:
         mine = shown(KEYS["thrifty"])
@@ -277,6 +289,23 @@ async def test_a_key_has_so_many_tokens_a_minute_and_what_was_not_made_comes_bac
         assert await code(max_tokens=most, model="another") is grpc.StatusCode.NOT_FOUND
         service.worker.release()
         assert await ends(held) is OK
+
+
+async def test_a_call_that_its_client_leaves_costs_what_was_made_of_it_read_or_not(keys):
+    mine, made, asked = shown(KEYS["open"]), 1900, request()
+    asked.stopping.ClearField("max_tokens")
+    async with serving(api_keys_file=str(keys)) as service:
+        service.worker.hold()
+        service.worker.release(plans=made)
+        call = service.stub.Generate(asked, metadata=mine)
+        assert (await call.read()).HasField("accepted")
+        while (await service.load(shown(KEYS["team"]))).counters.generated_tokens < made:
+            pass
+        call.cancel()
+        while (await service.load(shown(KEYS["team"]))).running_sequences:
+            pass
+        with pytest.raises(grpc.aio.AioRpcError, match="this API key has 0 of its 1100 tokens a minute left"):
+            await service.stub.Generate(asked, metadata=mine).read()
 
 
 async def test_a_key_hears_of_its_own_requests_only(keys):

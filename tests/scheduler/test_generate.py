@@ -135,6 +135,20 @@ async def test_deadlines_of_requests_and_calls(service):
     service.worker.release()
 
 
+async def test_a_deadline_that_is_so_far_away_is_kept_whatever_the_clients_clock_says(service):
+    long_ago, far_away = 1, int((time.time() + 86400) * 1000)
+    samples = await service.generate(tokens=tokens_prompt(), deadline_in_ms=0, deadline_unix_ms=far_away)
+    assert samples[0].finish.reason == g.FINISH_REASON_DEADLINE
+    samples = await service.generate(
+        tokens=tokens_prompt(),
+        stopping=g.Stopping(max_tokens=2),
+        deadline_in_ms=86_400_000,
+        deadline_unix_ms=long_ago,
+    )
+    assert samples[0].finish.reason == g.FINISH_REASON_LENGTH
+    assert (await service.generate(tokens=tokens_prompt(), deadline_in_ms=2**64 - 1))[0].tokens
+
+
 async def test_many_at_once_each_get_their_own(service):
     async def one(number: int) -> None:
         prompt = [*PROMPT[: number % 40], 50 + number]

@@ -121,7 +121,7 @@ async def test_one_poisoned_among_two_hundred_ends_and_all_others_are_right():
         assert bad.finish.reason == g.FINISH_REASON_ERROR
         assert bad.finish.error.code == code_pb2.INTERNAL
         assert detail(bad.finish.error, ErrorInfo).reason == "QUARANTINED"
-        assert "the last 3 times while it computed nothing else" in bad.finish.error.message
+        assert "the last 2 times while it computed nothing else" in bad.finish.error.message
         assert worker.deaths <= 8
 
 

@@ -6,12 +6,14 @@ import sys
 import grpc
 import pytest
 from google.rpc import code_pb2
+from grpc_status import rpc_status
 
 from services.common.rpc.status import from_status
+from services.common.text.encoder import MAX_CHARACTERS
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeReplica
-from tests.scheduler.service import PROMPT, session, start
+from tests.scheduler.service import PROMPT, session, start, status_of
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import observe_pb2 as o
 
@@ -50,6 +52,41 @@ async def test_text_becomes_tokens_and_text_again(service):
     assert "<|user|>Hello" in (await service.stub.Detokenize(shown)).text
     with pytest.raises(grpc.aio.AioRpcError, match=r"vocabulary"):
         await service.stub.Detokenize(o.DetokenizeRequest(token_ids=[5000]))
+
+
+def chat_of(text: str) -> g.ChatPrompt:
+    return g.ChatPrompt(messages=[g.ChatMessage(role="user", content=text)])
+
+
+async def test_a_hopeless_prompt_is_refused_without_tokenising_all_of_it(service, monkeypatch):
+    seen, tokenizer, text = [], service.server.model.tokenizer, "word " * 200_000
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, *_: seen.append(len(text)) or encode(text))
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda *_: pytest.fail("all of it was tokenised"))
+    for field, prompt in (("text", {"text": text[:100_000]}), ("chat.messages", {"chat": chat_of(text[:100_000])})):
+        request = g.GenerateRequest(**prompt)
+        refused = [await status_of(service.stub.Generate(request))]
+        with pytest.raises(grpc.aio.AioRpcError) as forecast:
+            await service.stub.Forecast(o.ForecastRequest(request=request))
+        for error in (*refused, forecast.value):
+            found = from_status(rpc_status.from_call(error))
+            assert (found.reason, found.field) == ("CONTEXT_LENGTH_EXCEEDED", field)
+    refused = await status_of(service.stub.Generate(g.GenerateRequest(text=text)))
+    assert from_status(rpc_status.from_call(refused)).reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert max(seen) <= 8 * 2048
+
+
+@pytest.mark.parametrize("field", ["text", "chat.messages"])
+async def test_what_is_tokenised_may_be_longer_than_the_context_in_bounds(service, field):
+    def tokenize(text: str):
+        given = {"text": text} if field == "text" else {"chat": chat_of(text)}
+        return service.stub.Tokenize(o.TokenizeRequest(**given))
+
+    assert len((await tokenize("word " * 4000)).token_ids) > 2048
+    with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_CHARACTERS)) as refused:
+        await tokenize("x" * (MAX_CHARACTERS + 1))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert from_status(rpc_status.from_call(refused.value)).field == field
 
 
 async def test_a_forecast_before_and_after_acceptance():

@@ -147,7 +147,7 @@ async def test_a_handle_in_use_and_an_unknown_model_are_rejected(service):
 
 
 async def test_a_request_that_cannot_be_read_for_our_own_fault_does_not_end_the_session(service, monkeypatch):
-    def broken(*_):
+    async def broken(*_):
         raise RuntimeError("boom")
 
     async with session(service) as client:

@@ -55,6 +55,17 @@ WRONG = [
     ({"stopping": g.Stopping(strings=["x"] * 17)}, "stopping.strings", "at most 16"),
     ({"stopping": g.Stopping(strings=["x", ""])}, "stopping.strings[1]", "empty"),
     ({"stopping": g.Stopping(strings=["x" * 5000])}, "stopping.strings[0]", "4096"),
+    (
+        {"sampling": g.Sampling(logit_bias_token_ids=[1] * (2**18 + 1), logit_bias_values=[1] * (2**18 + 1))},
+        "sampling.logit_bias_token_ids",
+        "at most 262144",
+    ),
+    (
+        {"sampling": g.Sampling(logit_bias_token_ids=range(20000), logit_bias_values=[1] * 20000), "n": 60},
+        "sampling.logit_bias_token_ids",
+        "20000 tokens for each of n=60 samples",
+    ),
+    ({"stopping": g.Stopping(token_ids=[50] * 4097)}, "stopping.token_ids", "at most 4096"),
     ({"stopping": g.Stopping(token_ids=[9999])}, "stopping.token_ids[0]", "9999"),
     ({"output": g.Output(top_logprobs=2)}, "output.top_logprobs", "needs logprobs"),
     ({"output": g.Output(logprobs=True, top_logprobs=21)}, "output.top_logprobs", "0 to 20"),

@@ -30,9 +30,6 @@ class GatewayConfig(KeysConfig):
     slow_request_seconds: Float = Field(
         30.0, gt=0, le=3600, description="a request's head comes within so long, and 16 KiB of its body each time"
     )
-    slow_client_seconds: Float = Field(
-        60.0, gt=0, le=3600, description="a client that takes nothing of its answer for so long is cut off"
-    )
     keep_alive_seconds: Float = Field(
         120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
     )

@@ -3,11 +3,11 @@
 from pydantic import Field, model_validator
 
 from services.common.config.service import ServiceConfig
-from services.common.flags import Bool
+from services.common.flags import Bool, Float
 
 
 class KeysConfig(ServiceConfig):
-    """Of what serves the public: who may ask."""
+    """Of what serves the public: who may ask, and how long an answer waits to be read."""
 
     api_keys_file: str | None = Field(
         None, min_length=1, description="TOML with a hash of each API key, see toka-key; default: anybody may ask"
@@ -15,6 +15,9 @@ class KeysConfig(ServiceConfig):
     isolate_keys: Bool = Field(False, description="an API key shares cached prefixes with itself only")
     grpc_token_file: str | None = Field(
         None, min_length=1, description="file with one secret, by which schedulers know their gateways"
+    )
+    slow_client_seconds: Float = Field(
+        60.0, gt=0, le=3600, description="a client that takes nothing of its answer for so long is cut off"
     )
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _CONVERT = """
 import sys
 from transformers import AutoTokenizer
-AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
+AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])
 """
 
 
@@ -111,7 +111,7 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
 
 def _convert_sentencepiece(directory: Path, target: str) -> None:
     command = [sys.executable, "-c", _CONVERT, str(directory), target]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if outcome.returncode != 0 or not Path(target, "tokenizer.json").exists():
         reason = outcome.stderr.strip().splitlines()[-1:] or ["no tokenizer.json was written"]
         raise InvalidRequest(

@@ -1,6 +1,5 @@
 """One Generate call: one request, one stream, text in and out."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 
@@ -16,7 +15,7 @@ from services.scheduler.api.encoding import encode_accepted, encode_finish, enco
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.prompt import needs_tokenizing, read_prompt
+from services.scheduler.api.prompt import is_text, read_prompt
 from services.scheduler.api.proofs import prove_in_time
 from services.scheduler.api.resume import ending_of
 from services.scheduler.api.spending import Spending
@@ -53,11 +52,7 @@ class Generation:
         model = self._model
         model.check_name(message.model)
         model.shape  # noqa: B018 (Unavailable before anything else)
-        tokens = (
-            await asyncio.to_thread(read_prompt, message, model)
-            if needs_tokenizing(message)
-            else read_prompt(message, model)
-        )
+        tokens = await read_prompt(message, model)
         await keep_long_text(message.sampling)
         request = read_request(message, tokens, model, sink=0, handle=0)
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
@@ -65,7 +60,7 @@ class Generation:
             await prove_in_time(self._prover, request, name_of(message.sampling.grammar))
         self._wants_logprobs = request.sampling.logprobs
         finish = ending_of(request, model)
-        wants_text = message.output.text if message.output.HasField("text") else needs_tokenizing(message)
+        wants_text = message.output.text if message.output.HasField("text") else is_text(message)
         if wants_text:
             self._include_stop = message.output.include_stop
             self._stops = [stop.encode() for stop in message.stopping.strings]
@@ -107,6 +102,7 @@ class Generation:
                         yield self._response(item, request.request_id)
         finally:
             self._hub.close(request.sink)
+            self._spending.close(request.resumed_tokens + mailbox.tokens)
             self._traces.close()
 
     def _response(self, delta: MergedDelta, request_id: str) -> generate_pb2.GenerateResponse:

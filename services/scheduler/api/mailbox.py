@@ -68,6 +68,7 @@ class Mailbox:
     """
 
     def __init__(self, overflowed: Callable[[], object] = lambda: None, most_bytes: int | None = None) -> None:
+        self.tokens = 0  # all that were put in
         self._items: deque[Any] = deque()
         self._load: Load | None = None  # only the newest counts
         self._bytes = 0
@@ -84,6 +85,8 @@ class Mailbox:
             return
         self._items.append(item)
         self._bytes += _size(item)
+        if isinstance(item, Delta):
+            self.tokens += len(item.tokens)
         if self._bytes > self._most_bytes:
             self._overflowed = True
             self._items.clear()

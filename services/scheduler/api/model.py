@@ -7,23 +7,26 @@ from collections.abc import Sequence
 
 from services.common.errors import NotFound, Unavailable
 from services.common.model_files import ModelCard
+from services.common.text.encoder import TextEncoder
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-CONTRACT_VERSION = "1.7"
+CONTRACT_VERSION = "1.8"
 # Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024
 
 
 class ServedModel:
-    """Facts that never change, but for ``shape``, which the worker brings. Safe to share between threads."""
+    """Facts that never change, but for ``shape``, which the worker brings. Safe to share between threads, except for
+    ``text``, which is for the event loop."""
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, max_samples: int) -> None:
         self.card = card
         self.tokenizer = tokenizer
+        self.text = TextEncoder(tokenizer)
         self.max_samples = max_samples
         self.created_unix_s = int(time.time())
         self._shape: WorkerShape | None = None

@@ -4,48 +4,64 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.packed import read_fixed32
-from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.model import ServedModel
 from tokasaurus.scheduler.v1 import generate_pb2
 
 
-def needs_tokenizing(message: generate_pb2.GenerateRequest) -> bool:
-    """Whether ``read_prompt`` takes long enough to leave the event loop for."""
+def is_text(message: generate_pb2.GenerateRequest) -> bool:
+    """Whether the prompt is, and so is its answer unless asked for otherwise."""
     return message.WhichOneof("prompt") in ("text", "chat")
 
 
-def read_prompt(message: generate_pb2.GenerateRequest, model: ServedModel) -> np.ndarray:
-    """uint32 ``[tokens]``, at least one, all in the vocabulary. Raises ``InvalidRequest`` naming the field."""
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidRequest("the request has no prompt: set tokens, text or chat", field="prompt")
-    if kind == "tokens":
-        tokens = read_fixed32(message.tokens.token_ids)
-        check_tokens(tokens, model.card.vocab_size, "tokens.token_ids")
-        field = "tokens.token_ids"
-    else:
-        tokenizer = model.tokenizer
-        field = "text" if kind == "text" else "chat.messages"
-        ids = tokenizer.encode(message.text) if kind == "text" else encode_chat(tokenizer, message.chat, field)
-        tokens = np.array(ids, np.uint32)
+async def read_prompt(message: generate_pb2.GenerateRequest, model: ServedModel) -> np.ndarray:
+    """uint32 ``[tokens]``, at least one, all in the vocabulary. Raises ``InvalidRequest`` naming the field, and for a
+    text ``Unavailable`` as long as nobody knows how long it may be."""
+    match message.WhichOneof("prompt"):
+        case "tokens":
+            field = "tokens.token_ids"
+            tokens = read_fixed32(message.tokens.token_ids)
+            check_tokens(tokens, model.card.vocab_size, field)
+        case "text":
+            field = "text"
+            tokens = await encode_text(model, message.text, field, max_tokens=model.shape.max_context_tokens)
+        case "chat":
+            field = "chat.messages"
+            tokens = await encode_chat(model, message.chat, field, max_tokens=model.shape.max_context_tokens)
+        case _:
+            raise InvalidRequest("the request has no prompt: set tokens, text or chat", field="prompt")
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty: at least one token is needed", field=field)
     return tokens
 
 
-def encode_chat(tokenizer: Tokenizer, chat: generate_pb2.ChatPrompt, field: str) -> list[int]:
-    """Token ids of a conversation under the model's template."""
+async def encode_text(
+    model: ServedModel, text: str, field: str, *, max_tokens: int | None, add_special_tokens: bool = True
+) -> np.ndarray:
+    """uint32 ``[tokens]``. ``max_tokens``: as ``TextEncoder`` has it."""
+    [ids] = await model.text.encode([text], max_tokens=max_tokens, field=field, add_special_tokens=add_special_tokens)
+    return np.array(ids, np.uint32)
+
+
+async def encode_chat(
+    model: ServedModel, chat: generate_pb2.ChatPrompt, field: str, *, max_tokens: int | None
+) -> np.ndarray:
+    """The same of a conversation under the model's template."""
     if not chat.messages:
         raise InvalidRequest("the chat has no messages", field=field)
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequest("a message has no role", field=f"{field}[{index}].role")
     opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+
+    def render() -> str:
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        return model.tokenizer.render_chat(messages, opens)
+
     try:
-        return tokenizer.encode_chat(messages, opens)
+        _, ids = await model.text.encode_chat(render, max_tokens=max_tokens, field=field)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, field=field, reason=error.reason) from error
+    return np.array(ids, np.uint32)
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, field: str) -> None:

@@ -1,22 +1,22 @@
 """The public service: each RPC in a few lines, its work elsewhere."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 
 import structlog
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.keys import Key
-from services.common.packed import read_fixed32
+from services.common.packed import fill, read_fixed32
 from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
 from services.scheduler.api.encoding import encode_curve, encode_load, encode_overview, encode_plan_news
 from services.scheduler.api.generate import Generation
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.prompt import check_tokens, encode_chat, read_prompt
+from services.scheduler.api.patience import Patience
+from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text, read_prompt
 from services.scheduler.api.session import Session
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
@@ -39,12 +39,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Owned by the asyncio loop."""
 
     def __init__(
-        self, hub: Hub, model: ServedModel, prover: Prover, scheduler_id: str, access: Access | None = None
+        self,
+        hub: Hub,
+        model: ServedModel,
+        prover: Prover,
+        scheduler_id: str,
+        patience: Patience,
+        access: Access | None = None,
     ) -> None:
         self._hub = hub
         self._model = model
         self._prover = prover
         self._scheduler_id = scheduler_id
+        self._patience = patience
         self._access = access or Access()
 
     async def Generate(
@@ -54,21 +61,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._access.sign(request, key)
             spending = Spending(self._access.limits, key)
             stream = Generation(self._hub, self._model, self._prover, spending).run(request, context)
-            try:
-                async for response in stream:
+            async with aclosing(self._patience.sending(stream, context)) as responses:
+                async for response in responses:
                     yield response
-            finally:
-                await stream.aclose()
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.SessionRequest], context: AnyContext
     ) -> AsyncIterator[session_pb2.SessionResponse]:
         stream = Session(self._hub, self._model, self._prover, self._scheduler_id).run(request_iterator)
-        try:
-            async for response in stream:
+        async with aclosing(self._patience.sending(stream, context)) as responses:
+            async for response in responses:
                 yield response
-        finally:
-            await stream.aclose()
 
     async def GetModel(self, request: observe_pb2.GetModelRequest, context: AnyContext) -> observe_pb2.GetModelResponse:
         self._model.check_name(request.model)
@@ -90,7 +93,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id, key))
             case "request":
                 self._access.sign(request.request, key)
-                tokens = await asyncio.to_thread(read_prompt, request.request, self._model)
+                tokens = await read_prompt(request.request, self._model)
                 await keep_long_text(request.request.sampling)
                 subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
                 if subject.sampling.grammar:
@@ -159,22 +162,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield key
 
     async def _tokenize(self, request: observe_pb2.TokenizeRequest) -> observe_pb2.TokenizeResponse:
-        tokenizer = self._model.tokenizer
         match request.WhichOneof("input"):
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await asyncio.to_thread(tokenizer.encode, request.text, special)
+                tokens = await encode_text(
+                    self._model, request.text, "text", max_tokens=None, add_special_tokens=special
+                )
             case "chat":
-                ids = await asyncio.to_thread(encode_chat, tokenizer, request.chat, "chat.messages")
+                tokens = await encode_chat(self._model, request.chat, "chat.messages", max_tokens=None)
             case _:
                 raise InvalidRequest("set text or chat", field="input")
-        return observe_pb2.TokenizeResponse(token_ids=ids)
+        response = observe_pb2.TokenizeResponse()
+        fill(response, "token_ids", tokens)
+        return response
 
     async def _detokenize(self, request: observe_pb2.DetokenizeRequest) -> observe_pb2.DetokenizeResponse:
         tokens = read_fixed32(request.token_ids)
         check_tokens(tokens, self._model.card.vocab_size, "token_ids")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await asyncio.to_thread(self._model.tokenizer.decode, tokens.tolist(), skip)
+        text = await self._model.text.decode(tokens.tolist(), skip_special_tokens=skip, field="token_ids")
         return observe_pb2.DetokenizeResponse(text=text)
 
 

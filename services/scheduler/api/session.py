@@ -11,7 +11,7 @@ from services.scheduler.api.encoding import encode_news, encode_what_can_be
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.prompt import needs_tokenizing, read_prompt
+from services.scheduler.api.prompt import read_prompt
 from services.scheduler.api.proofs import Proofs
 from services.scheduler.api.resume import ending_of
 from services.scheduler.api.traces import Traces
@@ -162,10 +162,7 @@ class Session:
             model.check_name(message.model)
             if message.output.text:
                 raise InvalidRequest("a session returns token ids only: leave text unset", field="output.text")
-            if needs_tokenizing(message):
-                tokens = await asyncio.to_thread(read_prompt, message, model)
-            else:
-                tokens = read_prompt(message, model)
+            tokens = await read_prompt(message, model)
             await keep_long_text(message.sampling)
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
             self._proofs.check_handles(request)

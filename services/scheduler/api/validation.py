@@ -1,6 +1,7 @@
 """A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
 
 import random
+import time
 from typing import TypeVar
 
 import numpy as np
@@ -8,6 +9,7 @@ from google.protobuf.message import Message
 
 from services.common.errors import InvalidRequest
 from services.common.packed import read_fixed32, read_float
+from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
 from services.scheduler.api.resume import read_resume
@@ -66,14 +68,14 @@ def read_request(
     request = Request(
         request_id=message.request_id or f"req-{_random.getrandbits(128):032x}",
         tokens=tokens,
-        sampling=_sampling(message, model),
+        sampling=_sampling(message, model, n),
         max_tokens=_max_tokens(stopping),
         min_tokens=_min_tokens(stopping),
         stop_token_ids=_stop_tokens(stopping, model),
         automaton=model.automaton(strings) if strings else None,
         n=n,
         priority=_PRIORITIES[message.priority],
-        deadline_ms=message.deadline_unix_ms if message.HasField("deadline_unix_ms") else None,
+        deadline_ms=_deadline_ms(message),
         mode=_MODES[message.admission],
         length_class=message.length_class,
         fairness_key=message.fairness_key,
@@ -87,7 +89,7 @@ def read_request(
     return request
 
 
-def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> SamplingSettings:
+def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int) -> SamplingSettings:
     sampling, card = message.sampling, model.card
     temperature = _number(sampling, "temperature", card.default_temperature)
     top_p = _number(sampling, "top_p", card.default_top_p)
@@ -100,7 +102,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel) -> Samp
     if not 0 <= min_p <= 1:
         raise InvalidRequest(f"min_p is {min_p:g}: expected 0 to 1", field="sampling.min_p")
     repetition, frequency, presence = _penalties(sampling)
-    bias_tokens, bias_values = _logit_bias(sampling, model)
+    bias_tokens, bias_values = _logit_bias(sampling, model, n)
     logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
     most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
     if top > most:
@@ -170,7 +172,7 @@ def _penalty(sampling: generate_pb2.Sampling, name: str) -> float:
     return value
 
 
-def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel) -> tuple[np.ndarray, np.ndarray]:
+def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel, n: int) -> tuple[np.ndarray, np.ndarray]:
     if not sampling.logit_bias_token_ids and not sampling.logit_bias_values:
         return NO_TOKENS, NO_FLOATS
     tokens, values = read_fixed32(sampling.logit_bias_token_ids), read_float(sampling.logit_bias_values)
@@ -178,6 +180,12 @@ def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel) -> tuple[np
         raise InvalidRequest(
             f"{len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: expected as many of each",
             field="sampling.logit_bias_values",
+        )
+    if len(tokens) > MAX_BIASES or n * len(tokens) > MAX_BIAS_COPIES:
+        raise InvalidRequest(
+            f"logit_bias has {len(tokens)} tokens for each of n={n} samples: expected at most {MAX_BIASES}, and"
+            f" {MAX_BIAS_COPIES} for all samples together; bias fewer tokens, or send several requests",
+            field="sampling.logit_bias_token_ids",
         )
     check_tokens(tokens, model.card.vocab_size, "sampling.logit_bias_token_ids")
     for index in np.flatnonzero(~np.isfinite(values)).tolist():
@@ -229,9 +237,20 @@ def _stop_tokens(stopping: generate_pb2.Stopping, model: ServedModel) -> frozens
     own = frozenset() if stopping.ignore_eos else frozenset(model.card.eos_token_ids)
     if not stopping.token_ids:
         return own
+    if len(stopping.token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"{len(stopping.token_ids)} stop tokens: expected at most {MAX_STOP_TOKENS}", field="stopping.token_ids"
+        )
     tokens = read_fixed32(stopping.token_ids)
     check_tokens(tokens, model.card.vocab_size, "stopping.token_ids")
     return own | frozenset(tokens.tolist())
+
+
+def _deadline_ms(message: generate_pb2.GenerateRequest) -> int | None:
+    """By this host's clock."""
+    if message.HasField("deadline_in_ms"):
+        return time.time_ns() // 1_000_000 + message.deadline_in_ms
+    return message.deadline_unix_ms if message.HasField("deadline_unix_ms") else None
 
 
 def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -> None:

@@ -17,6 +17,7 @@ from services.scheduler.core.request import (
 )
 from services.scheduler.core.state import State
 
+CANARY_ID = ""  # no client's: those that name none get one
 _SHORTEST_RETRY_S = 0.1
 _WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
 
@@ -50,7 +51,7 @@ class Intake:
 
     def canary(self) -> Sample:
         """A sample of nobody's that waits: one token behind one token. What is told of it goes nowhere."""
-        request = Request("canary", np.zeros(1, np.uint32), SamplingSettings(), max_tokens=1, priority=Priority.HIGH)
+        request = Request(CANARY_ID, np.zeros(1, np.uint32), SamplingSettings(), max_tokens=1, priority=Priority.HIGH)
         request.limit = resolve_limit(request, self._state.shape)
         self._resolve(request)
         request.unfinished = 1

@@ -21,9 +21,11 @@ from services.scheduler.core.state import State
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
 MOST_ADMISSIONS = 512
 _MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree for one plan
-# Tokens and characters of grammars, of 4 bytes at most, that the admissions of one plan carry: with their pages less
-# than what a message holds, whatever the page size.
-_MOST_CARRIED = 6 * 1024 * 1024
+# Bytes that the admissions of one plan carry, their pages aside: with these less than what a message holds (64 MiB),
+# whatever the page size. One that carries more goes by itself, if it takes no more than the second, pages and all.
+_MOST_CARRIED = 24 * 1024 * 1024
+_MOST_ALONE = 48 * 1024 * 1024
+_FIXED_BYTES = 256  # of an admission: numbers and the name of a trace
 _MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
 _MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue and does not fit
 
@@ -86,7 +88,7 @@ class Onboarding:
             request = sample.request
             if request in later:
                 continue
-            carries = sample.given + len(request.sampling.grammar)
+            carries = _carries(sample)
             if carried and carried + carries > _MOST_CARRIED:
                 break
             if request in siblings and not len(sample.generated):
@@ -116,6 +118,9 @@ class Onboarding:
         """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
         state, request, size = self._state, sample.request, self._state.shape.page_size
         share, tokens = request.share, sample.tokens
+        alone = _carries(sample) + 4 * -(-len(tokens) // size)
+        if alone > _MOST_ALONE:
+            raise Internal(f"the sequence takes {alone} bytes of a plan, which carries {_MOST_ALONE} at most")
         if share is not None and not len(sample.generated):
             if not 0 < share.ready_step <= plan.step:
                 return None
@@ -267,6 +272,12 @@ class Candidates(NamedTuple):
 
     def lengths(self, chosen: np.ndarray) -> Lengths:
         return Lengths(self.total[chosen], self.quantile[chosen], self.end_step[chosen])
+
+
+def _carries(sample: Sample) -> int:
+    """Bytes that its admission takes in a plan at most, its pages aside. Siblings have a copy each."""
+    sampling = sample.request.sampling
+    return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * len(sampling.logit_bias_token_ids)
 
 
 def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:

@@ -189,6 +189,12 @@ class Scheduler:
         """Of the plans in flight."""
         return next(iter(self._pending), None)
 
+    @property
+    def stuck(self) -> bool:
+        """Requests are unfinished, and no plan is in flight that would bring them on. ``plan`` never leaves it so:
+        whoever has nobody to wait for has room, or ends."""
+        return self.state.attached and bool(self.state.requests) and not self._pending
+
     def look_ahead(self, plans: int) -> None:
         """Let ``plans`` be in flight from now on, if that is safe.
 

@@ -24,8 +24,8 @@ class StopTokens:
                 self._users += [0] * size
                 self._free = list(range(2 * size - 1, size - 1, -1))
             row = self._rows[tokens] = self._free.pop()
-            for token in tokens:
-                self._bits[row, token >> 3] |= 1 << (token & 7)
+            ids = np.fromiter(tokens, np.int64, len(tokens))
+            np.bitwise_or.at(self._bits[row], ids >> 3, (1 << (ids & 7)).astype(np.uint8))
         self._users[row] += users
         return row
 

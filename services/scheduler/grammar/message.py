@@ -35,14 +35,20 @@ def grammar_text(grammar: generate_pb2.Grammar) -> str:
     kind = grammar.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest(
-            "the grammar is of no kind: set json_schema, regex, choices or lark, or leave it out", field=FIELD
+            "the grammar is of no kind: set json_schema, regex, choices or lark, or leave it out",
+            field=FIELD,
+            reason="INVALID_GRAMMAR",
         )
     size = grammar.ByteSize()
     if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"{name_of(grammar)} has {size} bytes: expected at most {MAX_GRAMMAR_BYTES}", field=FIELD)
+        raise InvalidRequest(
+            f"{name_of(grammar)} has {size} bytes: expected at most {MAX_GRAMMAR_BYTES}",
+            field=FIELD,
+            reason="INVALID_GRAMMAR",
+        )
     text, trouble = _kept(grammar.SerializeToString())
     if trouble:
-        raise InvalidRequest(trouble, field=FIELD)
+        raise InvalidRequest(trouble, field=FIELD, reason="INVALID_GRAMMAR")
     return text
 
 

@@ -72,7 +72,7 @@ class Driver:
         """Queue a request; returns its handle. What the core refuses is raised."""
         handle = self.next_handle
         request = Request(
-            request_id=f"r{handle}",
+            request_id=fields.pop("request_id", f"r{handle}"),
             tokens=np.array(tokens, np.uint32),
             sampling=fields.pop("sampling", SamplingSettings(seed=7)),
             automaton=Automaton(stop) if stop else None,
@@ -94,6 +94,7 @@ class Driver:
     def plan(self, *, hurry: bool = False) -> Plan | None:
         """Build one plan and let the model answer it; the answer stays on its way."""
         plan = self.core.plan(self.tick(), hurry=hurry)
+        assert plan is not None or not self.core.stuck
         if plan is not None:
             self.plans.append(plan)
             self.in_flight.append(decode_result(self.model.apply(encode_plan(plan))))

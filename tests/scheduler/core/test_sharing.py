@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
-from services.scheduler.core import onboarding, outlook
+from services.scheduler.core import outlook
 from services.scheduler.core.plan import Failure, Result, WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prefix_tree import ROOT
@@ -78,29 +78,6 @@ def test_many_groups_of_samples_enter_together_when_their_leaders_are_gone_alrea
     for first in groups:
         for handle in range(first, first + 9):
             assert driver.seen[handle].tokens == driver.expected(handle)[0]
-
-
-def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
-    monkeypatch.setattr(onboarding, "_MOST_CARRIED", 5 * len(PROMPT))
-    driver = Driver(SHAPE)
-    handle = driver.submit(PROMPT, n=17, max_tokens=3)
-    driver.run()
-    carried = [sum(len(admissions.slots) for admissions in plan.admissions) for plan in driver.plans]
-    assert max(carried) == 5
-    assert sum(carried) == 17
-    for index in range(handle, handle + 17):
-        assert driver.seen[index].tokens == driver.expected(index)[0]
-
-
-def test_one_plan_carries_so_many_grammars_as_a_message_holds(monkeypatch):
-    """Each admission has its own copy."""
-    grammar = "start: /a*/ // " + "x" * 500
-    monkeypatch.setattr(onboarding, "_MOST_CARRIED", 4 * len(grammar))
-    driver = Driver(FakeShape())  # its grammars are of the built-in model's tokens
-    driver.submit([5, 6], n=5, max_tokens=4, sampling=SamplingSettings(seed=7, grammar=grammar))
-    driver.run()
-    carried = [sum(len(admissions.slots) for admissions in plan.admissions) for plan in driver.plans]
-    assert (max(carried), sum(carried)) == (3, 5)
 
 
 def test_salts_keep_prefixes_apart():
