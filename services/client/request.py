@@ -21,7 +21,7 @@ from services.gateway.openai.conversation import check_tools, make_grammar, rend
 from services.gateway.openai.errors import to_body
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_grammar, check_truncation, make_jobs, make_settings, seed_of
+from services.gateway.openai.jobs import check_grammar, kept_tokens, make_jobs, make_settings, seed_of
 from services.gateway.openai.messages import ConversationBody
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.parse import parse
@@ -90,7 +90,7 @@ async def check(text: TextEngine, facts: ModelFacts, requests: Sequence[Request]
     """The settings of all requests, by the id of their parameters. Raises ``InvalidRequest`` for wrong ones."""
     known: dict[int, Settings] = {}
     for params in {id(request.params): request.params for request in requests}.values():
-        check_truncation(params.truncate_prompt_tokens, facts)
+        kept_tokens(params.body, facts)
         grammar = await wanted_grammar(text, params.body)
         known[id(params)] = make_settings(params.body, facts, params.logprobs, "logprobs", _NOBODY, grammar)
     return known
@@ -185,7 +185,7 @@ def _job(
 ) -> Job:
     params = request.params
     ids = np.asarray(encoded.ids, np.uint32)
-    kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
+    kept = ids[-(kept_tokens(params.body, facts) or len(ids)) :]
     seed, chat = params.seed, request.conversation is not None
     if seed is not None:
         key = seed, kept.tobytes()

@@ -181,15 +181,23 @@ def _read(path: Path) -> tuple[Key, ...]:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
         raise _wrong(path, f"{place}: {problem['msg'].removeprefix('Value error, ')}") from None
-    _check_differ(path, "name", [key.name for key in keys])
-    _check_differ(path, "hash", [digest.hex() for key in keys for digest in key.digests])
+    _check_differ(path, keys)
     return tuple(keys)
 
 
-def _check_differ(path: Path, what: str, values: list[str]) -> None:
-    for value, times in Counter(values).items():
+def _check_differ(path: Path, keys: list[Key]) -> None:
+    """What is wrong is logged, so it names keys and no hash."""
+    for name, times in Counter(key.name for key in keys).items():
         if times > 1:
-            raise _wrong(path, f"the {what} {value!r} is there {times} times; once is right")
+            raise _wrong(path, f"the name {name!r} is there {times} times; once is right")
+    owners: dict[bytes, str] = {}
+    for key in keys:
+        for digest in key.digests:
+            other = owners.setdefault(digest, key.name)
+            if other != key.name:
+                raise _wrong(path, f"the keys {other!r} and {key.name!r} have the same hash; give each one of its own")
+        if len(set(key.digests)) < len(key.digests):
+            raise _wrong(path, f"the key {key.name!r} has the same hash twice; once is right")
 
 
 def _wrong(path: Path, what: str) -> InvalidRequest:

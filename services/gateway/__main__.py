@@ -3,11 +3,11 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import structlog
-import uvicorn
 
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
@@ -62,7 +62,7 @@ async def serve(
     drain = asyncio.create_task(_drain(stop, leave, gateway, server))
     try:
         await gateway.fleet.known(FIRST_LOOK_S)
-        await server.serve(sockets=sockets)
+        await _while(gateway.fleet.goes_on(), server.serve(sockets=sockets))
     finally:
         drain.cancel()
         collecting.cancel()
@@ -74,6 +74,19 @@ async def serve(
             await asyncio.to_thread(gateway.tracing.close)
         for each in sockets:
             each.close()
+
+
+async def _while(condition: Coroutine[Any, Any, None], work: Coroutine[Any, Any, None]) -> None:
+    """Until ``work`` is done, or ``condition`` does not hold any more: raises why not."""
+    tasks = asyncio.create_task(condition), asyncio.create_task(work)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _listener(config: GatewayConfig, handover: Handover | None) -> socket.socket:
@@ -109,13 +122,17 @@ def _announce(
     on_listening(url)
 
 
-async def _drain(stop: Stop, leave: Callable[[], bool], gateway: Gateway, server: uvicorn.Server) -> None:
+async def _drain(stop: Stop, leave: Callable[[], bool], gateway: Gateway, server: Server) -> None:
     """At ``stop``: no new connections, time for what runs, then an error for what still runs. Ends with ``server``,
-    which ends when nothing runs any more. ``leave`` tells whether other gateways take what comes to this one's port."""
+    which ends when nothing runs any more. ``leave`` tells whether other gateways take what comes to this one's
+    ports."""
     await stop.wait()
     drain_s, never = gateway.config.drain_seconds, asyncio.Event()
     log.info("draining", seconds=drain_s)
-    called_s = min(LAST_CALL_S, drain_s) if leave() else 0.0
+    called_s = 0.0
+    if leave():
+        server.leave_admin_port()
+        called_s = min(LAST_CALL_S, drain_s)
     await stop.within(called_s, never.wait)
     gateway.fleet.draining = True
     server.should_exit = True

@@ -92,9 +92,12 @@ class Failover:
             for choice in self._trial.lost(tokens):
                 choice.generation.fail(_found_out(choice, error))
         for generation in generations:
-            for call in generation.lost(tokens):
-                self._waits[call] = _Wait(reason, error, time.monotonic() + self._patience_s)
-                self._take(call)
+            try:
+                for call in generation.lost(tokens):
+                    self._waits[call] = _Wait(reason, error, time.monotonic() + self._patience_s)
+                    self._take(call)
+            except Exception as trouble:  # one request's is not the others'
+                generation.break_off("a request could not go on elsewhere", trouble)
         if generations:
             log.warning("requests go on elsewhere", samples=len(tokens), cause=reason)
 
@@ -136,7 +139,7 @@ class Failover:
 
     def _take(self, call: Call) -> None:
         self._trial.forget(call)
-        call.cancel = lambda: self._here.pop(call, None)
+        call.cancel, call.came = lambda: self._here.pop(call, None), lambda: 0
         self._here[call] = None
         self._news.set()
 
@@ -158,8 +161,8 @@ class Failover:
         except TokaError as error:
             self._end(call, error)
         except Exception as error:  # one request's trouble is not the others'
-            log.error("a request could not be sent", request_id=call.part.request_id, exc_info=error)
-            self._end(call, Internal.logged())
+            self._here.pop(call, None)
+            call.generation.break_off("a request could not be sent", error)
 
     def _sent(self, call: Call, wait: _Wait, now: float) -> None:
         self._trial.sent(call, now)

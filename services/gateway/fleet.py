@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from services.common.errors import NotFound, TokaError, Unavailable
+import structlog
+
+from services.common.errors import Internal, NotFound, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
 from services.gateway.failover import MOST_BACKLOG, Failover
 from services.gateway.generation import Call, Generation
@@ -18,6 +20,8 @@ from services.gateway.routing import PrefixRouter
 from services.gateway.session.client import Timings
 from services.gateway.session.codec import ModelFacts
 from services.gateway.session.replica import Replica
+
+log = structlog.get_logger(__name__)
 
 Found = TypeVar("Found")
 _LOOK_S = 0.5  # between two looks at a replica that does not go on
@@ -60,7 +64,20 @@ class Fleet:
     def start(self) -> None:
         """Begin to connect; no scheduler has to be up."""
         self._tasks = [asyncio.create_task(replica.run(), name=replica.address) for replica in self.replicas]
-        self._tasks += [asyncio.create_task(self._failover.run()), asyncio.create_task(self._unload_stalled())]
+        self._tasks += [
+            asyncio.create_task(self._failover.run(), name="failover"),
+            asyncio.create_task(self._unload_stalled(), name="unload stalled"),
+        ]
+
+    async def goes_on(self) -> None:
+        """For as long as all its tasks do, which never end by themselves. Raises ``Internal`` when one has: requests
+        would wait for ever for what it did, so every one ends, and the process should."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            cause = None if task.cancelled() else task.exception()
+            log.error("a task that all requests need has ended", task=task.get_name(), exc_info=cause)
+        self.fail_all(Unavailable("the gateway cannot go on; send the request again"))
+        raise Internal("a task that all requests need has ended")
 
     async def known(self, patience_s: float) -> None:
         """Until each scheduler was found ready, or not ready, once; for ``patience_s`` at most."""

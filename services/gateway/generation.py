@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import structlog
 
-from services.common.errors import TokaError
+from services.common.errors import Internal, TokaError
 from services.gateway.job import NO_TOKENS, Job, Part, Settings
 from services.gateway.session.codec import Ending, PromptScores, TokenLogprob
+
+log = structlog.get_logger(__name__)
 
 _ENDED_AT_ONCE = 32  # choices: waking the handler costs as much as writing a few of them
 _seeds = random.Random()  # begun by the system's
@@ -28,8 +31,8 @@ class Choice:
     """
 
     __slots__ = (
-        "ending", "generation", "held", "index", "late_s", "new_ids", "new_logprobs", "noticed", "prompt_index",
-        "setbacks", "strikes",
+        "broken_off", "ending", "generation", "held", "index", "late_s", "new_ids", "new_logprobs", "noticed",
+        "prompt_index", "setbacks", "strikes",
     )  # fmt: skip
 
     def __init__(self, generation: "Generation", index: int, prompt_index: int) -> None:
@@ -39,6 +42,7 @@ class Choice:
         self.new_ids: list[int] | np.ndarray = []  # array: uint32
         self.new_logprobs: list[TokenLogprob | None] = []  # beside new_ids when logprobs were asked for
         self.ending: Ending | None = None
+        self.broken_off = 0  # tokens that came of it before it ended with an error
         self.noticed = False
         # Of a choice whose scheduler was lost:
         self.held: np.ndarray = NO_TOKENS  # uint32, its tokens when it was sent last
@@ -78,6 +82,7 @@ class Call:
     attempt: int = 0  # schedulers that were lost with it
     # Set by whoever has it, a session or ``Failover``: ends what is still running there.
     cancel: Callable[[], None] = field(default=lambda: None)
+    came: Callable[[], int] = field(default=lambda: 0)  # tokens of its running choices since they were sent
 
 
 class Generation:
@@ -95,6 +100,7 @@ class Generation:
             seed = _seeds.getrandbits(64) if job.seed is None else job.seed
             part = Part(job, seed, job.request_id, 0, job.settings.n)
             self.calls.append(Call(part, self, self.choices[first:]))
+        self.request_id = jobs[0].request_id if jobs else ""
         self.prompt_scores: list[list[PromptScores]] = [[] for _ in jobs]  # of each prompt, in order; where asked for
         self.began_at = time.perf_counter()
         self.first_token_at: float | None = None
@@ -107,6 +113,15 @@ class Generation:
         self._news: list[Choice] = []
         self._error: TokaError | None = None
         self._waiter: asyncio.Future[None] | None = None  # of the handler
+
+    @property
+    def made_tokens(self) -> int:
+        """All that came of it so far, told or not; until it is closed."""
+        running = sum(call.came() for call in self.calls)
+        return running + sum(
+            len(choice.held) + choice.broken_off if choice.ending is None else choice.ending.completion_tokens
+            for choice in self.choices
+        )
 
     # From the session.
 
@@ -137,6 +152,7 @@ class Generation:
     def finish(self, choice: Choice, ending: Ending) -> None:
         """The end of one choice."""
         if ending.error is not None:
+            choice.broken_off = max(0, ending.completion_tokens - len(choice.held))
             self.fail(ending.error)
             return
         if choice.late_s:
@@ -167,6 +183,11 @@ class Generation:
         if self._error is None:
             self._error = error
             self._wake()
+
+    def break_off(self, what: str, error: Exception) -> None:
+        """Something that nobody foresaw went wrong with it, ``what`` in the log's words: it ends, and no other does."""
+        log.error(what, request_id=self.request_id, exc_info=error)
+        self.fail(Internal.logged())
 
     # From ``Failover``.
 

@@ -161,6 +161,13 @@ def test_what_depends_on_the_model_is_named_when_it_is_used(llm, field, value):
     assert caught.value.field == field
 
 
+def test_as_much_of_a_prompt_may_count_as_there_is_room_for(llm):
+    [cut] = llm.generate([[5] * 3000], SamplingParams(truncate_prompt_tokens=-1, max_tokens=8))
+    assert len(cut.prompt_token_ids) == 2040
+    [short] = llm.generate([[5] * 3], SamplingParams(truncate_prompt_tokens=-1, max_tokens=8))
+    assert short.prompt_token_ids == [5] * 3
+
+
 def test_answers_may_have_to_match_a_grammar(llm):
     choice = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=20)
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}

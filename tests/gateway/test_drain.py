@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from bench.server import free_port
 from tests.gateway.deployment import Deployment, eventually, stop_and_wait
 
 
@@ -49,6 +50,26 @@ def test_running_requests_end_and_new_connections_are_refused(leaving):
         assert leaving.gateway.running
         assert list(stream)[-1].choices[0].finish_reason == "length"
     assert leaving.gateway.wait() == 0
+
+
+def test_operators_are_answered_until_the_drain_is_over(tmp_path):
+    port = free_port()
+    flags = {"drain_seconds": 60, "admin_port": port}
+    leaving = Deployment(tmp_path, worker={"step_ms": 5}, gateway=flags).wait_ready()
+    try:
+        with leaving.sdk() as sdk, httpx.Client(base_url=f"http://127.0.0.1:{port}") as operator:
+            stream = begin(sdk, 300)
+            assert operator.get("/ready").status_code == 200
+            leaving.gateway.signal(signal.SIGTERM)
+            eventually(lambda: refuses(leaving.url))
+            for get in (operator.get, httpx.get):  # on its connection, and on a new one
+                ready = get(f"http://127.0.0.1:{port}/ready")
+                assert (ready.status_code, ready.json()["reason"]) == (503, "the gateway is shutting down")
+            assert "toka_" in operator.get("/metrics").text
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+            assert leaving.gateway.wait() == 0  # it does not wait for the operator to leave
+    finally:
+        leaving.stop()
 
 
 def test_the_second_signal_tells_running_requests_that_it_is_over(leaving):

@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai.types import chat, completion_create_params
 
+from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED
 from tests.gateway.deployment import PATIENCE_S
@@ -77,6 +78,7 @@ def test_a_value_that_is_nested_too_deeply_to_be_shown(deployment, value):
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(2000)}, "n": 600}, "logit_bias"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"frequency_penalty": 2.1}, "frequency_penalty"),
         ({"frequency_penalty": "1"}, "frequency_penalty"),
@@ -174,6 +176,9 @@ def test_a_wrong_chat_request(deployment, body, param):
         {"reasoning_effort": "high"},
         {"regex": "[0-9]+"},
         {"no_repeat_ngram_size": 2},
+        {"prompt_embeds": "AAAA"},
+        {"return_tokens_as_token_ids": True},
+        {"max_output_tokens": 5},
     ],
 )
 def test_a_known_completion_parameter_not_supported_yet(deployment, body):
@@ -194,6 +199,18 @@ def test_a_known_completion_parameter_not_supported_yet(deployment, body):
         {"best_of": 3},
         {"echo": True},
         {"suffix": "end"},
+        {"include_reasoning": False},
+        {"spaces_between_special_tokens": False},
+        {"thinking_token_budget": 5},
+        {"logprob_token_ids": [5]},
+        {"structural_tag": "{}"},
+        {"kv_transfer_params": {"a": 1}},
+        {"lora_path": "x"},
+        {"max_output_tokens": 5},
+        {"instructions": "Be brief."},
+        {"previous_response_id": "resp_1"},
+        {"reasoning": {"effort": "high"}},
+        {"text": {"format": {"type": "json_object"}}},
     ],
 )
 def test_a_known_chat_parameter_not_supported_yet(deployment, body):
@@ -208,6 +225,23 @@ def test_a_known_chat_parameter_not_supported_yet(deployment, body):
 def test_every_parameter_of_the_sdk_is_honoured_or_refused_or_harmless(parameters, schema):
     known = set(get_type_hints(parameters.CompletionCreateParamsNonStreaming))
     assert known - schema.model_fields.keys() - UNSUPPORTED.keys() - HARMLESS == set()
+
+
+@pytest.mark.parametrize("schema", [CompletionBody, ChatBody, ResponsesBody])
+def test_what_one_endpoint_has_the_others_do_not_ignore(schema):
+    begin = {"prompt", "input", "messages"}  # without its own no endpoint answers
+    here = schema.model_fields.keys() | schema.elsewhere.keys() | UNSUPPORTED.keys()
+    there = CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()
+    assert there - begin - here == set()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_changes_nothing_passes(deployment, path):
+    neutral = {"include_reasoning": True, "spaces_between_special_tokens": True, "return_tokens_as_token_ids": False}
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
+    response = deployment.post(path, body | neutral | {"structural_tag": None, "max_tokens": 2})
+    assert response.status_code == 200, response.text
+    assert "x-toka-ignored-params" not in response.headers
 
 
 def test_more_parameters_than_anybody_has(deployment):

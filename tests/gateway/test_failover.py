@@ -274,6 +274,19 @@ async def test_a_request_that_cannot_be_written_ends_alone(monkeypatch):
         assert isinstance(await failed(cursed), Internal)
 
 
+async def test_a_request_that_cannot_go_on_elsewhere_ends_alone(monkeypatch):
+    async with Place() as place:
+        first, cursed, last = (generation() for _ in range(3))
+
+        def fails(_) -> list[Call]:
+            raise ValueError("cursed")
+
+        monkeypatch.setattr(cursed, "lost", fails)
+        place.failover.lose({running.choices[0]: NOTHING for running in (first, cursed, last)}, LOST, "lost")
+        assert [call.generation for call in await place.sent(2)] == [first, last]
+        assert isinstance(await failed(cursed), Internal)
+
+
 async def test_who_waits_for_too_long_hears_of_the_loss():
     async with Place(patience_s=0.05) as place:
         place.scheduler = None

@@ -104,6 +104,13 @@ def test_token_ids_have_the_stop_token_that_is_no_part_of_the_text(speaker, toke
     assert "token_ids" not in speaker.complete(prompt="x", max_tokens=50).json()["choices"][0]
 
 
+def test_every_chunk_but_the_last_has_no_usage(deployment):
+    body = {"messages": CHAT, "max_tokens": 3, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(deployment, "/v1/chat/completions", **body)
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert last["usage"]["completion_tokens"] == 3
+
+
 # -- usage
 
 
@@ -198,6 +205,25 @@ def test_the_beginning_of_a_conversation_may_be_cut_off(deployment, tokenizer):
     assert answer["choices"][0]["token_ids"] == continuation(FakeShape(), answer["prompt_token_ids"], 4, seed=2)
     short = deployment.chat(**body | {"messages": CHAT, "truncate_prompt_tokens": 1000}).json()
     assert short["prompt_token_ids"] == tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize(("limits", "kept"), [({"max_tokens": 40}, 2008), ({}, 2032), ({"min_tokens": 9}, 2032)])
+def test_as_much_of_a_prompt_may_count_as_there_is_room_for(deployment, tokenizer, limits, kept):
+    text = " ".join(str(number) for number in range(2000))
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": -1} | limits
+    prompts = {
+        "/v1/completions": tokenizer.encode(text),
+        "/v1/chat/completions": tokenizer.encode_chat(body["messages"]),
+    }
+    for path, prompt in prompts.items():
+        answer = deployment.post(path, body | {"return_token_ids": True}).json()
+        told = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+        assert told == prompt[-kept:]
+        assert answer["usage"]["total_tokens"] == 2048
+    whole = deployment.complete(prompt="x", truncate_prompt_tokens=-1, max_tokens=2).json()
+    assert whole["usage"]["prompt_tokens"] == len(tokenizer.encode("x"))
+    error = deployment.complete(prompt="x", truncate_prompt_tokens=-1, max_tokens=2048).json()["error"]
+    assert (error["param"], error["code"]) == ("truncate_prompt_tokens", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -68,6 +68,7 @@ def test_a_text_is_answered(client, name):
     assert response.metadata == {"a": "b"}
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     assert response.usage.output_tokens_details.reasoning_tokens == 0
+    assert set(response.usage.timing) == {"queue_ms", "prefill_ms", "decode_ms"}
 
 
 def test_instructions_and_items_are_the_conversation(client, name, qwen):
@@ -132,7 +133,8 @@ def test_a_stream_ends_as_the_whole_answer_is(qwen, text):
     whole = respond(qwen, **body).json()
     last = raw_events(qwen, **body)[-1]["response"]
     assert [without_ids(item) for item in last["output"]] == [without_ids(item) for item in whole["output"]]
-    assert last["usage"] == {**whole["usage"], "input_tokens_details": last["usage"]["input_tokens_details"]}
+    differing = {name: last["usage"][name] for name in ("input_tokens_details", "timing")}
+    assert last["usage"] == whole["usage"] | differing
     assert last.keys() == whole.keys()
 
 
@@ -203,6 +205,7 @@ def test_the_result_of_a_call_is_answered(client, name, qwen):
         ({"tools": [WEATHER | {"strict": "yes"}]}, "tools[0].strict"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": "resp_\0"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"store": "yes"}, "store"),
         ({"background": True}, "background"),
@@ -210,11 +213,73 @@ def test_the_result_of_a_call_is_answered(client, name, qwen):
         ({"include": "message.output_text.logprobs"}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"presence_penalty": "x", "logprobs": 1, "tools": 1}, "tools"),
+        ({"min_tokens": 9, "max_output_tokens": 8}, "min_tokens"),
+        ({"top_k": "x"}, "top_k"),
+        ({"stop": 5}, "stop"),
+        ({"mood": "x", "logprobs": False, "tools": 1}, "tools"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_named(qwen, body, param):
     assert error_of(respond(qwen, **body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "instead"),
+    [
+        ({"max_tokens": 3}, "max_output_tokens"),
+        ({"max_completion_tokens": 3}, "max_output_tokens"),
+        ({"response_format": {"type": "json_object"}}, "text.format"),
+        ({"guided_json": {}}, "text.format"),
+        ({"structured_outputs": {"regex": "x"}}, "text.format"),
+        ({"logprobs": True}, "include=['message.output_text.logprobs']"),
+        ({"reasoning_effort": "high"}, "reasoning.effort"),
+        ({"messages": []}, "input"),
+        ({"n": 2}, "leave it out or set it to 1"),
+        ({"return_token_ids": True}, "leave it out"),
+        ({"prompt_logprobs": 1}, "leave it out"),
+    ],
+)
+def test_what_other_endpoints_have_is_refused_with_what_stands_for_it(qwen, body, instead):
+    error = error_of(respond(qwen, **body), 400)
+    assert (error["param"], error["code"]) == (next(iter(body)), "unsupported_parameter")
+    assert instead in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"min_tokens": 9, "max_output_tokens": 8}, "max_output_tokens=8"),
+        ({"min_tokens": 1, "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+def test_an_error_speaks_of_parameters_by_their_names_here(deployment, body, name):
+    assert name in error_of(respond(deployment, **body), 400)["message"]
+
+
+def test_an_answer_is_sampled_as_it_is_asked(deployment):
+    body = {"seed": 3, "top_k": 40, "min_p": 0.01, "logit_bias": {"5": 1}, "frequency_penalty": 0.5, "min_tokens": 2}
+    body |= {"presence_penalty": 0.5, "repetition_penalty": 1.1, "stop_token_ids": [7], "ignore_eos": True}
+    body |= {"cache_salt": "a", "priority": 1, "n": 1}
+    response = respond(deployment, **body, max_output_tokens=40)
+    assert response.status_code == 200, response.text
+    assert "x-toka-ignored-params" not in response.headers
+    [choice] = deployment.chat(**body, max_tokens=40).json()["choices"]
+    [message] = response.json()["output"]
+    assert message["content"][0]["text"] == choice["message"]["content"]
+    asked = ResponsesBody(input="Hi", **body).chat()
+    assert {name: getattr(asked, name) for name in body} == body | {"n": None}
+
+
+def test_a_stop_string_ends_an_answer(qwen):
+    response = respond(qwen, input="One, two, three.", stop=[", th"]).json()
+    assert (response["output"][0]["content"][0]["text"], response["status"]) == ("One, two", "completed")
+
+
+@pytest.mark.parametrize("ask", [respond, lambda *given, **body: raw_events(*given, **body)[-1]["response"]])
+def test_a_call_that_a_stop_string_cuts_is_incomplete(qwen, ask):
+    response = ask(qwen, input=CALL, tools=[WEATHER], stop="ln")
+    [call] = (response if isinstance(response, dict) else response.json())["output"]
+    assert (call["arguments"], call["status"]) == ('{"city": "Kö', "incomplete")
 
 
 def test_a_type_that_is_nested_too_deep_to_be_written_out_is_refused():

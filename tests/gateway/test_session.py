@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from google.rpc import status_pb2
 
-from services.common.errors import PayloadTooLarge
+from services.common.errors import Internal, PayloadTooLarge
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.gateway.generation import Generation
 from services.gateway.job import Job, Settings
@@ -22,6 +23,15 @@ def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
         session.submit(call)
     assert not session._outbox
     assert not session._samples
+
+
+@pytest.mark.parametrize(("now", "left_ms"), [(1_000.0, 5_000), (1_004.5, 500), (1_010.0, 0)])
+def test_a_scheduler_is_told_how_much_time_is_left_since_its_clock_may_differ(now, left_ms, monkeypatch):
+    monkeypatch.setattr("services.gateway.session.codec.time.time", lambda: now)
+    job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings(deadline_ms=1_005_000))
+    [call] = Generation([job], streaming=False).calls
+    request = codec.encode_submit(call.part).submit.request
+    assert (request.deadline_in_ms, request.deadline_unix_ms) == (left_ms, 1_005_000)
 
 
 def ending() -> codec.Ending:
@@ -73,3 +83,38 @@ async def test_a_sample_that_ended_by_itself_is_not_cancelled_any_more():
     second.close()
     session._on_rejection(session_pb2.Rejection(handle=2))
     assert list(session._cancels) == [1]
+
+
+@pytest.mark.parametrize("broken", ["score", "feed", "finish", "accepted", "refused"])
+async def test_a_request_that_something_unforeseen_happens_to_ends_alone(broken, monkeypatch):
+    class Owner:
+        """Hands a request that is refused to its generation, which may be broken."""
+
+        def refused(self, call, error) -> None:
+            call.generation.refused(error)
+
+    def fails(*_) -> None:
+        raise ValueError("cursed")
+
+    session, made = Session(None, RequestMetrics(), Owner(), Timings()), []
+    for _ in range(3):
+        made.append(Generation([Job("r", "m", np.array([1, 2], np.uint32), 5, None, Settings())], streaming=True))
+        session.submit(made[-1].calls[0])
+    first, cursed, last = made
+    monkeypatch.setattr(cursed, broken, fails, raising=False)
+    for handle in range(3):
+        if broken == "refused" and handle == 1:
+            session._on_rejection(session_pb2.Rejection(handle=handle, status=status_pb2.Status(code=3)))
+        else:
+            session._on_acceptance(handle)
+    all_of_them = np.arange(3, dtype=np.uint32)
+    scores = codec.PromptScores(1, np.ones(1, np.float32), all_of_them[:0], all_of_them[:0], np.zeros(0, np.float32))
+    here = all_of_them if broken != "refused" else all_of_them[[0, 2]]
+    session._on_outputs(codec.StepNews(here, None, here, None, [], [(handle, scores) for handle in here.tolist()]))
+    endings = [(handle, ending()) for handle in here.tolist()]
+    session._on_outputs(codec.StepNews(here, None, here, None, endings))
+    for running, token in ((first, 0), (last, 2)):
+        [choice] = await running.news()
+        assert (choice.take()[0], choice.ending, running._error) == ([token, token], ending(), None)
+    assert isinstance(cursed._error, Internal)
+    assert not session._samples

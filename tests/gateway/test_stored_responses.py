@@ -2,6 +2,7 @@
 said."""
 
 import asyncio
+import json
 import sqlite3
 
 import httpx
@@ -242,13 +243,20 @@ def test_items_with_one_id_are_listed_once_each(client, name, order):
 
 def test_lines_of_a_batch_are_kept_by_the_batch(qwen, client, name, tmp_path):
     path = tmp_path / "in.jsonl"
-    path.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"input": "Hi"}}\n')
+    bodies = ({"input": "Hi"}, {"input": "Hi", "store": True}, {"input": "Hi", "store": None})
+    given = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/responses", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in given))
     with path.open("rb") as lines:
         file = client.files.create(file=lines, purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="24h")
     eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
     output = client.files.content(client.batches.retrieve(batch.id).output_file_id)
-    assert '"store":false' in output.text
+    told = [json.loads(line)["response"]["body"] for line in output.text.splitlines()]
+    assert [response["store"] for response in told] == [False] * 3
+    assert qwen.status(f"/v1/responses/{told[1]['id']}") == 404
 
 
 def test_gateways_with_one_store_know_each_others_responses(qwen, client, name, tmp_path):

@@ -1,14 +1,21 @@
 """What a request tells the chat template, and ``/tokenize``, ``/detokenize``, ``/version``, ``/v1/embeddings``."""
 
 import json
+import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from services.common.errors import InvalidRequest
 from services.common.text.chat_template import ChatTemplate
+from services.common.text.encoder import MAX_CHARACTERS
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.openai.tokens import tokenize
+from services.gateway.text import TextEngine
 from tests.gateway.parrot import QWEN, make_model
 from tests.gateway.test_errors import error_of
 
@@ -44,6 +51,51 @@ def test_a_conversation_and_its_tokens(deployment, tokenizer):
 def test_a_text_longer_than_the_context_has_tokens(deployment):
     assert tokenized(deployment, prompt="word " * 20_000)["count"] >= 20_000
     assert tokenized(deployment, messages=[{"role": "user", "content": "word " * 20_000}])["count"] >= 20_000
+
+
+def test_a_long_answer_is_what_a_short_one_is(deployment, tokenizer):
+    prompt = "ab " * 30_000
+    answer = tokenized(deployment, prompt=prompt, return_token_strs=True)
+    assert answer["tokens"] == tokenizer.encode(prompt)
+    assert len(answer["token_strs"]) == answer["count"] > 20_000
+    assert "".join(answer["token_strs"]) == prompt
+
+
+async def test_a_long_answer_is_made_beside_the_event_loop(tokenizer):
+    makers = set()
+    engine = TextEngine(tokenizer)
+    text_of = engine.token_text
+    engine.token_text = lambda token: makers.add(threading.current_thread()) or text_of(token)
+
+    async def model(_):
+        return SimpleNamespace(max_context_tokens=2048)
+
+    app = Starlette(routes=[Route("/tokenize", tokenize, methods=["POST"])])
+    app.state.gateway = SimpleNamespace(
+        text=engine, fleet=SimpleNamespace(model=model), config=SimpleNamespace(max_body_bytes=2**20)
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        body = {"prompt": "ab " * 30_000, "return_token_strs": True}
+        assert (await client.post("/tokenize", json=body)).json()["count"] > 20_000
+    assert makers
+    assert threading.current_thread() not in makers
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "x" * (MAX_CHARACTERS + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * MAX_CHARACTERS}]}, "messages"),
+        ("/v1/completions", {"prompt": "x" * (MAX_CHARACTERS + 1), "truncate_prompt_tokens": 5}, "prompt"),
+        ("/detokenize", {"tokens": [7] * (MAX_CHARACTERS + 1)}, "tokens"),
+    ],
+    ids=["prompt", "messages", "truncated", "tokens"],
+)
+def test_what_may_be_longer_than_the_context_is_bounded_all_the_same(deployment, path, body, param):
+    response = deployment.post(path, body)
+    assert error_of(response, 400)["param"] == param
+    assert str(MAX_CHARACTERS) in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,18 @@ def test_a_call_that_is_cut_keeps_its_beginning(qwen):
     assert '{"city": "Köln"}'.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.parametrize("ask", [first, streamed])
+@pytest.mark.parametrize("form", ["qwen", "llama"])
+def test_a_call_that_a_stop_string_cuts_asks_for_no_result(request, form, ask):
+    deployment, call = request.getfixturevalue(form), CALL if form == "qwen" else LLAMA_CALL
+    cut = ask(deployment, f"{call}\n{call}" if form == "qwen" else f"{call}; {call}", tools=TOOLS, stop="ln")
+    assert cut.finish_reason == "stop"
+    assert [called.function.arguments for called in cut.message.tool_calls] == ['{"city": "Kö']
+    whole = ask(deployment, f"{call} Done.", tools=TOOLS, stop="Do")
+    assert whole.finish_reason == "tool_calls"
+    assert [called.function.arguments for called in whole.message.tool_calls] == ['{"city": "Köln"}']
+
+
 def test_a_stream_says_the_name_once_and_never_a_mark(qwen):
     chunks = events(qwen, "/v1/chat/completions", **saying(f"So: {CALL}{CALL}", tools=TOOLS, n=2, logprobs=True))
     for index in (0, 1):

@@ -92,7 +92,7 @@ def _guard_unary(behavior: Behavior, method: str) -> Behavior:
         try:
             return await behavior(request, context)
         except Exception as error:
-            await _abort(context, error, method)
+            await abort(context, error, method)
 
     return guarded
 
@@ -108,12 +108,13 @@ def _guard_stream(behavior: Behavior, method: str) -> Behavior:
             async for answer in answers:
                 yield answer
         except Exception as error:
-            await _abort(context, error, method)
+            await abort(context, error, method)
 
     return guarded
 
 
-async def _abort(context: AnyContext, error: Exception, method: str) -> NoReturn:
+async def abort(context: AnyContext, error: Exception, method: str) -> NoReturn:
+    """End a call of ``method`` with the status of ``error``."""
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
         raise error
     status = status_of(error, method)

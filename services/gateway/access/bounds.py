@@ -34,14 +34,16 @@ class Bounds:
             self._timer = loop.call_later(_left_s(self._deadline_ms) + _GRACE_S, generation.fail, _overdue())
 
     def settle(self, generation: Generation) -> None:
-        """It has ended, with all its answers or without; to be called before it is closed. Of one that its client left
-        in the middle nobody knows what it took: it is taken to be what was reserved."""
+        """It has ended, with all its answers or without; to be called before it is closed. Of one that ended in the
+        middle nobody knows all that it took: it is taken to be what was reserved, or what came of it if that is more.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._reserved is not None and all(choice.ending is not None for choice in generation.choices):
-            made = sum(choice.outcome.completion_tokens for choice in generation.choices)
-            self._reserved.settle(self._prompt_tokens + made)
+        if self._reserved is not None:
+            took = self._prompt_tokens + generation.made_tokens
+            whole = all(choice.ending is not None for choice in generation.choices)
+            self._reserved.settle(took if whole else max(took, self._reserved.tokens))
 
     def give_back(self) -> None:
         """It came to nothing."""

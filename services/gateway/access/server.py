@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from services.common.config import GatewayConfig
 from services.common.handover import BACKLOG
@@ -19,11 +20,13 @@ from services.gateway.access.tls import Certificate
 
 _TICKS = 10  # uvicorn's, in which every connection is looked at: a second
 _LONGEST_TICK_S = 0.2
+_LAST_ANSWERS_S = 1.0  # for operators, whose answers are short, at the very end
 
 
 class Server(uvicorn.Server):
     """Serves ``app`` on the sockets given to ``serve``, by TLS where the flags say so, and ``admin`` on
-    ``admin_sockets``, without. Says when it listens, and leaves signals to ``run_service``."""
+    ``admin_sockets``, without. Says when it listens, and leaves signals to ``run_service``. While requests of ``app``
+    still run at its end, it takes no more of them, and ``admin`` answers on."""
 
     def __init__(
         self,
@@ -59,8 +62,10 @@ class Server(uvicorn.Server):
         # Clients that take all places do not shut out operators and probes.
         protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), clock=self._clock)
         self._admin = uvicorn.Config(admin, http=protocol, **settings)
-        self._make_admin = partial(protocol, self._admin, self.server_state, {})
+        self._admin_state = ServerState()
+        self._make_admin = partial(protocol, self._admin, self._admin_state, {})
         self._admin_sockets = admin_sockets
+        self._admin_servers: list[asyncio.Server] = []
         self._on_listening = on_listening
         self._unswept: list[Connection] = []
 
@@ -69,24 +74,43 @@ class Server(uvicorn.Server):
         self._admin.load()
         loop = asyncio.get_running_loop()
         for each in self._admin_sockets:
-            self.servers.append(await loop.create_server(self._make_admin, sock=each, backlog=BACKLOG))
+            self._admin_servers.append(await loop.create_server(self._make_admin, sock=each, backlog=BACKLOG))
         if self.started:
             self._on_listening()
+
+    def leave_admin_port(self) -> None:
+        """Other gateways answer there from now on; on its unix socket this one still does."""
+        for server in self._admin_servers:
+            if any(each.family != socket.AF_UNIX for each in server.sockets):
+                server.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for server in self._admin_servers:
+            server.close()
+        for connection in list(self._admin_state.connections):
+            connection.shutdown()
+        if tasks := set(self._admin_state.tasks):
+            await asyncio.wait(tasks, timeout=_LAST_ANSWERS_S)
+        for task in self._admin_state.tasks:
+            task.cancel()
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
         self._clock.now += min(now - self._ticked_at, _LONGEST_TICK_S)
         self._ticked_at = now
         self._sweep_some()
-        return await super().on_tick(counter)
+        over = await super().on_tick(counter)
+        self._admin_state.default_headers = self.server_state.default_headers
+        return over
 
     def _sweep_some(self) -> None:
         """A part of all connections, so that a tick stays short."""
+        connections = [self.server_state.connections, self._admin_state.connections]
         if not self._unswept:
-            self._unswept = [each for each in self.server_state.connections if isinstance(each, Connection)]
-        connections = self.server_state.connections
-        for _ in range(min(len(self._unswept), len(connections) // _TICKS + 1)):
-            if (connection := self._unswept.pop()) in connections:
+            self._unswept = [each for some in connections for each in some if isinstance(each, Connection)]
+        for _ in range(min(len(self._unswept), sum(map(len, connections)) // _TICKS + 1)):
+            if (connection := self._unswept.pop()) in connection.connections:
                 connection.sweep()
 
     @contextlib.contextmanager

@@ -79,8 +79,7 @@ class Answer:
             body = self.shape.whole(generation.choices, written)
             return Response(body, headers=headers, media_type="application/json")
         except InvalidRequest as error:
-            grammar = self._settings.grammar
-            raise error if grammar is None or error.field != GRAMMAR_FIELD else explain(error, grammar) from None
+            raise self._in_callers_words(error) from None
         finally:
             if not handed_over:
                 self._end(generation, bounds)
@@ -136,7 +135,14 @@ class Answer:
             async for event in events:
                 yield event
         except TokaError as error:
-            raise self.gateway.guard.told(error) from None
+            raise self.gateway.guard.told(self._in_callers_words(error)) from None
+
+    def _in_callers_words(self, error: TokaError) -> TokaError:
+        """A grammar is compiled before an answer begins; what is wrong with it may still be found in the middle."""
+        grammar = self._settings.grammar
+        if grammar is None or not isinstance(error, InvalidRequest) or error.field != GRAMMAR_FIELD:
+            return error
+        return explain(error, grammar)
 
     async def _events(self, generation: Generation) -> AsyncIterator[bytes]:
         shape = self.shape

@@ -12,7 +12,6 @@ from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, Reasoning, parts_of
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.shapes import Shape
-from services.gateway.openai.sse import Template
 from services.gateway.openai.transcript import Piece, TokenEntry
 from services.gateway.session.codec import ModelFacts
 
@@ -44,8 +43,13 @@ class Readers:
     def reason(self, index: int, reason: str) -> str:
         """Why a choice ended: a model that stops behind a call waits for its result, unless it had no choice."""
         reader = self[index]
-        called = reader is not None and reader.call_count and not reader.named
+        called = reader is not None and reader.call_count and not reader.named and not reader.in_call
         return "tool_calls" if reason == "stop" and called else reason
+
+    def in_call(self, index: int) -> bool:
+        """Whether a choice is within a call's arguments."""
+        reader = self[index]
+        return reader is not None and reader.in_call
 
     @property
     def reasoning_tokens(self) -> int:
@@ -81,8 +85,7 @@ class ChatShape(Shape):
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         if self._untold:
             self._untold.clear()
-            head = Template(self._chunk_head | self._whole_extras(), "choices")
-            return head.fill(delta % index)
+            return self._template_with(self._whole_extras()).fill(delta % index)
         return self._template.fill(delta % index)
 
     def note(self, index: int, token_ids: TokenIds) -> None:

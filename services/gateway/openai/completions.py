@@ -17,13 +17,14 @@ from services.gateway.openai.jobs import (
     check_grammar_copies,
     check_max_tokens,
     check_prompts,
-    check_truncation,
+    kept_tokens,
     make_jobs,
     make_settings,
 )
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
+from services.gateway.session.codec import ModelFacts
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -47,8 +48,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     grammar = await wanted_grammar(gateway.text, body)
     check_grammar_copies(len(body.prompt), body, grammar)
     settings = make_settings(body, facts, body.logprobs, "logprobs", caller, grammar)
-    check_truncation(body.truncate_prompt_tokens, facts)
-    prompts = await _token_ids(gateway, body, facts.max_context_tokens)
+    prompts = await _token_ids(gateway, body, facts)
     check_prompts(prompts, gateway.config.max_prompt_tokens, "prompt")
     jobs = make_jobs(
         caller.request_id,
@@ -78,13 +78,13 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     return await answer.respond(stream=bool(body.stream))
 
 
-async def _token_ids(gateway: Gateway, body: CompletionBody, max_context_tokens: int) -> Sequence[TokenIds]:
+async def _token_ids(gateway: Gateway, body: CompletionBody, facts: ModelFacts) -> Sequence[TokenIds]:
     """Each prompt, the beginning cut off when that was asked for."""
-    kept = body.truncate_prompt_tokens
+    kept = kept_tokens(body, facts)
     if _are_texts(body.prompt):
         prompts: Sequence[TokenIds] = await gateway.text.encode(
             body.prompt,
-            max_tokens=max_context_tokens if kept is None else None,
+            max_tokens=facts.max_context_tokens if kept is None else None,
             field="prompt",
             add_special_tokens=body.add_special_tokens is not False,
         )

@@ -16,7 +16,6 @@ _PARAMETERS = {
     "stopping.strings": "stop",
     "stopping.token_ids": "stop_token_ids",
     "tokens.token_ids": "prompt",
-    "text": "prompt",
     "chat": "messages",
     "chat.messages": "messages",
 }

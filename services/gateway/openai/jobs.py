@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.errors import InvalidRequest
+from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.http import Caller
 from services.gateway.job import Grammar, Job, Priority, Settings
@@ -16,6 +17,9 @@ from services.gateway.text import check_token_ids
 
 # What schedulers and workers hold of one request's grammar, of which each sample has its own.
 MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
+
+# Tokens of an answer that a prompt cut to the context leaves room for, where nobody said how many.
+UNSAID_ANSWER = 16
 
 _U64 = 2**64
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -111,15 +115,24 @@ def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | No
             )
 
 
-def check_truncation(kept: int | None, facts: ModelFacts) -> None:
-    """Refuse to keep so many tokens of a prompt that none are left for an answer."""
-    if kept is not None and kept >= facts.max_context_tokens:
+def kept_tokens(body: GenerationBody, facts: ModelFacts) -> int | None:
+    """So many tokens at the end of a prompt count; None: all. Refuse so many that none are left for an answer, or so
+    long an answer that none are left for the prompt."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return None
+    asked = UNSAID_ANSWER if body.most_tokens is None else body.most_tokens
+    answer = 1 if kept > 0 else max(1, asked, body.min_tokens or 0)
+    room = facts.max_context_tokens - answer
+    if kept > room or room < 1:
+        what = "leaves no room for an answer" if kept > 0 else f"leaves no room for a prompt before {answer} tokens"
         raise InvalidRequest(
-            f"truncate_prompt_tokens={kept} leaves no room for an answer: this model's context is"
+            f"truncate_prompt_tokens={kept} {what}: this model's context is"
             f" {facts.max_context_tokens} tokens, prompt and answer together",
             field="truncate_prompt_tokens",
             reason="CONTEXT_LENGTH_EXCEEDED",
         )
+    return kept if kept > 0 else room
 
 
 def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
@@ -188,12 +201,7 @@ def make_jobs(
     seed: int | None,
 ) -> list[Job]:
     """One job for each prompt. Answers are cut where the context ends; ``max_tokens`` None: there only; 0: none."""
-    if max_tokens is not None and settings.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens={settings.min_tokens} is more than max_tokens={max_tokens}",
-            field="min_tokens",
-            reason="INVALID_VALUE",
-        )
+    _check_bias_copies(len(prompts), settings)
     jobs = []
     seen: Counter[bytes] = Counter()
     for number, prompt in enumerate(prompts):
@@ -204,6 +212,7 @@ def make_jobs(
             key = ids.tobytes()
             repeat, seen[key] = seen[key], seen[key] + 1
         room = facts.max_context_tokens - len(ids)
+        _check_min_tokens(settings.min_tokens, max_tokens, room)
         jobs.append(
             Job(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
@@ -215,6 +224,18 @@ def make_jobs(
             )
         )
     return jobs
+
+
+def _check_min_tokens(least: int, max_tokens: int | None, room: int) -> None:
+    if max_tokens is not None and least > max_tokens:
+        limit = f"max_tokens={max_tokens}"
+    elif least > room:
+        limit = f"the {room} tokens that the context has left behind the prompt"
+    else:
+        return
+    raise InvalidRequest(
+        f"min_tokens={least} is more than {limit}; ask for less", field="min_tokens", reason="INVALID_VALUE"
+    )
 
 
 def seed_of(seed: int, repeat: int) -> int:
@@ -245,6 +266,18 @@ def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> tuple[tuple[int, f
         _check_token(int(key), key, facts, "logit_bias")
         pairs[int(key)] = value
     return tuple(pairs.items())
+
+
+def _check_bias_copies(prompts: int, settings: Settings) -> None:
+    """Refuse a large bias for many choices, as a large grammar."""
+    choices, entries = prompts * settings.n, len(settings.logit_bias)
+    if choices * entries > MAX_BIAS_COPIES:
+        raise InvalidRequest(
+            f"logit_bias: {entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
+            " requests, or bias fewer tokens",
+            field="logit_bias",
+            reason="INVALID_VALUE",
+        )
 
 
 def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) -> None:

@@ -30,7 +30,7 @@ MEANINGS = {
     "return_token_ids": "token_ids in each choice, and prompt_token_ids",
     "prompt_logprobs": "log-probabilities of the prompt's tokens with so many alternatives; not with stream",
     "logprobs_in_fingerprint": "log-probabilities packed into system_fingerprint; not with stream or echo",
-    "truncate_prompt_tokens": "the last so many tokens of a prompt count",
+    "truncate_prompt_tokens": "the last so many tokens of a prompt count; -1: as many as there is room for",
     "priority": "0: normal; less goes first, more goes last",
     "cache_salt": "cached prefixes are shared with requests of the same salt only",
     "timeout": "seconds that the request may take, waiting included; beyond them: 504",

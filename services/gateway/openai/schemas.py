@@ -5,12 +5,14 @@ What these do not name is in ``unsupported`` or unknown; unknown parameters end 
 
 import contextlib
 from array import array
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
-from services.gateway.openai.body import Body
+from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
+from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import shown
 from services.gateway.openai.messages import ConversationBody, ReasoningEffort, ToolChoice
@@ -19,8 +21,6 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 4096
 # Far beyond any use; they bound the time that one body takes to validate.
 MAX_PROMPTS = 65_536
-MAX_BIASES = 2**18
-MAX_STOP_TOKENS = 4096
 MAX_METADATA = 16
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -73,6 +73,12 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _some(tokens: int) -> int:
+    if tokens == 0:
+        raise ValueError("expected at least 1, or -1 for as many as there is room for")
+    return tokens
+
+
 Prompts = Annotated[
     list[str] | list[np.ndarray],
     PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
@@ -92,16 +98,11 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
 
 
-class GenerationBody(GrammarBody):
-    """What completions and chat have in common."""
-
-    # Fields with parameters of their own in them.
-    nested: ClassVar[tuple[str, ...]] = ("stream_options", "response_format", "structured_outputs")
+class SamplingBody(Body):
+    """What all endpoints that generate have in common."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -110,21 +111,13 @@ class GenerationBody(GrammarBody):
     stop: Stops = ()
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # OpenAI's newer name; counts before the other
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
         None
     )
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, description="1 = off")] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    logprobs_in_fingerprint: Annotated[bool, Field(description="packed, in system_fingerprint")] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     timeout: Timeout | None = None
@@ -132,6 +125,25 @@ class GenerationBody(GrammarBody):
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
+
+
+class GenerationBody(GrammarBody, SamplingBody):
+    """What completions and chat have in common."""
+
+    # Fields with parameters of their own in them.
+    nested: ClassVar[tuple[str, ...]] = ("stream_options", "response_format", "structured_outputs")
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = {"max_output_tokens": Elsewhere("max_tokens")}
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # OpenAI's newer name; counts before the other
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs_in_fingerprint: Annotated[bool, Field(description="packed, in system_fingerprint")] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_some)] | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -230,6 +242,14 @@ class ChatBody(ConversationBody, GenerationBody):
     """``POST /v1/chat/completions``."""
 
     nested = (*GenerationBody.nested, "messages", "tools")
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = {
+        **GenerationBody.elsewhere,
+        "include": Elsewhere("logprobs", ([],)),
+        "instructions": Elsewhere("a message of the role 'system'"),
+        "previous_response_id": Elsewhere("the whole conversation as messages"),
+        "reasoning": Elsewhere("reasoning_effort", ({},)),
+        "text": Elsewhere("response_format", ({},)),
+    }
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -45,7 +45,11 @@ class Shape(ABC):
 
     @cached_property
     def _template(self) -> Template:
-        return Template(self._chunk_head, "choices", {"usage": None} if self._include_usage else None)
+        return self._template_with({})
+
+    def _template_with(self, extras: dict[str, Any]) -> Template:
+        """For a chunk that has ``extras`` beside its choices."""
+        return Template(self._chunk_head | extras, "choices", {"usage": None} if self._include_usage else None)
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``POST /tokenize`` and ``POST /detokenize``, in vLLM's shapes."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import orjson
@@ -7,6 +8,7 @@ from fastapi import Request, Response
 from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
+from services.common.text.encoder import MAX_CHARACTERS
 from services.gateway.gateway import Gateway
 from services.gateway.http import read_body, while_connected
 from services.gateway.openai.body import Body
@@ -14,6 +16,9 @@ from services.gateway.openai.conversation import render
 from services.gateway.openai.messages import MAX_MESSAGES, ConversationBody, Message
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import TokenId
+
+_TOKEN_BYTES = 8  # of an answer
+_PIECE = 16_384
 
 
 class TokenizeBody(ConversationBody):
@@ -38,11 +43,11 @@ class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_CHARACTERS)]
 
 
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text or a conversation, however long."""
+    """The token ids of a text or a conversation, which may be longer than the context."""
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     return await while_connected(request.receive, _tokenize(gateway, raw))
@@ -66,24 +71,40 @@ async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
     else:
         prompt = await render(gateway.text, body, max_tokens=None, add_special_tokens=bool(body.add_special_tokens))
         ids, unknown = prompt.ids, prompt.unknown
-    strings = [gateway.text.token_text(token)[0] for token in ids] if body.return_token_strs else None
-    answer = {"count": len(ids), "max_model_len": facts.max_context_tokens, "tokens": ids, "token_strs": strings}
+    strings = gateway.text.token_text if body.return_token_strs else None
+    answer = await gateway.text.worked(len(ids) * _TOKEN_BYTES, _answer, ids, facts.max_context_tokens, strings)
     return _json(answer, ignored_header(body, unknown))
 
 
 async def _detokenize(gateway: Gateway, raw: bytes) -> Response:
     body = await parse_large(gateway.text, raw, DetokenizeBody)
     facts = await gateway.fleet.model(body.model)
-    for place, token in enumerate(body.tokens):
-        if token >= facts.vocab_size:
+    await gateway.text.worked(len(body.tokens) * _TOKEN_BYTES, _check, body.tokens, facts.vocab_size)
+    text = await gateway.text.decode(body.tokens, skip_special_tokens=False, field="tokens")
+    return _json(await gateway.text.worked(len(text), orjson.dumps, {"prompt": text}), ignored_header(body))
+
+
+def _check(tokens: list[int], vocab_size: int) -> None:
+    for place, token in enumerate(tokens):
+        if token >= vocab_size:
             raise InvalidRequest(
-                f"token id {token} does not exist: this model has ids 0 to {facts.vocab_size - 1}",
+                f"token id {token} does not exist: this model has ids 0 to {vocab_size - 1}",
                 field=f"tokens[{place}]",
                 reason="UNKNOWN_TOKEN",
             )
-    text = await gateway.text.in_thread(gateway.text.tokenizer.decode, body.tokens, False)
-    return _json({"prompt": text}, ignored_header(body))
 
 
-def _json(content: dict[str, Any], headers: dict[str, str]) -> Response:
-    return Response(orjson.dumps(content), headers=headers, media_type="application/json")
+def _answer(ids: list[int], max_model_len: int, text_of: Callable[[int], tuple[str, bytes]] | None) -> bytes:
+    strings = b"null" if text_of is None else _listed([text_of(token)[0] for token in ids])
+    form = b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}'
+    return form % (len(ids), max_model_len, _listed(ids), strings)
+
+
+def _listed(values: list[Any]) -> bytes:
+    """A list as JSON, piece by piece: while orjson writes one, nobody else has the interpreter."""
+    pieces = (orjson.dumps(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE))
+    return b"[%b]" % b",".join(pieces)
+
+
+def _json(content: bytes, headers: dict[str, str]) -> Response:
+    return Response(content, headers=headers, media_type="application/json")

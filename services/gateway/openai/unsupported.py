@@ -3,10 +3,10 @@
 One of them with its neutral value changes nothing and passes; with any other it is refused by name, never ignored.
 """
 
-from collections.abc import Container
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.gateway.openai.body import Body, Elsewhere
 
 # These stay refused, for the reason given.
 NEVER = {
@@ -18,6 +18,7 @@ NEVER = {
 
 # What one endpoint has, the other refuses too: a client that sends it counts on it.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": (),
     "audio": (),
@@ -25,6 +26,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "custom_logit_processor": (),
     "documents": ([],),
     "echo": (False,),
     "ebnf": (),
@@ -36,21 +38,34 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "json_schema": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
+    "logprob_token_ids": ([],),
     "logits_processors": ([],),
+    "lora_path": (),
     "modalities": (["text"],),
     "moderation": (),
     "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_embeds": (),
     "reasoning_effort": ("none",),
     "regex": (),
     "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
+    "stream_reasoning": (True,),
+    "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),  # of completions, whose ``logprobs`` is that number
@@ -64,19 +79,24 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"})
 
 
-def refuse_unsupported(body: dict[str, Any], supported: Container[str]) -> None:
-    """Raise ``InvalidRequest`` for the first parameter in ``body`` that asks for something not supported."""
-    for name in UNSUPPORTED.keys() & body.keys():
-        value, neutrals = body[name], UNSUPPORTED[name]
-        if name not in supported and value is not None and not any(_same(value, neutral) for neutral in neutrals):
-            if name in NEVER:
-                raise InvalidRequest(NEVER[name], field=name, reason="UNSUPPORTED_PARAMETER")
-            neutral = "".join(f" or set it to {choice!r}" for choice in neutrals[:1])
-            raise InvalidRequest(
-                f"the parameter {name!r} is not supported by this server yet; leave it out{neutral}",
-                field=name,
-                reason="UNSUPPORTED_PARAMETER",
-            )
+def refuse_unsupported(body: dict[str, Any], kind: type[Body]) -> None:
+    """Raise ``InvalidRequest`` for the first parameter in ``body`` that asks for something that ``kind`` has not."""
+    for name, value in body.items():
+        if name in kind.model_fields or value is None:
+            continue
+        other = kind.elsewhere.get(name) or (Elsewhere("", UNSUPPORTED[name]) if name in UNSUPPORTED else None)
+        if other is None or any(_same(value, neutral) for neutral in other.neutrals):
+            continue
+        raise InvalidRequest(_refusal(name, other), field=name, reason="UNSUPPORTED_PARAMETER")
+
+
+def _refusal(name: str, other: Elsewhere) -> str:
+    if name in NEVER:
+        return NEVER[name]
+    if other.instead:
+        return f"the parameter {name!r} is not one of this endpoint's; send {other.instead} instead"
+    neutral = "".join(f" or set it to {choice!r}" for choice in other.neutrals[:1])
+    return f"the parameter {name!r} is not supported by this server yet; leave it out{neutral}"
 
 
 def _same(value: Any, neutral: Any) -> bool:

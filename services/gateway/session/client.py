@@ -10,9 +10,8 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 import numpy as np
-import structlog
 
-from services.common.errors import Internal, Overloaded, PayloadTooLarge, TokaError, Unavailable
+from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.status import from_rpc_error, from_status
 from services.gateway.generation import Call, Choice
@@ -20,8 +19,6 @@ from services.gateway.metrics import RequestMetrics
 from services.gateway.session import codec
 from services.gateway.session.seats import Seats
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
-
-log = structlog.get_logger(__name__)
 
 MAX_OUTBOX = 65_536
 SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
@@ -99,6 +96,7 @@ class Session:
         self._samples.update(enumerate(call.choices, handle))
         self._unaccepted[handle] = call
         call.cancel = partial(self._cancel, handle, call.choices)
+        call.came = partial(self._came, handle, call.choices)
         self.unreported_tokens += call.part.most_tokens
         self._outbox.append(message)
         self._has_mail.set()
@@ -132,7 +130,14 @@ class Session:
         return {choice: self._seats.tokens(handle) for handle, choice in leaving.items()}
 
     def _cancel(self, first: int, choices: Sequence[Choice]) -> None:
-        self._let_go([handle for handle, choice in enumerate(choices, first) if self._samples.get(handle) is choice])
+        self._let_go(self._here(first, choices))
+
+    def _came(self, first: int, choices: Sequence[Choice]) -> int:
+        return sum(len(self._seats.tokens(handle)) for handle in self._here(first, choices))
+
+    def _here(self, first: int, choices: Sequence[Choice]) -> list[int]:
+        """The handles, from ``first`` on, of those of ``choices`` that have not ended, here or elsewhere."""
+        return [handle for handle, choice in enumerate(choices, first) if self._samples.get(handle) is choice]
 
     def _let_go(self, handles: Sequence[int]) -> None:
         """Their samples are to end, and nobody wants what still comes of them."""
@@ -190,7 +195,10 @@ class Session:
         call = self._unaccepted.pop(handle, None)
         if call is not None and not call.accepted and self._wanted(handle, call):
             call.accepted = True
-            call.generation.accepted()
+            try:
+                call.generation.accepted()
+            except Exception as error:  # one request's trouble is not the session's
+                call.generation.break_off("an acceptance could not be taken in", error)
 
     def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
         call = self._unaccepted.pop(rejection.handle, None)
@@ -199,8 +207,12 @@ class Session:
         wanted = self._wanted(rejection.handle, call)
         for handle in range(rejection.handle, rejection.handle + len(call.choices)):
             self._end(handle)
-        if wanted:
+        if not wanted:
+            return
+        try:
             self._owner.refused(call, from_status(rejection.status))
+        except Exception as error:
+            call.generation.break_off("a rejection could not be taken in", error)
 
     def _wanted(self, first: int, call: Call) -> bool:
         """Whether the call is here still, neither closed nor abandoned."""
@@ -209,8 +221,12 @@ class Session:
     def _on_outputs(self, news: codec.StepNews) -> None:
         for handle, scores in news.prompts:
             choice = self._samples.get(handle)
-            if choice is not None:
+            if choice is None:
+                continue
+            try:
                 choice.generation.score(choice.prompt_index, scores)
+            except Exception as error:
+                choice.generation.break_off("log-probabilities of a prompt could not be taken in", error)
         seats, handles = self._seats, news.handles
         if len(handles):
             if handles.max() >= len(seats.taken) or not seats.taken[handles].all():
@@ -226,14 +242,20 @@ class Session:
             if choice is None:
                 continue
             if isinstance(ending.error, Unavailable):  # another scheduler may go on with it
-                lost[choice], error = ids, ending.error
+                lost[choice], reason = ids, ending.error
                 continue
-            if not choice.generation.fed:
-                choice.new_ids = np.concatenate((choice.held, ids)) if len(choice.held) else ids
-            self._metrics.sample_finished(ending)
-            choice.generation.finish(choice, ending)
+            try:
+                self._finish(choice, ids, ending)
+            except Exception as error:
+                choice.generation.break_off("an ending could not be taken in", error)
         if lost:
-            self._owner.lose(lost, error)
+            self._owner.lose(lost, reason)
+
+    def _finish(self, choice: Choice, ids: np.ndarray, ending: codec.Ending) -> None:
+        if not choice.generation.fed:
+            choice.new_ids = np.concatenate((choice.held, ids)) if len(choice.held) else ids
+        self._metrics.sample_finished(ending)
+        choice.generation.finish(choice, ending)
 
     def _end(self, handle: int) -> tuple[Choice | None, np.ndarray]:
         """Free a handle: who had it, and the tokens that were kept for it."""
@@ -293,6 +315,5 @@ class Session:
             entries = logprobs[start:end] if logprobs is not None else None
             try:
                 choice.generation.feed(choice, ids[start:end], entries)
-            except Exception as error:  # one request's trouble is not the session's
-                log.error("tokens could not be taken in", handle=handle, exc_info=error)
-                choice.generation.fail(Internal("internal error; the server's log has the details"))
+            except Exception as error:
+                choice.generation.break_off("tokens could not be taken in", error)

@@ -1,5 +1,6 @@
 """Session messages to and from the gateway's own types: the only place that knows both."""
 
+import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
@@ -130,7 +131,8 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
     request.cache_salt, request.traceparent = settings.cache_salt, settings.traceparent
     request.fairness_key = settings.fairness_key
     if settings.deadline_ms is not None:
-        request.deadline_unix_ms = settings.deadline_ms
+        request.deadline_unix_ms = settings.deadline_ms  # for schedulers that do not know the other
+        request.deadline_in_ms = max(0, settings.deadline_ms - int(time.time() * 1000))
     if part.resumes:
         request.resume.generated_tokens, request.resume.sample_index = len(part.held), part.first
     tokens = np.concatenate((job.prompt_ids, part.held)) if len(part.held) else job.prompt_ids

@@ -273,6 +273,17 @@ async def test_operators_get_in_when_clients_have_all_connections():
             client.writer.close()
 
 
+async def test_an_admin_port_is_left_to_other_gateways():
+    async with serving(answer) as server:
+        server.leave_admin_port()
+        with pytest.raises(ConnectionRefusedError):
+            await Client.of(server.admin_port)
+        client = await Client.of(server.port)
+        await client.send(HEAD + b"content-length: 0\r\n\r\n")
+        assert b" 200 " in await client.head()
+        client.writer.close()
+
+
 @pytest.mark.parametrize("trailer", [b"x-more: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
 async def test_trailers_are_bounded_as_heads_are(trailer):
     async with serving(answer, max_header_bytes=20_000) as server:

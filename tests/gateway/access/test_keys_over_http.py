@@ -3,6 +3,7 @@
 import io
 import socket
 import sqlite3
+from itertools import islice
 from urllib.parse import urlsplit
 
 import httpx
@@ -305,3 +306,16 @@ def test_tokens_a_minute_are_reserved_and_what_was_not_made_comes_back(guarded):
         never = client.post("/v1/completions", json=ask | {"max_tokens": 300})
         assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
         assert client.post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 100}).status_code == 400
+
+
+def test_a_stream_that_its_client_leaves_costs_what_was_made_of_it(guarded):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True}
+    with guarded.http("open") as client:
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            chunks = (line for line in answer.iter_lines() if line)
+            assert list(islice(chunks, 1500))  # or all, on a machine that tells several tokens in one
+
+        def left() -> str:
+            return client.post("/tokenize", json={"prompt": "Hi"}).headers["x-ratelimit-remaining-tokens"]
+
+        eventually(lambda: left() == "0")

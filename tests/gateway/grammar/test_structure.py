@@ -248,6 +248,7 @@ def test_what_cannot_be_followed_is_named(deployment, body, param, part):
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert (error["param"], part in error["message"]) == (param, True), error
+        assert error["code"] == "invalid_grammar" or "cannot be" not in part, error
 
 
 def test_a_stream_is_refused_before_it_begins(deployment):

@@ -159,6 +159,37 @@ def test_one_call_only_when_parallel_ones_are_not_wanted():
     assert (parts.content, calls(parts)) == ("Done.", [("f", "{}")])
 
 
+@pytest.mark.parametrize(
+    ("text", "form", "within"),
+    [
+        (hermes('{"a": 1}'), HERMES, False),
+        ("Hello.", HERMES, False),
+        ('<tool_call>{"name": "f", "arguments": {"a": {}', HERMES, True),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', HERMES, False),
+        ('<tool_call>{"name": "f", "argu', HERMES, False),
+        (hermes("{}") + '<tool_call>{"name": "f", "arguments": {', HERMES, True),
+        (hermes('{"a": <b>}'), HERMES, False),  # no JSON, but at its end
+        (hermes('{"a": <b>}').removesuffix("</tool_call>"), HERMES, True),
+        ('{"name": "f", "parameters": {"a": 1}}', LLAMA3, False),
+        ('{"name": "f", "parameters": {"a"', LLAMA3, True),
+        ('{"name": "f", "parameters": {"a": <b>}}', LLAMA3, True),
+    ],
+)
+def test_whether_an_answer_ends_within_arguments(text, form, within):
+    for pieces in ([text], text):
+        reading = reader(form)
+        for piece in pieces:
+            reading.push(piece)
+        reading.finish()
+        assert reading.in_call == within
+
+
+def test_a_call_that_is_left_out_cuts_no_other():
+    reading = reader(parallel=False)
+    reading.push(hermes("{}") + '<tool_call>{"name": "f", "arguments": {')
+    assert not reading.in_call
+
+
 def test_a_long_answer_that_never_becomes_a_call_takes_no_longer_than_its_length():
     for text in ('{"arguments": ' * 5000, "{" * 50_000, "<tool_call>{" * 5000, "\n" * 50_000, "<" * 50_000):
         for form in (HERMES, LLAMA3):

@@ -40,6 +40,11 @@ class CallParser(Incremental):
         self._unclosed = False  # a call's end mark may still come
         self._call = self._new_call()
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether those of a call are not at their end, or never will be: what is wrong in them stays in them."""
+        return self._read == self._spilt or (self._read == self._in_call and self._call.arguments_open)
+
     def finish(self) -> list[Delta]:
         """The answer is over: what is left of it."""
         rest = self._pending

@@ -33,6 +33,11 @@ class OutputReader:
         """Tokens of the reasoning so far."""
         return self._tokens.count if self._tokens and self._reasoning and self._reasoning.thought else 0
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the arguments of the last call that was told are not at their end."""
+        return self._calls is not None and self._calls.in_arguments and (self._parallel or self.call_count < 2)
+
     def count(self, token_ids: TokenIds) -> None:
         """The next tokens, whose words may come later."""
         if self._tokens is not None:

@@ -1,11 +1,12 @@
 """The body of ``POST /v1/responses``, and the conversation that it stands for."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from services.common.errors import InvalidRequest
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, Elsewhere, Id
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
 from services.gateway.openai.json_value import check_schema
 from services.gateway.openai.messages import (
@@ -22,7 +23,7 @@ from services.gateway.openai.messages import (
     Tool,
     check_names_differ,
 )
-from services.gateway.openai.schemas import ChatBody, Metadata, Timeout
+from services.gateway.openai.schemas import ChatBody, SamplingBody
 
 # Of OpenAI's own: with these values they change nothing, with others they are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -41,6 +42,27 @@ _REASONS = {
     "conversation": "this server keeps responses and no conversations: go on from one with previous_response_id",
 }
 LOGPROBS = "message.output_text.logprobs"
+# Of other endpoints.
+_FORM, _LENGTH = Elsewhere("text.format"), Elsewhere("max_output_tokens")
+_ELSEWHERE = {
+    "guided_choice": _FORM,
+    "guided_grammar": _FORM,
+    "guided_json": _FORM,
+    "guided_regex": _FORM,
+    "include_stop_str_in_output": Elsewhere("", (False,)),
+    "logprobs": Elsewhere(f"include=[{LOGPROBS!r}]", (False,)),
+    "logprobs_in_fingerprint": Elsewhere("", (False,)),
+    "max_completion_tokens": _LENGTH,
+    "max_tokens": _LENGTH,
+    "messages": Elsewhere("input"),
+    "n": Elsewhere("", (1,)),
+    "prompt_logprobs": Elsewhere(),
+    "reasoning_effort": Elsewhere("reasoning.effort", ("none",)),
+    "response_format": Elsewhere("text.format", ({"type": "text"},)),
+    "return_token_ids": Elsewhere("", (False,)),
+    "skip_special_tokens": Elsewhere("", (True,)),
+    "structured_outputs": _FORM,
+}
 
 
 class InputPart(Body):
@@ -198,12 +220,12 @@ def check_includes(includes: list[str]) -> list[str]:
 Includes = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64), AfterValidator(check_includes)]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingBody):
     """``POST /v1/responses``."""
 
     nested: ClassVar[tuple[str, ...]] = ("stream_options", "reasoning", "text", "tools")
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = _ELSEWHERE
 
-    model: str | None = None
     input: Annotated[
         list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES),
@@ -211,9 +233,6 @@ class ResponsesBody(Body):
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
@@ -222,12 +241,7 @@ class ResponsesBody(Body):
     text: TextConfig | None = None
     include: Includes | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    store: bool | None = None
-    previous_response_id: Annotated[str, Field(min_length=1)] | None = None
-    priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
-    timeout: Timeout | None = None
-    metadata: Metadata | None = None
-    user: str | None = None
+    previous_response_id: Id | None = None
 
     access_programs: Any = None
     background: Any = None
@@ -257,12 +271,9 @@ class ResponsesBody(Body):
         named = self.tool_choice
         choice = _named(named) if isinstance(named, NamedFunctionTool) else named
         return ChatBody(
-            model=self.model,
+            **{name: getattr(self, name) for name in SamplingBody.model_fields},
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stream=self.stream,
             tools=[Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools]
             if self.tools
             else None,
@@ -272,8 +283,6 @@ class ResponsesBody(Body):
             response_format=self.text.format.chat() if self.text and self.text.format else None,
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs,
-            priority=self.priority,
-            timeout=self.timeout,
         )
 
     def _refuse_what_is_not_neutral(self) -> None:

@@ -1,6 +1,7 @@
 """``/v1/responses``."""
 
 import contextlib
+import re
 import time
 
 import orjson
@@ -30,9 +31,11 @@ _INLINE_ITEMS = 512  # a longer conversation is put together in a thread
 _PARAMETERS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
+_NO_WORDS = re.compile(rf"\b({'|'.join(name for name in _PARAMETERS if '_' in name)})\b")
 
 
 async def create_response(request: Request) -> Response:
@@ -111,6 +114,7 @@ async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller, *, large
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
     error.field = _PARAMETERS.get(error.field, error.field)
+    error.message = _NO_WORDS.sub(lambda name: _PARAMETERS[name[0]], error.message)
     return error
 
 

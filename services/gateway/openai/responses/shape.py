@@ -91,7 +91,9 @@ class ResponseShape(ChatShape):
         events: list[Event] = []
         for deltas, logprobs in self._read(index, piece, last=reason is not None):
             events += self._items.push(deltas, logprobs)
-        return events if reason is None else events + self._items.finish(complete=reason != "length")
+        if reason is None:
+            return events
+        return events + self._items.finish(complete=reason != "length" and not self._readers.in_call(index))
 
     def _read(self, index: int, piece: Piece, *, last: bool) -> Iterable[tuple[Iterable[Delta], list[dict[str, Any]]]]:
         text = piece.text
@@ -123,6 +125,7 @@ class ResponseShape(ChatShape):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._readers.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
+            "timing": usage["timing"],
         }
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""What a request costs its key that did not come to its end."""
+
+import time
+
+import numpy as np
+import pytest
+
+from services.common.errors import DeadlineExceeded, Unavailable
+from services.common.keys import Key
+from services.common.limits import UNSAID_TOKENS, Limits
+from services.gateway.access.bounds import Bounds
+from services.gateway.failover import Failover
+from services.gateway.generation import Generation
+from services.gateway.http import Caller
+from services.gateway.job import Job, Settings
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session import codec
+from services.gateway.session.client import Session, Timings
+
+RATE, PROMPT = 10_000, 7
+KEY = Key("thrifty", frozenset(), tokens_per_minute=RATE)
+
+
+class Running:
+    """A request of two samples whose length nobody said, at a scheduler."""
+
+    def __init__(self, *, streaming: bool, timeout_s: float | None = None) -> None:
+        self.limits = Limits(clock=lambda: 0.0)
+        deadline_ms = None if timeout_s is None else int((time.time() + timeout_s) * 1000)
+        settings = Settings(n=2, open_ended=True, deadline_ms=deadline_ms)
+        jobs = [Job("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)]
+        self.bounds = Bounds(self.limits, Caller("", "", key=KEY), jobs)
+        self.generation = Generation(jobs, streaming=streaming)
+        self.bounds.begin(self.generation)
+        self.session = Session(None, RequestMetrics(), None, Timings())
+        self.session.submit(self.generation.calls[0])
+
+    def tokens(self, *counts: int, first: int = 0, endings=()) -> None:
+        """So many more come of each sample, from the handle ``first`` on."""
+        handles = np.arange(first, first + len(counts), dtype=np.uint32)
+        ids = np.ones(sum(counts), np.uint32)
+        self.session._on_outputs(codec.StepNews(handles, np.array(counts, np.uint32), ids, None, list(endings)))
+
+    @property
+    def cost(self) -> int:
+        """Of the request, when it is settled and closed."""
+        self.bounds.settle(self.generation)
+        self.generation.close()
+        return RATE - int(self.limits.headers(KEY)["x-ratelimit-remaining-tokens"])
+
+
+def ending(completion_tokens: int, error=None) -> codec.Ending:
+    return codec.Ending("length", False, 0, PROMPT, completion_tokens, 0, 0.0, 0.0, 0.0, error)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+class TestARequest:
+    async def test_that_its_client_leaves_costs_what_came_of_it(self, streaming):
+        running = Running(streaming=streaming)
+        running.tokens(1500, 1400)
+        for choice in running.generation.choices:
+            choice.take()  # told, and not here any more
+        running.tokens(100, 200)
+        assert running.cost == PROMPT + 3200
+
+    async def test_that_its_client_leaves_early_costs_what_was_set_aside(self, streaming):
+        running = Running(streaming=streaming)
+        running.tokens(5, 5)
+        assert running.cost == PROMPT + 2 * UNSAID_TOKENS
+
+    async def test_of_which_one_sample_is_through_costs_what_came_of_both(self, streaming):
+        running = Running(streaming=streaming)
+        running.tokens(1500, 1600, endings=[(0, ending(1500))])
+        running.tokens(100, first=1)
+        assert running.cost == PROMPT + 3200
+
+    async def test_that_is_through_costs_what_was_made(self, streaming):
+        running = Running(streaming=streaming)
+        running.tokens(5, 6, endings=[(0, ending(5)), (1, ending(6))])
+        assert running.cost == PROMPT + 11
+
+    async def test_that_its_scheduler_ends_for_its_timeout_costs_what_came_of_it(self, streaming):
+        running = Running(streaming=streaming, timeout_s=60)
+        running.tokens(1500, 1600)
+        late = DeadlineExceeded("late")
+        running.tokens(50, 50, endings=[(0, ending(1550, late)), (1, ending(1650, late))])
+        assert running.cost == PROMPT + 3200
+
+    async def test_that_the_gateway_ends_for_its_timeout_costs_what_came_of_it(self, streaming):
+        running = Running(streaming=streaming, timeout_s=60)
+        running.tokens(1500, 1700)
+        running.generation.fail(DeadlineExceeded("late"))
+        assert running.cost == PROMPT + 3200
+
+    async def test_that_goes_on_elsewhere_costs_what_came_of_it_in_both_places(self, streaming):
+        running = Running(streaming=streaming, timeout_s=60)
+        running.tokens(1500, 1500)
+        failover = Failover(lambda *_: None, RequestMetrics(), 60.0)
+        failover.lose(running.session.abandon(), Unavailable("lost"), "lost")
+        assert running.generation.made_tokens == 3000
+        running.session = Session(None, RequestMetrics(), None, Timings())
+        for call in running.generation.calls:
+            running.session.submit(call)
+        running.tokens(100, 60, endings=[(0, ending(1600, DeadlineExceeded("late")))])
+        assert running.cost == PROMPT + 3160

@@ -1,0 +1,46 @@
+"""What becomes of a request between its jobs and its response."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import orjson
+
+from services.common.config import GatewayConfig
+from services.common.errors import InvalidRequest
+from services.gateway.access.guard import Guard
+from services.gateway.generation import Generation
+from services.gateway.http import Caller
+from services.gateway.job import Grammar, Job, Settings
+from services.gateway.openai.answer import Answer
+from services.gateway.openai.chat_shape import ChatShape
+from services.gateway.session.codec import ModelFacts
+from services.gateway.text import TextEngine
+
+FACTS = ModelFacts("m", 0, 2048, 2048, True, 20, "", "1.5")
+
+
+async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was_sent(tokenizer):
+    grammar = Grammar("lark", "start: /x/", "response_format", composed=True)
+    job = Job("r", "m", np.array([5], np.uint32), 9, None, Settings(grammar=grammar))
+    generation, config, text = Generation([job], streaming=True), GatewayConfig(), TextEngine(tokenizer)
+    fleet = SimpleNamespace(generate=lambda jobs, streaming: generation)
+    gateway = SimpleNamespace(config=config, guard=Guard(config), fleet=fleet, text=text)
+    generation.accepted()
+    stream = await Answer(gateway, [job], ChatShape("r", FACTS, None), {}, 0.0, Caller("", "")).respond(stream=True)
+    generation.feed(generation.choices[0], [5], None)
+    generation.fail(InvalidRequest("at 3(1): it takes too long", field="sampling.grammar", reason="INVALID_GRAMMAR"))
+    sent = []
+
+    async def receive() -> dict:
+        return await asyncio.get_running_loop().create_future()  # nobody leaves
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+
+    await stream({"type": "http"}, receive, send)
+    text.stop()
+    *_, last = b"".join(sent).removesuffix(b"\n\n").split(b"\n\n")
+    error = orjson.loads(last.removeprefix(b"data: "))["error"]
+    assert (error["param"], error["code"]) == ("response_format", "invalid_grammar")
+    assert error["message"] == "it takes too long"

@@ -1,0 +1,71 @@
+"""The tasks that keep a fleet going."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from bench.server import free_port
+from services.common.config import GatewayConfig
+from services.common.errors import Internal, Unavailable
+from services.common.process import Stop
+from services.gateway.__main__ import serve
+from services.gateway.failover import Failover
+from services.gateway.fleet import Fleet
+from services.gateway.job import Job, Settings
+from services.gateway.metrics import RequestMetrics
+from services.gateway.session.client import Timings
+from services.gateway.session.replica import Replica
+
+
+@pytest.fixture
+def breaks(monkeypatch) -> asyncio.Event:
+    """When set, the task that sends again what was lost ends in a way that nobody foresaw."""
+    now = asyncio.Event()
+
+    async def run(self) -> None:
+        await now.wait()
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(Failover, "run", run)
+    return now
+
+
+async def test_when_one_of_its_tasks_ends_requests_do_not_wait_for_ever(breaks):
+    fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
+    fleet.start()
+    try:
+        job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings())
+        running = fleet.generate([job], streaming=False)
+        breaks.set()
+        async with asyncio.timeout(60):
+            with pytest.raises(Internal, match="has ended"):
+                await fleet.goes_on()
+            with pytest.raises(Unavailable, match="cannot go on"):
+                await running.ended()
+    finally:
+        await fleet.stop()
+
+
+async def test_a_gateway_that_cannot_go_on_ends(breaks, tmp_path):
+    config = GatewayConfig(port=free_port(), scheduler_addresses=(f"127.0.0.1:{free_port()}",), store_dir=str(tmp_path))
+    async with asyncio.timeout(60):
+        with pytest.raises(Internal, match="has ended"):
+            await serve(config, Stop(), on_listening=lambda _: breaks.set())
+
+
+async def test_a_connection_that_is_not_begun_again_ends_it_too(monkeypatch):
+    """However it ends: a call that is cut off may look like one that was cancelled."""
+
+    async def cancelled(self) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Replica, "run", cancelled)
+    fleet = Fleet(["127.0.0.1:1"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
+    fleet.start()
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(Internal, match="has ended"):
+                await fleet.goes_on()
+    finally:
+        await fleet.stop()
