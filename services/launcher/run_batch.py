@@ -142,11 +142,11 @@ class _Run:
                     custom_id, ok = result["custom_id"], (result.get("response") or {}).get("status_code") == 200
                 except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
                     continue
-                if not isinstance(custom_id, str):  # no line of an input has it
-                    continue
-                if ok or not self._config.retry_failed:
-                    known.add(custom_id)
-                    self._tally.failed += not ok
+                has_id = isinstance(custom_id, str)  # else no line of an input has it: it stays, and is not asked again
+                if ok or not (has_id and self._config.retry_failed):
+                    if has_id:
+                        known.add(custom_id)
+                        self._tally.failed += not ok
                     copy.write(text if text.endswith(b"\n") else text + b"\n")
         os.replace(kept, path)
         return known

@@ -72,6 +72,23 @@ async def test_no_more_text_is_made_of_tokens_than_would_be_taken(encoder):
     assert caught.value.field == "tokens"
 
 
+async def test_tokens_that_only_the_model_has_stand_for_nothing(encoder):
+    beyond = len(encoder.tokenizer.vocabulary.with_specials.token_bytes)
+    assert await encoder.decode([beyond], skip_special_tokens=False, field="tokens") == ""
+
+
+async def test_a_long_list_lets_others_between(encoder):
+    gate = Gate(encoder)
+    many = asyncio.ensure_future(encoder.encode(["x" * 900] * 3, max_tokens=None, field="prompt"))
+    await begun(gate, 1)
+    other = encoding(encoder, "x" * 901)
+    await settle(encoder)
+    gate.opened.set()
+    found, _ = await asyncio.gather(many, other)
+    assert [len(text) for text in gate.entered] == [900, 901, 900, 900]
+    assert len(found) == 3
+
+
 async def test_a_text_that_becomes_hopeless_behind_its_beginning_is_not_tokenised_as_a_whole(encoder, monkeypatch):
     longest = max(encoder.tokenizer.vocabulary.token_bytes, key=len).decode()
     assert len(longest) > 9

@@ -38,8 +38,11 @@ class TextEncoder:
         """Token ids of each text. Raises ``InvalidRequest``."""
         for text in texts:
             self.check_length(text, max_tokens, field)
-        size = min(sum(map(len, texts)), MAX_CHARACTERS)
-        return await self.in_turn(size, self._encode, texts, max_tokens, field, add_special_tokens)
+        found: list[list[int]] = []
+        for some in batches(texts):  # others have their turn between
+            size = sum(map(len, some))
+            found += await self.in_turn(size, self._encode, some, max_tokens, field, add_special_tokens)
+        return found
 
     async def encode_chat(
         self, render: Callable[[], str], *, max_tokens: int | None, field: str, add_special_tokens: bool = False
@@ -92,6 +95,7 @@ class TextEncoder:
                     f"the text has {len(text)} characters, and where it may be longer than the context at most"
                     f" {MAX_CHARACTERS} are taken; send it in parts",
                     field=field,
+                    reason="INVALID_VALUE",
                 )
         elif len(text) > max_tokens * self._longest_token:
             at_least = -(-len(text) // self._longest_token)
@@ -107,16 +111,16 @@ class TextEncoder:
         check_unicode(texts, field)
         for text in texts:
             self._check_beginning(text, max_tokens, field)
-        encode = self.tokenizer.encode_batch
-        return [ids for some in batches(texts) for ids in encode(some, add_special_tokens)]
+        return self.tokenizer.encode_batch(texts, add_special_tokens)
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool, field: str) -> str:
         token_bytes, most = self.tokenizer.vocabulary.with_specials.token_bytes, 4 * MAX_CHARACTERS
-        size = sum(len(token_bytes[token]) for token in tokens)
+        size = sum(len(token_bytes[token]) for token in tokens if token < len(token_bytes))  # a model may have more
         if size > most:
             raise InvalidRequest(
                 f"the text of these tokens has up to {size} bytes, and at most {most} are made; send them in parts",
                 field=field,
+                reason="INVALID_VALUE",
             )
         return self.tokenizer.decode([*tokens], skip_special_tokens)
 

@@ -26,7 +26,7 @@ _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "p
 _LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
 # By driver, seconds: to connect, and for one statement. Whoever waits may then wait as long again for the connection to
 # be given up.
-_PATIENCE = {"asyncpg": {"timeout": 10, "command_timeout": 30}}
+_PATIENCE = {"asyncpg": {"timeout": 10.0, "command_timeout": 60.0}}
 _STATEMENTS = 32  # kept prepared by each connection: those of lists are as many as lists are long, 10 KB each
 # SQL states of what may go well the next time: lost connections, deadlocks, a full or stopping server.
 _PASSING = ("08", "40", "53", "57")
@@ -117,14 +117,16 @@ def _make_engine(url: str) -> AsyncEngine:
         parsed = make_url(url)
         parsed = parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
         if parsed.get_backend_name() != "sqlite":
-            return create_async_engine(
-                parsed, pool_pre_ping=True, connect_args=_PATIENCE.get(parsed.get_driver_name(), {})
-            )
+            patience = _PATIENCE.get(parsed.get_driver_name(), {})
+            given = parsed.query  # what the operator says counts
+            parsed = parsed.difference_update_query([*patience.keys() & given.keys()])
+            own = {name: float(str(given.get(name, seconds))) for name, seconds in patience.items()}
+            return create_async_engine(parsed, pool_pre_ping=True, connect_args=own)
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         arguments = {"timeout": _LOCK_WAIT_S, "cached_statements": _STATEMENTS}
         engine = create_async_engine(parsed, connect_args=arguments)
-    except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError) as error:
+    except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError, ValueError) as error:
         raise InvalidRequest(
             f"flag store_url={url.partition(':')[0]}...: {error}; expected an SQLAlchemy URL with an asynchronous"
             " driver that is installed, such as sqlite:///PATH or postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE",

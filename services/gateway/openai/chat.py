@@ -52,7 +52,7 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
     max_tokens = check_max_tokens(body, gateway.config.max_output_tokens)
     facts = await gateway.fleet.model(body.model)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    kept = kept_tokens(body, facts)
+    kept = kept_tokens(body, facts, gateway.config.max_prompt_tokens)
     tools = check_tools(gateway.formats, body, body.tool_choice)
     wanted = await wanted_grammar(gateway.text, body)
     prompt = await render(

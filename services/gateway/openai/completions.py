@@ -80,7 +80,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
 
 async def _token_ids(gateway: Gateway, body: CompletionBody, facts: ModelFacts) -> Sequence[TokenIds]:
     """Each prompt, the beginning cut off when that was asked for."""
-    kept = kept_tokens(body, facts)
+    kept = kept_tokens(body, facts, gateway.config.max_prompt_tokens)
     if _are_texts(body.prompt):
         prompts: Sequence[TokenIds] = await gateway.text.encode(
             body.prompt,

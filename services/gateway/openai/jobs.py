@@ -115,9 +115,9 @@ def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | No
             )
 
 
-def kept_tokens(body: GenerationBody, facts: ModelFacts) -> int | None:
-    """So many tokens at the end of a prompt count; None: all. Refuse so many that none are left for an answer, or so
-    long an answer that none are left for the prompt."""
+def kept_tokens(body: GenerationBody, facts: ModelFacts, most: int | None = None) -> int | None:
+    """So many tokens at the end of a prompt count, of ``most`` that the operator takes; None: all. Refuse so many that
+    none are left for an answer, or so long an answer that none are left for the prompt."""
     kept = body.truncate_prompt_tokens
     if kept is None:
         return None
@@ -132,7 +132,7 @@ def kept_tokens(body: GenerationBody, facts: ModelFacts) -> int | None:
             field="truncate_prompt_tokens",
             reason="CONTEXT_LENGTH_EXCEEDED",
         )
-    return kept if kept > 0 else room
+    return kept if kept > 0 else min(room, most or room)
 
 
 def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:

@@ -48,6 +48,7 @@ class Session:
         self._live = 0  # accepted samples without a Finish
         self._half_closed = False
         self._heard = False  # from the client, since the last look
+        self._taking = False  # what was heard, which may have to wait
         self._beats = False  # it sends heartbeats
         self._error: Exception | None = None
         self._traces = Traces(hub.tracing)
@@ -114,7 +115,7 @@ class Session:
         silent = 0
         while silent < _SILENCE_S:
             await asyncio.sleep(1.0)
-            silent = 0 if self._heard or not self._beats or self._half_closed else silent + 1
+            silent = 0 if self._heard or self._taking or not self._beats or self._half_closed else silent + 1
             self._heard = False
         self._hub.engine.ask(lambda core: core.close_sink(self._sink))  # now: a write to the client may be stuck
         silence = Unavailable(f"the client has not been heard of for {silent} s", reason="CLIENT_SILENT")
@@ -123,8 +124,11 @@ class Session:
     async def _read(self, requests: _Requests) -> None:
         try:
             async for message in requests:
-                self._heard = True
-                await self._take(message)
+                self._heard = self._taking = True
+                try:
+                    await self._take(message)
+                finally:
+                    self._taking = False
                 if self._hub.engine.backlog > _MOST_BACKLOG:
                     await asyncio.sleep(_PAUSE_S)
         except TokaError as error:  # the stream itself is wrong

@@ -83,6 +83,25 @@ async def test_a_postgresql_that_hangs_does_not_hang_us(greeting, monkeypatch):
             await asyncio.wait_for(Store.open(f"postgresql://a:b@127.0.0.1:{port}/x?ssl=disable"), 30)
 
 
+async def test_what_an_url_says_of_patience_counts(monkeypatch):
+    made = []
+    monkeypatch.setattr(store_module, "create_async_engine", lambda url, **more: made.append((url, more)))
+    for query in ("", "?command_timeout=300&ssl=disable"):
+        store_module._make_engine(f"postgresql://a:b@127.0.0.1/x{query}")
+    (plain, patient) = made
+    assert plain[1]["connect_args"] == {"timeout": 10, "command_timeout": 60}
+    assert patient[1]["connect_args"] == {"timeout": 10, "command_timeout": 300}
+    assert dict(patient[0].query) == {"ssl": "disable"}
+    with pytest.raises(InvalidRequest, match="store_url"):
+        store_module._make_engine("postgresql://a:b@127.0.0.1/x?timeout=soon")
+
+
+def test_results_are_written_so_many_bytes_at_once(monkeypatch):
+    monkeypatch.setattr(leases, "_WRITTEN_AT_ONCE", 10)
+    outcomes = [Outcome(line, True, b"x" * size) for line, size in enumerate((4, 6, 1, 20, 1))]
+    assert [[each.line for each in some] for some in leases._together(outcomes)] == [[0, 1], [2], [3], [4]]
+
+
 def owner(store: Store, name: str) -> Leases:
     return Leases(store, owner=name, pool="m")
 
