@@ -78,6 +78,7 @@ def test_a_process_that_has_work_and_makes_no_progress_is_killed():
 @pytest.mark.parametrize("manner", ["calm", "slow"])
 def test_a_process_that_gets_on_lives_and_its_watchdog_ends_with_it(manner):
     with beating(f"manner={manner}") as process:
+        eventually(lambda: watchdogs(process))  # it may have been forked and be nothing of its own yet
         [own] = watchdogs(process)
         beats(process, 20)
         process.send_signal(signal.SIGTERM)
