@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.text import encoder as module
-from services.common.text.encoder import TextEncoder, batches
+from services.common.text.encoder import TextEncoder
 from services.common.text.tokenizer import Tokenizer
 
 
@@ -133,9 +133,3 @@ async def test_who_leaves_keeps_its_room_while_its_text_is_tokenised_and_gives_u
     gate.opened.set()
     assert len(await last) == 1
     await encoding(encoder, "x" * 1000)
-
-
-def test_texts_are_tokenised_so_many_together_as_may_be(monkeypatch):
-    monkeypatch.setattr(module, "MAX_CHARACTERS", 10)
-    texts = ["a" * 4, "b" * 6, "c", "d" * 20, "e"]
-    assert list(batches(texts)) == [texts[:2], texts[2:3], texts[3:4], texts[4:]]

@@ -121,16 +121,13 @@ class WorkerConfig(MetricsConfig):
                 f"flag async_tp_threshold={self.async_tp_threshold}: has no effect without tp_size=2 or more; leave it"
                 " out, or set both"
             )
-        if (self.async_tp_threshold or 0) > self.max_tokens_per_forward:
-            raise ValueError(
-                f"flag async_tp_threshold={self.async_tp_threshold}: no step has so many tokens with"
-                f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
-            )
-        if (self.piecewise_cudagraph_max_tokens or 0) > self.max_tokens_per_forward:
-            raise ValueError(
-                f"flag piecewise_cudagraph_max_tokens={self.piecewise_cudagraph_max_tokens}: no step has so many tokens"
-                f" with max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
-            )
+        for name in ("async_tp_threshold", "piecewise_cudagraph_max_tokens"):
+            value = getattr(self, name)
+            if (value or 0) > self.max_tokens_per_forward:
+                raise ValueError(
+                    f"flag {name}={value}: no step has so many tokens with"
+                    f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
+                )
         for name in ("master_addr", "master_port"):
             value = getattr(self, name)
             if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:

@@ -3,11 +3,12 @@ tokenised at once, since that takes some 200 bytes of memory for a character."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest
+from services.common.portions import portions
 from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
@@ -39,7 +40,7 @@ class TextEncoder:
         for text in texts:
             self.check_length(text, max_tokens, field)
         found: list[list[int]] = []
-        for some in batches(texts):  # others have their turn between
+        for some in portions(texts, len, MAX_CHARACTERS):  # others have their turn between
             size = sum(map(len, some))
             found += await self.in_turn(size, self._encode, some, max_tokens, field, add_special_tokens)
         return found
@@ -157,19 +158,6 @@ class TextEncoder:
             if not turn.cancelled():
                 self._free -= size
                 turn.set_result(None)
-
-
-def batches(texts: list[str]) -> Iterator[list[str]]:
-    """``texts`` in order, so many together as have ``MAX_CHARACTERS``, one at least."""
-    some: list[str] = []
-    size = 0
-    for text in texts:
-        if some and size + len(text) > MAX_CHARACTERS:
-            yield some
-            some, size = [], 0
-        some.append(text)
-        size += len(text)
-    yield some
 
 
 def check_unicode(texts: list[str], field: str) -> None:

@@ -5,7 +5,7 @@ the former owner still writes names him as the owner, and has no effect: no resu
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, delete, insert, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from services.common.portions import portions
 from services.gateway.batch.batches import COUNTS, Counts, counts_of
 from services.gateway.batch.ids import now
 from services.gateway.batch.store import Store
@@ -266,7 +267,7 @@ class Leases:
                 by_line = {outcome.line: outcome for outcome in outcomes[key]}
                 for line in await _lines_done(session, key[0], [*by_line]):
                     del by_line[line]
-                for some in _together(by_line.values()):
+                for some in portions(by_line.values(), lambda outcome: len(outcome.body), _WRITTEN_AT_ONCE):
                     rows = [{"batch_seq": key[0], "line": o.line, "ok": o.ok, "body": o.body} for o in some]
                     await session.execute(insert(LineResult), rows)
                 _count(chunk, by_line.values())
@@ -351,20 +352,6 @@ def _count(chunk: Chunk, outcomes: Collection[Outcome]) -> None:
         setattr(chunk, name, getattr(chunk, name) + sum(getattr(outcome, name) for outcome in outcomes))
     if chunk.completed + chunk.failed == chunk.count:
         chunk.done, chunk.done_at, chunk.owner, chunk.lease_until = True, time.time(), None, 0.0
-
-
-def _together(outcomes: Iterable[Outcome]) -> Iterator[list[Outcome]]:
-    """``outcomes`` in order, so many together as one statement may write, one at least."""
-    some: list[Outcome] = []
-    size = 0
-    for outcome in outcomes:
-        if some and size + len(outcome.body) > _WRITTEN_AT_ONCE:
-            yield some
-            some, size = [], 0
-        some.append(outcome)
-        size += len(outcome.body)
-    if some:
-        yield some
 
 
 async def _lines_done(session: AsyncSession, batch_seq: int, lines: list[int]) -> list[int]:

@@ -60,6 +60,38 @@ class RotatingAttentionStep(ABC):
         """
 
 
+class PlacedAttentionStep(RotatingAttentionStep):
+    """One that writes where it is told to."""
+
+    def __init__(self, width: int) -> None:
+        """``width``: of the output, heads times head_dim."""
+        self._width = width
+
+    def run_qkv(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        output = qkv.new_empty(qkv.shape[0], self._width)
+        self.run_into(layer_index, qkv, q_norm, k_norm, eps, output)
+        return output
+
+    @abstractmethod
+    def run_into(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None:
+        """``run_qkv``, with a place for what it returns."""
+
+
 class AttentionBackend(ABC):
     """Bound to one KV cache. ``step`` is called by the thread that will use what it returns."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from services.worker.attention import flashinfer_spans, triton_few
-from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.spans import Spans
@@ -170,7 +170,7 @@ def fastest_spans(head_dim: int) -> str:
     return "triton" if head_dim <= 64 else "flashinfer-fa3"
 
 
-class CudaAttentionStep(RotatingAttentionStep):
+class CudaAttentionStep(PlacedAttentionStep):
     """One step, layer by layer: launches only."""
 
     def __init__(
@@ -180,20 +180,9 @@ class CudaAttentionStep(RotatingAttentionStep):
         groups: PlannedSpans | None,
         chunks: PlannedSpans | None,
     ) -> None:
+        super().__init__(attention.heads * attention.head_dim)
         self._attention, self._batch, self._groups, self._chunks = attention, batch, groups, chunks
         self._splits = attention.splits(batch.decodes, batch.longest)
-
-    def run_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        output = qkv.new_empty(qkv.shape[0], self._attention.heads * self._attention.head_dim)
-        self.run_into(layer_index, qkv, q_norm, k_norm, eps, output)
-        return output
 
     def run_into(
         self,
@@ -204,7 +193,6 @@ class CudaAttentionStep(RotatingAttentionStep):
         eps: float,
         output: torch.Tensor,
     ) -> None:
-        """``run_qkv``, with a place for what it returns."""
         attention, batch, decodes = self._attention, self._batch, self._batch.decodes
         keys, values = attention.cache.keys[layer_index], attention.cache.values[layer_index]
         shape = (qkv.shape[0], attention.heads, attention.head_dim)

@@ -7,11 +7,11 @@ exchange, depends on the number of its tokens alone: so a step is padded to one 
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention
 from services.worker.memory import kept_in_piece, piece_sizes
@@ -27,22 +27,8 @@ if TYPE_CHECKING:
 _HOST_BOUND, _PADDING = 2048, 1 / 32
 
 
-class Attends(Protocol):
-    """Of a ``CudaAttentionStep``, what is run between graphs."""
-
-    def run_into(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        output: torch.Tensor,
-    ) -> None: ...
-
-
 Launches = Callable[[RotatingAttentionStep], torch.Tensor]
-Replay = Callable[[Attends], None]
+Replay = Callable[[PlacedAttentionStep], None]
 
 
 class StepPieces:
@@ -84,10 +70,11 @@ class StepPieces:
         size = self._sizes[bisect_left(self._sizes, tokens)]
         return None if size > _HOST_BOUND and size - tokens > tokens * _PADDING else size
 
-    def run(self, size: int, entering: torch.Tensor, attention: Attends, keep: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, size: int, entering: torch.Tensor, attention: PlacedAttentionStep, keep: torch.Tensor | None
+    ) -> torch.Tensor:
         """As the model's ``forward`` over ``size`` tokens. The next step writes over what is returned."""
         self._entering(size).copy_(entering)
-        keep = keep if self._peers.last else None
         few = None if keep is None else self._pieces.get((size, False))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):
             few.keep[: len(keep)].copy_(keep)  # behind them are some of an earlier step of this size
@@ -123,22 +110,8 @@ class _Piece(NamedTuple):
     keep: torch.Tensor | None
 
 
-class _Nothing(RotatingAttentionStep):
+class _Nothing(PlacedAttentionStep):
     """Attends to nothing, and stores nothing."""
-
-    def __init__(self, width: int) -> None:
-        """``width``: of the output, heads times head_dim."""
-        self._width = width
-
-    def run_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        return qkv.new_zeros(qkv.shape[0], self._width)
 
     def run_into(
         self,
@@ -153,7 +126,7 @@ class _Nothing(RotatingAttentionStep):
 
 
 class _Call(NamedTuple):
-    """Of attention, as ``CudaAttentionStep.run_into`` takes it."""
+    """Of attention, as ``PlacedAttentionStep.run_into`` takes it."""
 
     layer_index: int
     qkv: torch.Tensor
@@ -163,28 +136,28 @@ class _Call(NamedTuple):
     output: torch.Tensor
 
 
-class _Cuts(RotatingAttentionStep):
+class _Cuts(PlacedAttentionStep):
     """In attention's place while a forward pass is captured: a graph ends before each, and the next begins behind."""
 
     def __init__(self, width: int, pool: "_POOL_HANDLE") -> None:
-        self._width, self._pool = width, pool
+        super().__init__(width)
+        self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[_Call] = []
         self._capturing = False
 
-    def run_qkv(
+    def run_into(
         self,
         layer_index: int,
         qkv: torch.Tensor,
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
-    ) -> torch.Tensor:
-        output = qkv.new_empty(qkv.shape[0], self._width)
+        output: torch.Tensor,
+    ) -> None:
         self.end()
         self._calls.append(_Call(layer_index, borrowed(qkv), q_norm, k_norm, eps, borrowed(output)))
         self.begin()
-        return output
 
     def begin(self) -> None:
         """What is launched from here on belongs to the next graph."""
@@ -204,7 +177,7 @@ class _Cuts(RotatingAttentionStep):
             with contextlib.suppress(RuntimeError):
                 self.end()
 
-    def replay(self, attention: Attends) -> None:
+    def replay(self, attention: PlacedAttentionStep) -> None:
         """The graphs, with ``attention`` between them."""
         first, *others = self._graphs
         first.replay()

@@ -166,10 +166,14 @@ class CudaRunner:
             self._guide.catch_up(places[-1])
         return places[-1]
 
+    def _piece(self, tokens: int) -> int | None:
+        """The size of the graphs between attentions of ``tokens`` tokens, where there are such."""
+        return None if self._pieces is None else self._pieces.find(tokens)
+
     def _padded(self, part: Standing) -> tuple[int, bool]:
         """To how many tokens; whether there are graphs between attentions of so many."""
         tokens = int(part.batch.token_counts.sum())
-        size = None if self._pieces is None else self._pieces.find(tokens)
+        size = self._piece(tokens)
         return (padded(tokens, self.grain), False) if size is None else (size, True)
 
     def _run_part(self, plan: Plan, place: Place, changes: PageChanges, part: Standing) -> CudaStep:
@@ -225,8 +229,7 @@ class CudaRunner:
         begins = self._slots.computed[rows]
         if (begins + 1 != self._slots.known[rows]).any():
             return None
-        apart = self._pieces is not None and self._pieces.find(len(rows)) is not None
-        return self._graphs.find(len(rows), int(begins.max()) + 1, part.spans, apart)
+        return self._graphs.find(len(rows), int(begins.max()) + 1, part.spans, self._piece(len(rows)) is not None)
 
     def _replay(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, graph: DecodeGraph) -> CudaStep:
         """A micro-batch through a graph."""
