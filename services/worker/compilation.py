@@ -1,6 +1,7 @@
-"""torch.compile for the model's forward pass: once for every number of tokens, and never while serving.
+"""torch.compile for the model's layers: one layer is compiled, for any number of tokens, and all layers run its code.
 
-A worker that compiles nothing does not load the compiler, which takes as long as the rest of torch.
+Nothing is compiled while serving. A worker without torch.compile does not import the compiler, whose import takes as
+long as that of the rest of torch.
 """
 
 import contextlib
@@ -12,16 +13,15 @@ from typing import Any
 import torch
 
 from services.common.errors import InvalidRequest
-from services.worker.attention.base import AttentionStep, RotatingAttentionStep
-from services.worker.models.decoder import DecoderModel
-from services.worker.parallel.exchange import ALONE, Exchange
+from services.worker.attention.compiled import FIRST_LAYER
+from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 # Compilers treat sizes 0 and 1 as constants.
 _SMALLEST_DYNAMIC = 2
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
-    # Graphs are captured around the whole step, by us.
+    # The runner captures CUDA graphs itself, around the whole step.
     "triton.cudagraphs": False,
-    # Minutes of tuning for kernels that are bound by memory.
+    # It takes minutes, and the kernels are bound by memory.
     "max_autotune": False,
     "coordinate_descent_tuning": False,
     # Fused operators keep what is between them in float32: faster and closer to the exact result.
@@ -29,70 +29,73 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     # Checks of every buffer's layout, in Python, at every call.
     "size_asserts": False,
     "alignment_asserts": False,
-    # Copies of matrices to rounder sizes; a model's are round.
+    # It would copy matrices to rounder sizes. A model's sizes are round.
     "shape_padding": False,
     "comprehensive_padding": False,
 }
 _MOST_GRAPHS = 32
-# Graphs that were compiled before the worker was ready.
+# Whether the warm-up is over.
+_ready = False
+# Graphs that were compiled before that.
 _expected = 0
-# Triton kernels since then; compiled by the compute thread only.
+# Variants of Triton kernels since then.
 _kernels = 0
 
 
 def compile_model(model: DecoderModel) -> None:
-    """Compile ``model`` in place, in two graphs, without and with ``keep``, each for any number of tokens from 2 on;
-    where ranks exchange activations in several ways, in two for each of these.
+    """Compile the layers of ``model`` in place: one graph for all of them, each for any number of tokens from 2 on.
 
-    It happens at the first calls, which are the warm-up's. A number of tokens or of kept ones below 2 is a further
-    graph: on CUDA batches are padded.
+    A layer that selects tokens (``keep``), a layer without a ``delta`` and each way in which ranks exchange activations
+    is a graph of its own. Compilation happens at the first calls, which are the warm-up's. One token, or one kept token,
+    takes a further graph: on CUDA, batches are padded.
     """
     import torch._dynamo
 
-    # Two for each way to exchange, and for batches of one token; the default of 8 would be just enough.
+    global _ready
+    _ready = False
+    # The default of 8 is too low for models with several exchanges.
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    # The compiler would have float32 computed with fewer bits; who asks for float32 wants them all.
+    # Compilers suggest to compute float32 with fewer bits. A model in float32 is to keep them all.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
-    compiled = torch.compile(model.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
+    compiled = torch.compile(DecoderLayer.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
 
-    def forward(
-        inputs: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionStep | RotatingAttentionStep,
-        keep: torch.Tensor | None = None,
-        exchange: Exchange = ALONE,
-    ) -> torch.Tensor:
-        for tensor in (inputs, positions, keep):
-            # Sizes that are equal by chance at the first call are so taken for different ones.
-            if tensor is not None and tensor.shape[0] >= _SMALLEST_DYNAMIC:
-                torch._dynamo.mark_dynamic(tensor, 0)
-        return compiled(inputs, positions, attention, keep, exchange)
+    def run_layer(layer: DecoderLayer, index: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not _ready:
+            for each in arguments:
+                # Otherwise sizes that happen to be equal at the first call are taken to be always equal.
+                if isinstance(each, torch.Tensor) and each.shape[0] >= _SMALLEST_DYNAMIC:
+                    torch._dynamo.mark_dynamic(each, 0)
+        outcome: tuple[torch.Tensor, torch.Tensor | None] = compiled(layer, index + FIRST_LAYER, *arguments)
+        return outcome
 
-    model.forward = forward  # type: ignore[method-assign]  # what a call of the module runs
+    model.run_layer = run_layer
 
 
 def compilations() -> int:
-    """Graphs that torch.compile has made in this process, the model's and all others."""
+    """Return how many graphs torch.compile has made in this process."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return compiler.counters["stats"]["unique_graphs"] if compiler else 0
 
 
 def mark_ready() -> None:
-    """The warm-up is over: what is compiled from here on is a recompilation."""
-    global _expected, _kernels
-    _expected, _kernels = compilations(), 0
+    """End the warm-up: count what is compiled from now on as recompilations."""
+    global _ready, _expected, _kernels
+    _ready, _expected, _kernels = True, compilations(), 0
     if "triton" in sys.modules:  # else no kernel of ours was made: on CPUs it may not even be installed
         sys.modules["triton"].knobs.runtime.jit_post_compile_hook = _count_kernel
 
 
 def recompilations() -> int:
-    """Graphs compiled since ``mark_ready``."""
+    """Return how many graphs were compiled since ``mark_ready``."""
     return compilations() - _expected
 
 
 def kernel_compilations() -> int:
-    """Variants of our Triton kernels made since ``mark_ready``: arguments of a kind that the warm-up did not have. One
-    that was found on disk counts, too: it held up a step all the same."""
+    """Return how many variants of our Triton kernels were made since ``mark_ready``.
+
+    A variant is made for arguments of a kind that the warm-up did not have. A variant that was found on disk counts as
+    well: loading it delayed a step. Only the compute thread makes variants.
+    """
     return _kernels
 
 
@@ -102,15 +105,15 @@ def _count_kernel(**_: object) -> None:
 
 
 def forbid_recompilation() -> contextlib.AbstractContextManager[None]:
-    """From here on, in every thread, raises ``RuntimeError``, naming what differs, instead of compiling; as a context
-    until its end."""
+    """Have every thread raise ``RuntimeError``, which names the guard that failed, instead of compiling. Used as a
+    context manager, it ends with the context."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
     return stance
 
 
 @contextlib.contextmanager
 def refusing_what_cannot_be_compiled() -> Iterator[None]:
-    """Around those first calls: raises ``InvalidRequest`` where torch finds no compiler or fails with it."""
+    """Turn a failure of torch's compiler, such as a missing C++ compiler, into ``InvalidRequest``."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:

@@ -1,5 +1,6 @@
-"""One graph for every number of tokens."""
+"""One graph for all layers and for every number of tokens."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 
 from services.worker import compilation
 from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.compiled import FIRST_LAYER
 from services.worker.models.decoder import DecoderModel
 from services.worker.parallel.ranks import Ranks
 from tests.worker.small_models import small_config, small_model
@@ -19,7 +21,7 @@ from tests.worker.small_models import small_config, small_model
 def _attention(
     qkv: torch.Tensor, layer: int, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    return torch.sin(qkv[:, :64] + layer)
+    return torch.sin(qkv[:, :64] + layer - FIRST_LAYER)
 
 
 @_attention.register_fake
@@ -28,26 +30,31 @@ def _(qkv, layer, q_norm, k_norm, eps):
 
 
 class OpaqueStep(RotatingAttentionStep):
-    """Nothing of a step for compiled code to depend on."""
+    """An attention step without state for compiled code to depend on."""
 
     def run_qkv(self, layer_index, qkv, q_norm, k_norm, eps):
+        if not torch.compiler.is_compiling():
+            layer_index += FIRST_LAYER
         return torch.ops.tokasaurus_test.attention(qkv, layer_index, q_norm, k_norm, eps)
 
 
 class Pair:
-    """A compiled model and what it was before."""
+    """A compiled model, and the same model without compilation."""
 
     def __init__(self, model: DecoderModel) -> None:
-        self._model, self._eager = model, model.forward
+        self._model, self._eager = model, model.run_layer
         compilation.compile_model(model)
+        self._compiled = model.run_layer
 
     @torch.inference_mode()
     def check(self, tokens: int, samples: int | None = None) -> None:
-        """Both agree for a step of so many tokens, of which so many are sampled from."""
+        """Check that both agree for a step of ``tokens`` tokens, of which ``samples`` are sampled from."""
         token_ids, positions = torch.arange(tokens) * 7 % 320, torch.arange(tokens)
         keep = None if samples is None else torch.arange(samples) * (tokens // samples)
+        self._model.run_layer = self._compiled
         compiled = self._model(token_ids, positions, OpaqueStep(), keep)
-        exact = self._eager(token_ids, positions, OpaqueStep(), keep)
+        self._model.run_layer = self._eager
+        exact = self._model(token_ids, positions, OpaqueStep(), keep)
         assert compiled.shape == exact.shape
         assert (compiled - exact).norm() / exact.norm() < 0.03
 
@@ -64,16 +71,18 @@ def fresh() -> Iterator[None]:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize(
-    ("quantization", "adds_in_product"), [("none", False), ("none", True), ("fp8", False)], ids=str
+    ("quantization", "adds_in_product", "graphs"), [("none", False, 3), ("none", True, 2), ("fp8", False, 3)], ids=str
 )
-def test_two_graphs_serve_every_number_of_tokens(quantization, adds_in_product):
-    config = small_config(layers=2, qk_norm=True)
+def test_few_graphs_serve_all_layers_and_every_number_of_tokens(quantization, adds_in_product, graphs):
+    """One for layers that keep all tokens, one for the last layer where it selects some, and one for the first layer
+    where later ones have something to add."""
+    config = small_config(layers=5, qk_norm=True)
     dtype = torch.float32
     model = small_model(config, dtype, quantization=quantization, adds_in_product=adds_in_product)
     pair, before = Pair(model), compilation.compilations()
     pair.check(16)
     pair.check(16, 16)  # as many samples as tokens: by chance
-    assert compilation.compilations() - before == 2
+    assert compilation.compilations() - before == graphs
     compilation.mark_ready()
     with compilation.forbid_recompilation():
         for tokens in (8, 24, 200):
@@ -94,7 +103,7 @@ def test_a_pipeline_stage_is_one_graph_wherever_its_inputs_are(stage, adds_in_pr
     config = small_config(layers=3)
     ranks, layers = Ranks(pp_rank=stage, pp_size=3), range(stage, stage + 1)
     model = small_model(config, ranks=ranks, layers=layers, adds_in_product=adds_in_product)
-    eager = model.forward
+    eager = copy.copy(model)
     # The same graphs, without the time that a C++ compiler takes for them.
     make = partial(torch.compile, dynamic=True, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda function, **options: make(function))

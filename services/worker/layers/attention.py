@@ -18,11 +18,12 @@ class Attention(nn.Module):
     token needs it."""
 
     def __init__(
-        self, config: ModelConfig, index: int, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
+        self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
     ) -> None:
-        """``config``: of what this rank has. ``adds_bias``: the output's, where it has one, is added here."""
+        """``config``: the sizes of this rank's share. ``adds_bias``: False leaves out the bias of the output projection
+        because another rank adds it."""
         super().__init__()
-        self.index, self.kernels, self.eps = index, kernels, config.norm_eps
+        self.kernels, self.eps = kernels, config.norm_eps
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.qkv = linear(config.hidden_size, widths, config.qkv_bias)
@@ -34,6 +35,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
+        index: int,
         x: torch.Tensor | Quantized,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
@@ -41,13 +43,14 @@ class Attention(nn.Module):
         exchange: Exchange,
         tokens: int,
     ) -> torch.Tensor:
-        """``x [rows, hidden_size]``, this rank's rows -> ``[tokens, heads * head_dim]``, for ``output``.
+        """Return the attended values ``[tokens, heads * head_dim]`` of layer ``index``, the input of ``output``.
 
-        ``cos``/``sin [tokens, 1, head_dim]``: None for attention that rotates by itself.
+        ``x [rows, hidden_size]`` holds this rank's rows. ``cos`` and ``sin [tokens, 1, head_dim]`` are None if
+        ``attention`` rotates queries and keys itself.
         """
         projected = exchange.column(x, self.qkv, tokens)
         if attention.rotates:
-            return attention.run_qkv(self.index, projected, self.q_norm, self.k_norm, self.eps)
+            return attention.run_qkv(index, projected, self.q_norm, self.k_norm, self.eps)
         kernels = self.kernels
         heads = projected.view(projected.shape[0], -1, self.head_dim)
         rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
@@ -60,7 +63,7 @@ class Attention(nn.Module):
             rotated = torch.cat(normed, dim=1)
         turned = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
         queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
-        return attention.run(self.index, queries, keys, values)
+        return attention.run(index, queries, keys, values)
 
     def targets(self, prefix: str) -> dict[str, Any]:
         """Checkpoint name -> view."""

@@ -1,6 +1,6 @@
 """The decoder-only transformer that every architecture here is, over a flattened batch of tokens."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,24 +36,24 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        index: int,
         kernels: LayerKernels,
         linear: LinearMaker,
         adds_in_product: bool,
         *,
         adds_bias: bool = True,
     ) -> None:
-        """``config``: of what this rank has. ``adds_bias``: of several ranks, one adds the biases of the products that
-        end on the residual stream."""
+        """``config``: the sizes of this rank's share. ``adds_bias``: one of several ranks adds the biases of the
+        products that end on the residual stream."""
         super().__init__()
         self.kernels, self.eps, self.adds_in_product = kernels, config.norm_eps, adds_in_product
         self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
-        self.attention = Attention(config, index, kernels, linear, adds_bias=adds_bias)
+        self.attention = Attention(config, kernels, linear, adds_bias=adds_bias)
         self.mlp = Mlp(config, kernels, linear, adds_bias=adds_bias)
         self.quantizes = self.attention.qkv.quantizes
 
     def forward(
         self,
+        index: int,
         x: torch.Tensor,
         delta: torch.Tensor | None,
         cos: torch.Tensor | None,
@@ -63,13 +63,14 @@ class DecoderLayer(nn.Module):
         exchange: Exchange,
         tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``x [rows, hidden_size]``, this rank's rows of ``tokens`` tokens, changed in place, lacks ``delta``; returns
-        both as they are after this layer.
+        """Return the residual stream and what it still lacks after this layer, which is layer ``index`` of this stage.
 
-        ``keep [samples]``: the tokens that go on after the attention and are returned; None is all.
+        ``x [rows, hidden_size]`` holds this rank's rows of ``tokens`` tokens and is changed in place; ``delta``, of the
+        same shape, is not yet added to it. ``keep [samples]`` selects the tokens that continue after the attention and
+        are returned; None selects all.
         """
         normed = self._normed(x, delta, self.attention_norm)
-        attended = self.attention(normed, cos, sin, attention, exchange, tokens)
+        attended = self.attention(index, normed, cos, sin, attention, exchange, tokens)
         if keep is not None:
             attended = attended.index_select(0, keep)
         if self.quantizes:
@@ -122,6 +123,9 @@ class DecoderLayer(nn.Module):
         }
 
 
+# Runs the layer that is its first argument on the arguments of ``DecoderLayer.forward``.
+RunLayer = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
 if TYPE_CHECKING:
 
     class DecoderLayers(nn.ModuleList):
@@ -163,20 +167,21 @@ class DecoderModel(nn.Module):
         self._own, self._everywhere = own, frozenset[str]()
         with torch.device("meta"):
             self.layers = DecoderLayers(
-                DecoderLayer(self.local, index, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0)
-                for index in range(len(own))
+                DecoderLayer(self.local, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0) for _ in own
             )
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
             self.vocabulary = Vocabulary(config, ranks, linear, self.quantizes, looks_up=self.first, heads=self.last)
             if not ranks.alone:
-                whole = DecoderLayer(self.local, 0, kernels, linear, adds_in_product)
+                whole = DecoderLayer(self.local, kernels, linear, adds_in_product)
                 self._everywhere = _checkpoint_names(config, whole.targets(""))
         for parameter in self.parameters():  # buffers have a dtype of their own
             parameter.data = parameter.data.to(dtype)
         self.to_empty(device=device)
         self.vocabulary.clear_padding()
         self.rotary = Rotary(config.rope, config.head_dim, config.max_context_tokens, dtype, device)
+        # ``compile_model`` replaces it: all layers run the same code.
+        self.run_layer: RunLayer = DecoderLayer.forward
 
     @property
     def embedding(self) -> torch.Tensor | None:
@@ -210,7 +215,7 @@ class DecoderModel(nn.Module):
         keep = keep if self.last else None
         for index, layer in enumerate(self.layers):
             kept = keep if index == last else None
-            x, delta = layer(x, delta, cos, sin, attention, kept, exchange, tokens)
+            x, delta = self.run_layer(layer, index, x, delta, cos, sin, attention, kept, exchange, tokens)
         if not self.last:
             return x if delta is None else x.add_(delta)
         hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)  # type: ignore[arg-type]  # the last stage has one

@@ -58,7 +58,7 @@ class SkinnyDecoder:
         """
         own, mlp, eps = layer.attention, layer.mlp, layer.eps
         qkv = skinny_product(handed, own.qkv.weight, own.qkv.bias, norm=(layer.attention_norm, eps))
-        attended = attention.run_qkv(own.index, qkv, own.q_norm, own.k_norm, eps)
+        attended = attention.run_qkv(index, qkv, own.q_norm, own.k_norm, eps)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
         handed = skinny_sum(attended, own.output.weight, own.output.bias, x, layer.mlp_norm)
