@@ -46,8 +46,8 @@ def compile_model(model: DecoderModel) -> None:
     """Compile the layers of ``model`` in place: one graph for all of them, each for any number of tokens from 2 on.
 
     A layer that selects tokens (``keep``), a layer without a ``delta`` and each way in which ranks exchange activations
-    is a graph of its own. Compilation happens at the first calls, which are the warm-up's. One token, or one kept token,
-    takes a further graph: on CUDA, batches are padded.
+    is a graph of its own. Compilation happens at the first calls, which are the warm-up's. One token, or one kept
+    token, takes a further graph: on CUDA, batches are padded.
     """
     import torch._dynamo
 
