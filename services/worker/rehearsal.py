@@ -1,4 +1,9 @@
-"""Steps that are run before serving: everything gets compiled, and the largest step shows what memory it needs."""
+"""Steps that run before serving, so that every kernel is compiled and the memory of the largest step is known.
+
+An admission costs the host tens of microseconds, and one with a grammar several times as many. So only the steps that
+measure memory and the plainest ones have as many rows as the limits allow, and few rows have a grammar: grammars take
+no memory that depends on the number of rows.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +15,10 @@ from services.worker.runner.plan import NO_GROUPS, Admission, Batch, Groups, Lim
 _NONE = np.empty(0, np.int64)
 PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np.float32))
 _ANYTHING = "start: /(.|\\n)*/"  # a grammar
+# Rows of a step whose kernels are those of larger steps, unless they are the ones that memory depends on.
+_MANY = 512
+# Rows with a grammar in the largest steps: more than the sampler copies at once.
+_GUIDED = 96
 WARM = SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, _NONE, np.empty(0, np.float32))
 
 
@@ -106,18 +115,21 @@ def _together(rows: int) -> Groups:
 
 
 def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
-    """Plans, each time from empty, that take every way through the model, the attention and the sampler, so that all
-    there is to compile is compiled."""
+    """Yield plans, each time from empty, that take every path through the model, the attention and the sampler, so that
+    all kernels are compiled."""
     most = min(limits.max_slots, limits.max_tokens_per_step)
     longest = limits.max_context_tokens
     grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
     size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
     beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
-    kinds = [PLAIN, WARM, unadjusted(limits), adjusted_only(), adjusted(limits)]
+    sizes = {1, min(9, most), min(_MANY, most)}
+    kinds = [(PLAIN, sizes | {most}), *((each, sizes) for each in (WARM, unadjusted(limits), adjusted_only()))]
+    kinds.append((adjusted(limits), sizes))
     if limits.grammars:
-        kinds += [_guided(PLAIN, limits), every_feature(limits)]
-    for settings in kinds:
-        for rows in sorted({1, min(9, most), most}):
+        few = {1, min(9, most), min(_GUIDED, most)}
+        kinds += [(_guided(PLAIN, limits), few), (every_feature(limits), few)]
+    for settings, counts in kinds:
+        for rows in sorted(counts):
             for groups in grouped if rows > 1 else {False}:
                 yield decodes(limits, rows, settings, groups)
         for rows in {0, beside} if size > 1 else ():
@@ -146,15 +158,25 @@ def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
 
 
 def largest(limits: Limits) -> Iterator[list[Plan]]:
-    """The steps that need most memory: all rows and as many prompt tokens as fit beside them; and prompts alone."""
-    features = every_feature(limits)
+    """Yield the steps that need most memory: all rows and as many prompt tokens as fit beside them, and prompts alone.
+
+    All rows have every feature but a grammar, which the first rows have.
+    """
+    features = adjusted(limits)
     rows = min(limits.max_slots, limits.max_tokens_per_step)
-    yield list(decodes(limits, rows, features))
+    yield [_guide_first_rows(plan, limits) for plan in decodes(limits, rows, features)]
     room = limits.max_tokens_per_step
     size = min(room, limits.max_context_tokens)
     count = min(limits.max_slots, room // size)
     if size > 1:
-        yield list(mixed(limits, 0, count, size, features))
+        yield [_guide_first_rows(plan, limits) for plan in mixed(limits, 0, count, size, features)]
     beside = min(limits.max_slots - 1, room // 2)
     if beside > 0 and room - beside > 1:
-        yield list(mixed(limits, beside, 1, min(room - beside, limits.max_context_tokens), features))
+        size = min(room - beside, limits.max_context_tokens)
+        yield [_guide_first_rows(plan, limits) for plan in mixed(limits, beside, 1, size, features)]
+
+
+def _guide_first_rows(plan: Plan, limits: Limits) -> Plan:
+    """Return ``plan`` with a grammar for the first rows that it admits, if the limits allow grammars."""
+    guided = (replace(each, sampling=_guided(each.sampling, limits)) for each in plan.admissions[:_GUIDED])
+    return replace(plan, admissions=(*guided, *plan.admissions[_GUIDED:]))

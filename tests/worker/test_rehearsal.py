@@ -75,7 +75,17 @@ def test_rows_with_grammars_are_among_them_where_there_are_grammars():
         largest = [
             each for _, parts in run(limits, rehearsal.largest(limits)) for part in parts for each in part.adjusted
         ]
+        assert largest
         assert all((each.masked is not None) == grammars for each in largest)
+
+
+def test_the_largest_steps_have_grammars_for_few_of_many_rows():
+    limits = replace(USUAL, max_slots=256, max_tokens_per_step=512, grammars=True)
+    [decoding, *_] = rehearsal.largest(limits)
+    [admissions, *_] = [plan.admissions for plan in decoding]
+    assert len(admissions) == 256
+    assert {each.sampling.prompt_logprobs for each in admissions} == {20}
+    assert 16 < sum(each.sampling.grammar != "" for each in admissions) < 128
 
 
 @pytest.mark.parametrize("grouped", [False, True])
