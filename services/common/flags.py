@@ -8,7 +8,7 @@ import ast
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -88,9 +88,26 @@ def _comma_list(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _number_or_auto(value: Any) -> Any:
+    value = arithmetic(value)
+    try:
+        return value if value == "auto" else int(value)
+    except (TypeError, ValueError):
+        raise ValueError("expected a whole number, or auto") from None
+
+
+def _true_false_or_auto(value: Any) -> Any:
+    try:
+        return value if value == "auto" else true_false(value)
+    except ValueError:
+        raise ValueError("expected T, F or auto") from None
+
+
 Int = Annotated[int, BeforeValidator(arithmetic)]
+AutoInt = Annotated[int | Literal["auto"], BeforeValidator(_number_or_auto)]
 Float = Annotated[float, BeforeValidator(arithmetic)]
 Bool = Annotated[bool, BeforeValidator(true_false)]
+AutoBool = Annotated[bool | Literal["auto"], BeforeValidator(_true_false_or_auto)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_comma_list)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(_comma_list)]
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.config import (
+    ChosenDeploymentConfig,
+    DeploymentConfig,
+    GatewayConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from services.common.config.flag import as_text
 from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
@@ -35,7 +41,7 @@ class ChildSpec:
         return f"services.{self.role}"
 
 
-def plan_children(config: DeploymentConfig, runtime_dir: Path, gpus: Sequence[str] = ()) -> list[ChildSpec]:
+def plan_children(config: ChosenDeploymentConfig, runtime_dir: Path, gpus: Sequence[str] = ()) -> list[ChildSpec]:
     """The workers, schedulers and gateways of ``config``. Workers listen on unix sockets in ``runtime_dir``, gateways
     on sockets that they are given at their start. ``gpus``: see ``choose_gpus``."""
     workers, schedulers, dialer = [], [], Dialer.of(config)

@@ -15,8 +15,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
@@ -221,7 +222,7 @@ async def supervise(
     specs: list[ChildSpec],
     listeners: list[socket.socket],
     stop: Stop,
-    on_ready: Callable[[], None],
+    on_ready: Callable[[], Awaitable[None]],
     drain_s: float = 0.0,
 ) -> None:
     """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve. Each gateway gets one of
@@ -237,9 +238,11 @@ async def supervise(
     announce = asyncio.create_task(_announce(children, on_ready))
     stopped = asyncio.create_task(stop.wait())
     try:
-        done, _ = await asyncio.wait([*runs, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for run in done - {stopped}:
-            run.result()
+        pending, ended = {*runs, announce, stopped}, set[asyncio.Task[Any]]()
+        while not ended - {announce}:
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                each.result()
     finally:
         announce.cancel()
         stopped.cancel()
@@ -262,7 +265,7 @@ def _together(children: list[Child]) -> list[list[Child]]:
     return list(units.values())
 
 
-async def _announce(children: list[Child], on_ready: Callable[[], None]) -> None:
+async def _announce(children: list[Child], on_ready: Callable[[], Awaitable[None]]) -> None:
     for child in children:
         await child.ready.wait()
-    on_ready()
+    await on_ready()

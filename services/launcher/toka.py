@@ -7,7 +7,10 @@ import socket
 import tempfile
 from pathlib import Path
 
-from services.common.config import DeploymentConfig
+import grpc
+import structlog
+
+from services.common.config import ChosenDeploymentConfig, DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.handover import listen
 from services.common.log import is_coloured, is_console
@@ -15,20 +18,27 @@ from services.common.model_files import read_card
 from services.common.process import Stop, run_service, unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
+from services.launcher.settings import Setting, choose_gateways, read_settings
 from services.launcher.supervisor import supervise
 
 ADDRESSES = "scheduler_addresses"
+
+log = structlog.get_logger(__name__)
 
 
 def main() -> None:
     run_service("toka", DeploymentConfig, serve)
 
 
-async def serve(config: DeploymentConfig, stop: Stop) -> None:
+async def serve(given: DeploymentConfig, stop: Stop) -> None:
     """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
-    if config.record_plans is not None:
-        _check_may_write(config.record_plans)
-    gpus = choose_gpus(config, _visible_gpus())
+    if given.record_plans is not None:
+        _check_may_write(given.record_plans)
+    visible = _visible_gpus()
+    gpus = choose_gpus(given, visible)
+    processors = len(os.sched_getaffinity(0))
+    count, reason = choose_gateways(given, has_gpus=bool(visible), processors=processors)
+    config = ChosenDeploymentConfig.model_construct(**{**dict(given), "gateways": count})
     # Fetched once, before the children ask.
     weights = config.load_format != "dummy"
     card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
@@ -50,7 +60,15 @@ async def serve(config: DeploymentConfig, stop: Stop) -> None:
             if listeners
             else _short_banner(card.name, schedulers)
         )
-        await supervise(children, listeners, stop, lambda: print(banner, flush=True), config.drain_seconds)
+
+        async def announce() -> None:
+            try:
+                print(await read_settings(given, Setting("gateways", str(count), reason), children[0]))
+            except grpc.aio.AioRpcError as error:  # the worker is restarted at this moment
+                log.info("settings are not known", reason=error.details())
+            print(banner, flush=True)
+
+        await supervise(children, listeners, stop, announce, config.drain_seconds)
 
 
 def _check_may_write(record_plans: str) -> None:
@@ -72,7 +90,7 @@ def _visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))) or None)
 
 
-def _with_free_ports(config: DeploymentConfig, port: int) -> DeploymentConfig:
+def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploymentConfig:
     """Port 0 means any free one; children must be told which, and ranks where they meet. ``port`` is the one that was
     bound for the gateways."""
     ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
@@ -82,7 +100,7 @@ def _with_free_ports(config: DeploymentConfig, port: int) -> DeploymentConfig:
     return config.model_copy(update=ports)
 
 
-def _with_token(config: DeploymentConfig, runtime_dir: Path) -> DeploymentConfig:
+def _with_token(config: ChosenDeploymentConfig, runtime_dir: Path) -> ChosenDeploymentConfig:
     """Where schedulers want API keys they know the gateways by a secret that nobody else can read."""
     if config.api_keys_file is None or config.grpc_token_file is not None:
         return config
@@ -90,7 +108,7 @@ def _with_token(config: DeploymentConfig, runtime_dir: Path) -> DeploymentConfig
     return config.model_copy(update={"grpc_token_file": str(path)})
 
 
-def _with_log_format(config: DeploymentConfig) -> DeploymentConfig:
+def _with_log_format(config: ChosenDeploymentConfig) -> ChosenDeploymentConfig:
     """Children's stderr is a pipe to this process: they are told what stands behind it."""
     if is_coloured():
         os.environ.setdefault("FORCE_COLOR", "1")

@@ -58,7 +58,7 @@ def read_policy(config: SchedulerConfig) -> Policy:
         guaranteed_classes=frozenset(Priority[name.upper()] for name in config.guaranteed_classes),
         margin=config.admission_margin,
         ageing_s=config.priority_ageing_seconds,
-        hydragen=hydragen if config.use_hydragen else None,
+        hydragen=hydragen if config.use_hydragen is not False else None,
         micro_batches=config.pp_size + config.pp_num_buffer_stages if config.pp_size > 1 else 1,
     )
 
@@ -190,7 +190,7 @@ class SchedulerServer:
                 f"flag pp_size={self._config.pp_size} of the scheduler and pp_size={stages} of its workers: start both"
                 " with the same pp_size"
             )
-        if policy.hydragen is not None and not info.hydragen:
+        if self._config.use_hydragen is True and not info.hydragen:
             raise ValueError(
                 f"flag use_hydragen=T: the worker, on {info.device}, has no shared-prefix attention, only those on cuda"
                 " have; leave the flag out"

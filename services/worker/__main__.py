@@ -36,7 +36,10 @@ async def _serve(config: WorkerConfig, stop: Stop) -> None:
 def _compiles(config: WorkerConfig) -> bool:
     """Whether kernels are compiled here that are worth keeping. A worker that compiles none writes nothing, so that it
     also runs where there is no home; but a directory that was named is always looked at."""
-    if config.torch_compile or config.compile_cache_dir != WorkerConfig.model_fields["compile_cache_dir"].default:
+    if (
+        config.torch_compile is True
+        or config.compile_cache_dir != WorkerConfig.model_fields["compile_cache_dir"].default
+    ):
         return True
     if config.device != "auto":
         return config.device == "cuda"

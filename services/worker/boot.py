@@ -12,12 +12,13 @@ import structlog
 import torch
 
 from services.common import model_files
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import matmul_cpu, weights
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
+from services.worker.choices import NAMES, Choice, Device, available_memory, choose
 from services.worker.compilation import (
     compile_model,
     forbid_recompilation,
@@ -52,9 +53,8 @@ _MAX_MICRO_BATCHES = 128
 # What all workers of a replica must have alike: they run the same plans.
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
-    *("kv_cache_num_tokens", "kv_cache_dtype", "page_size", "max_tokens_per_forward", "max_seqs_per_forward"),
-    *("max_context_tokens", "torch_compile", "use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens"),
-    "async_tp_threshold",
+    *("kv_cache_dtype", "page_size", "max_context_tokens", "piecewise_cudagraph_max_tokens", "async_tp_threshold"),
+    *NAMES,
 )
 
 log = structlog.get_logger(__name__)
@@ -70,6 +70,7 @@ class Booted:
     dtype: str
     ranks: Ranks = ALONE
     group: RankGroup | None = None  # the other workers of the replica; closed with the runner
+    choices: tuple[Choice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
 def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None = None) -> Booted:
@@ -84,7 +85,6 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
         refuse_what_a_cpu_has_not(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
-    threads = _threads(config, device, ranks)
     dummy = config.load_format == "dummy"
     card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
     described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
@@ -97,7 +97,10 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
             undo.callback(group.close)
             if on_lost is not None:
                 group.watch(on_lost)
-        kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+        facts = _facts(device, group)
+        chosen, choices = choose(config, facts, described, ranks, layers, max_context)
+        threads = _threads(chosen, device, ranks)
+        kernels = make_kernels(device, dtype, compiled=chosen.torch_compile)
         local = local_config(described, ranks, len(layers))
         linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
         adds_in_product = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
@@ -111,21 +114,46 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
             weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         grammars = _load_grammars(config, card, group)
-        if config.torch_compile:
+        if chosen.torch_compile:
             compile_model(model)
-        with refusing_what_cannot_be_compiled() if config.torch_compile else contextlib.nullcontext():
+        with refusing_what_cannot_be_compiled() if chosen.torch_compile else contextlib.nullcontext():
             if device.type == "cuda":
                 from services.worker.boot_cuda import make_runner  # loads Triton
 
-                runner: Runner = make_runner(config, model, max_context, group, grammars)
+                runner: Runner = make_runner(chosen, model, max_context, group, grammars)
             else:
-                runner = _make_cpu_runner(config, model, kernels, threads, max_context, group, grammars)
+                runner = _make_cpu_runner(chosen, model, kernels, threads, max_context, group, grammars)
         mark_ready()
         if config.fail_on_recompile:
             forbid_recompilation()
         undo.pop_all()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."), ranks, group)
+    choices = _with_cache_size(choices, runner.limits)
+    if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
+        log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
+    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."), ranks, group, choices)
+
+
+def _facts(device: torch.device, group: RankGroup | None) -> Device:
+    """Return what is known of ``device`` before anything is loaded. Ranks take the least of their sizes, so that all
+    of them choose alike."""
+    if device.type == "cpu":
+        free, processors = available_memory(), len(os.sched_getaffinity(0))
+        name, total, capability = "CPU", free, (0, 0)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        properties = torch.cuda.get_device_properties(device)
+        name, processors = properties.name, properties.multi_processor_count
+        capability = (properties.major, properties.minor)
+    if group is not None:
+        free, total, processors = (group.least(each) for each in (free, total, processors))
+    return Device("cpu" if device.type == "cpu" else "cuda", name, free, total, processors, capability)
+
+
+def _with_cache_size(choices: tuple[Choice, ...], limits: Limits) -> tuple[Choice, ...]:
+    """Return ``choices`` with the size of the cache that was made."""
+    size = str(limits.page_count * limits.page_size)
+    return tuple(each._replace(value=size) if each.value == "auto" else each for each in choices)
 
 
 def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: RankGroup | None) -> SlotGrammars | None:
@@ -136,7 +164,9 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and everyone else None
 
 
-def make_limits(config: WorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any) -> Limits:
+def make_limits(
+    config: ChosenWorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any
+) -> Limits:
     """What plans must fit into, with a cache of ``page_count`` pages."""
     return Limits(
         page_size=config.page_size,
@@ -170,7 +200,7 @@ def cache_dtype(config: WorkerConfig, model: DecoderModel) -> torch.dtype:
 
 
 def _make_cpu_runner(
-    config: WorkerConfig,
+    config: ChosenWorkerConfig,
     model: DecoderModel,
     kernels: LayerKernels,
     threads: ShardThreads,
@@ -182,7 +212,7 @@ def _make_cpu_runner(
     from services.worker.layers.fast_cpu import FastCpuKernels
     from services.worker.models.fused_cpu import FusedDecoder
 
-    page_count = cast(int, config.page_count)  # None = auto, which was refused
+    page_count = cast(int, config.page_count)  # ``auto`` has a value on CPUs
     cache = make_cache(config, model, page_count)
     attention = make_attention(cache, model.local.heads, compiled=config.torch_compile)
     if group is not None:
@@ -198,7 +228,7 @@ def _make_cpu_runner(
 
 
 def _make_stage_runner(
-    config: WorkerConfig,
+    config: ChosenWorkerConfig,
     model: DecoderModel,
     cache: KvCache,
     attention: AttentionBackend,
@@ -270,7 +300,7 @@ def _join_replica(
     return RankGroup(ranks, config.master_addr, config.master_port, device, settings)
 
 
-def _threads(config: WorkerConfig, device: torch.device, ranks: Ranks) -> ShardThreads:
+def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> ShardThreads:
     """On a CPU each part of a batch has a thread of its own, so torch's operators need no more."""
     if device.type != "cpu":
         return ShardThreads(1)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import structlog
 import torch
 
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import rehearsal
 from services.worker.attention.compiled import deactivate
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 
 def make_runner(
-    config: WorkerConfig,
+    config: ChosenWorkerConfig,
     model: DecoderModel,
     max_context: int,
     group: RankGroup | None = None,
@@ -80,7 +80,7 @@ def make_runner(
         raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
 
 
-def _exchanges(config: WorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
+def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
     """How the ranks of a stage exchange activations. Raises ``InvalidRequest`` where products cannot overlap."""
     if group is None:
         return make_exchanges(ALONE, 1)
@@ -98,7 +98,7 @@ def _exchanges(config: WorkerConfig, model: DecoderModel, group: RankGroup | Non
     return make_exchanges(group.ranks, row_bytes, shares_memory=group.shares_memory, fewest_overlapped=wanted)
 
 
-def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
+def _refuse_sizes(config: ChosenWorkerConfig, model: DecoderModel) -> None:
     """Those of pages and heads; and devices differ in what they convert."""
     refuse_sizes_of_cuda(config.page_size, model.config.head_dim)
     device = model.device
@@ -107,7 +107,7 @@ def _refuse_sizes(config: WorkerConfig, model: DecoderModel) -> None:
 
 
 def _measure(
-    config: WorkerConfig,
+    config: ChosenWorkerConfig,
     model: DecoderModel,
     max_context: int,
     group: RankGroup | None,
@@ -153,7 +153,7 @@ def _let_go(error: BaseException) -> None:
     gc.collect()
 
 
-def _on_the_way(config: WorkerConfig, model: DecoderModel) -> int:
+def _on_the_way(config: ChosenWorkerConfig, model: DecoderModel) -> int:
     """Bytes of activations between stages, at most: those of steps that were sent and not received, and of steps that
     were received ahead."""
     if model.ranks.pp_size == 1:
@@ -177,7 +177,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _assemble(
-    config: WorkerConfig,
+    config: ChosenWorkerConfig,
     model: DecoderModel,
     cache: KvCache,
     max_context: int,
@@ -203,7 +203,7 @@ def _assemble(
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
 
 
-def _rehearse(runner: CudaRunner, config: WorkerConfig, model: DecoderModel, exchanges: Exchanges) -> None:
+def _rehearse(runner: CudaRunner, config: ChosenWorkerConfig, model: DecoderModel, exchanges: Exchanges) -> None:
     """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
     limits = runner.limits
     plans: Iterable[Plan]
@@ -232,7 +232,7 @@ def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:
     runner.reset()
 
 
-def _advice(config: WorkerConfig, free: int, peak: int, graphs: int, fitting: int) -> str:
+def _advice(config: ChosenWorkerConfig, free: int, peak: int, graphs: int, fitting: int) -> str:
     tokens = max(0, fitting) * config.page_size
     advice = (
         f"lower it to {tokens} or less, or let kv_cache_num_tokens=auto choose"

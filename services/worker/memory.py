@@ -3,7 +3,7 @@ can be asked before a start, and where there is no torch. Sizes are bytes."""
 
 from dataclasses import dataclass
 
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig
 from services.worker.models.checkpoint import layer_shapes
 from services.worker.models.config import ModelConfig
 from services.worker.parallel.ranks import Ranks
@@ -41,7 +41,9 @@ class Footprint:
         return int(free - self.weights - steps * self.step - self.reserved - margin(total)) // self.page
 
 
-def footprint(config: WorkerConfig, model: ModelConfig, ranks: Ranks, layers: range, max_context: int) -> Footprint:
+def footprint(
+    config: ChosenWorkerConfig, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
+) -> Footprint:
     """On CUDA, of a rank with ``layers`` of ``model``, the whole model's config."""
     local = local_config(model, ranks, len(layers))
     item = FLOAT32 if config.dtype == "float32" else BFLOAT16
@@ -66,7 +68,7 @@ def page_bytes(local: ModelConfig, page_size: int, item: int) -> int:
     return page_size * (2 * local.layers * local.kv_heads * local.head_dim * item + _INT32)
 
 
-def table_bytes(config: WorkerConfig, max_context: int) -> int:
+def table_bytes(config: ChosenWorkerConfig, max_context: int) -> int:
     """The page tables of all slots."""
     return config.max_seqs_per_forward * -(-max_context // config.page_size) * _INT32
 
@@ -76,7 +78,7 @@ def _token_bytes(local: ModelConfig, item: int) -> int:
     return (_STREAMS * local.hidden_size + _INNER * local.intermediate_size) * item
 
 
-def graph_bytes(config: WorkerConfig, local: ModelConfig, item: int) -> int:
+def graph_bytes(config: ChosenWorkerConfig, local: ModelConfig, item: int) -> int:
     """CUDA graphs. ``local``: what a rank has; ``item``: of an activation's element."""
     if not config.use_cudagraphs:
         return 0

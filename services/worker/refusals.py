@@ -15,10 +15,15 @@ _BLOCK = 16
 def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
     """Raises ``InvalidRequest``."""
     for name, value, instead in (
-        ("kv_cache_num_tokens", "auto", "give a number of tokens"),
         ("kv_cache_dtype", "fp8", "leave it at kv_cache_dtype=auto"),
-        ("use_cudagraphs", True, "leave it at use_cudagraphs=F"),
+        ("use_cudagraphs", True, "leave it out"),
         ("async_tp_threshold", config.async_tp_threshold or -1, "leave it out"),
+        (
+            "cudagraph_max_size",
+            config.cudagraph_max_size if config.cudagraph_max_size != "auto" else -1,
+            "leave it out",
+        ),
+        ("piecewise_cudagraph_max_tokens", config.piecewise_cudagraph_max_tokens or -1, "leave it out"),
     ):
         if getattr(config, name) == value:
             raise InvalidRequest(

@@ -141,6 +141,7 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
         data_parallel_rank=config.dp_rank,
         device=booted.device,
         dtype=booted.dtype,
+        choices=[worker_pb2.Choice(**each._asdict()) for each in booted.choices],
     )
 
 

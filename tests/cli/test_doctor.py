@@ -252,7 +252,6 @@ def test_a_finding_is_a_line_and_no_port_is_called_free_that_is_not():
     [
         ({"use_cudagraphs": True}, None, "flag use_cudagraphs=T: only on cuda"),
         ({"kv_cache_dtype": "fp8"}, None, "flag kv_cache_dtype=fp8: only on cuda"),
-        ({"kv_cache_num_tokens": "auto"}, None, "flag kv_cache_num_tokens=auto: only on cuda"),
         ({"use_hydragen": True}, None, "flag use_hydragen=T: only on cuda"),
         ({"page_size": 24}, 80, "flag page_size=24: on cuda it must be a power of two"),
     ],

@@ -56,8 +56,9 @@ def test_gpus_are_named_with_what_is_free(gpus):
 
 
 def test_the_memory_of_the_scarcest_gpu_counts(gpus):
-    [free] = gpus("memory", flags={"device": "cuda", "kv_cache_num_tokens": "auto"}, mib=24576)
-    [taken] = gpus("memory", flags={"device": "cuda", "kv_cache_num_tokens": "auto"}, mib=24576, free_mib=8192)
+    flags = {"device": "cuda", "max_seqs_per_forward": 256, "max_tokens_per_forward": 2048, "cudagraph_max_size": 64}
+    [free] = gpus("memory", flags=flags, mib=24576)
+    [taken] = gpus("memory", flags=flags, mib=24576, free_mib=8192)
     lost = free.facts["cache_tokens_that_fit"] - taken.facts["cache_tokens_that_fit"]
     assert lost * free.facts["bytes_per_token"] == pytest.approx(16 * 2**30, rel=0.001)
 

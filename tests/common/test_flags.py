@@ -2,7 +2,14 @@ import sys
 
 import pytest
 
-from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig, usage
+from services.common.config import (
+    ChosenWorkerConfig,
+    DeploymentConfig,
+    GatewayConfig,
+    SchedulerConfig,
+    WorkerConfig,
+    usage,
+)
 from services.common.flags import FlagError, load, misspelt
 from services.launcher.compose import ComposeConfig
 
@@ -63,7 +70,7 @@ def test_booleans_are_t_and_f(text, value):
         (["model=a", "model=b"], "given twice"),
         (["page_size=many"], "flag page_size='many': input should be a valid integer"),
         (["page_size=0"], "flag page_size='0': input should be greater than or equal to 1"),
-        (["torch_compile=maybe"], "flag torch_compile='maybe': expected T or F"),
+        (["torch_compile=maybe"], "flag torch_compile='maybe': expected T, F or auto"),
         (["device=tpu"], "flag device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
         (["kv_cache_num_tokens=8"], "less than one page"),
     ],
@@ -137,6 +144,9 @@ def test_replicas_of_several_ranks_are_configured_at_once():
     assert (config.pp_layers, config.pp_num_buffer_stages) == ((5, 3), 2)
 
 
+OFF = ["use_hydragen=F"]  # by default the worker decides
+
+
 @pytest.mark.parametrize("kind", [SchedulerConfig, DeploymentConfig])
 @pytest.mark.parametrize(
     ("flag", "needed"),
@@ -148,7 +158,7 @@ def test_replicas_of_several_ranks_are_configured_at_once():
 )
 def test_a_flag_that_means_nothing_without_another_is_refused_without_it(kind, flag, needed):
     with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}"):
-        load(kind, [flag], {})
+        load(kind, [flag, *(OFF if needed == "use_hydragen=T" else [])], {})
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, DeploymentConfig])
@@ -162,19 +172,22 @@ def test_a_flag_that_means_nothing_without_another_is_refused_without_it(kind, f
 )
 def test_a_flag_of_the_worker_that_means_nothing_without_another_is_refused_without_it(kind, flag, needed):
     with pytest.raises(FlagError, match=f"flag {flag}: has no effect without {needed}; leave it out, or set both"):
-        load(kind, [flag], {})
+        load(kind, [flag, needed.replace("=T", "=F")], {})
     assert load(kind, [flag, needed], {})
+    assert load(kind, [flag], {})  # the worker chooses the other flag so that this one has an effect
 
 
-def test_steps_in_pieces_are_those_that_the_host_would_launch_too_slowly():
-    assert WorkerConfig().piecewise_tokens == 0
-    assert WorkerConfig(use_cudagraphs=True, max_tokens_per_forward=8192).piecewise_tokens == 1024
-    assert WorkerConfig(use_cudagraphs=True, max_tokens_per_forward=512).piecewise_tokens == 512
-    assert WorkerConfig(use_cudagraphs=True, max_tokens_per_forward=8192, tp_size=2).piecewise_tokens == 8192
-    chosen = {"use_cudagraphs": True, "tp_size": 2, "piecewise_cudagraph_max_tokens": 0}
-    assert WorkerConfig(**chosen).piecewise_tokens == 0
+def test_piecewise_cuda_graphs_serve_the_steps_that_the_host_would_launch_too_slowly():
+    def tokens(**flags) -> int:
+        return ChosenWorkerConfig(**flags).piecewise_tokens
+
+    assert tokens() == 0
+    assert tokens(use_cudagraphs=True, max_tokens_per_forward=8192) == 1024
+    assert tokens(use_cudagraphs=True, max_tokens_per_forward=512) == 512
+    assert tokens(use_cudagraphs=True, max_tokens_per_forward=8192, tp_size=2) == 8192
+    assert tokens(use_cudagraphs=True, tp_size=2, piecewise_cudagraph_max_tokens=0) == 0
     with pytest.raises(FlagError, match="piecewise_cudagraph_max_tokens=4096: no step has so many tokens with max_tok"):
-        load(WorkerConfig, ["use_cudagraphs=T", "piecewise_cudagraph_max_tokens=4096"], {})
+        load(WorkerConfig, ["max_tokens_per_forward=2048", "piecewise_cudagraph_max_tokens=4096"], {})
 
 
 def test_hydragen_is_refused_where_the_worker_is_to_be_on_a_cpu():
@@ -193,7 +206,7 @@ def test_a_cache_of_fp8_is_refused_where_the_worker_is_to_be_on_a_cpu():
 
 @pytest.mark.parametrize(("text", "pages"), [("auto", None), ("(512 * 1024)", 32768), ("47", 2)])
 def test_the_cache_has_whole_pages_or_as_many_as_fit(text, pages):
-    config = load(WorkerConfig, [f"kv_cache_num_tokens={text}"], {})
+    config = load(ChosenWorkerConfig, [f"kv_cache_num_tokens={text}"], {})
     assert config.page_count == pages
 
 
@@ -201,12 +214,12 @@ def test_the_cache_has_whole_pages_or_as_many_as_fit(text, pages):
     ("flag", "message"),
     [
         ("kv_cache_num_tokens=automatic", "flag kv_cache_num_tokens='automatic'"),
-        ("kv_cache_num_tokens=-5", "flag kv_cache_num_tokens='-5'.*expected 1 or more tokens, or auto"),
-        ("kv_cache_num_tokens=(2 ** 41)", "expected 1 or more tokens, or auto"),
+        ("kv_cache_num_tokens=-5", "flag kv_cache_num_tokens='-5': expected 1 to 1099511627776, or auto"),
+        ("kv_cache_num_tokens=(2 ** 41)", "expected 1 to 1099511627776, or auto"),
         ("load_format=pt", "flag load_format='pt': input should be 'safetensors' or 'dummy'"),
         ("kv_cache_dtype=bfloat16", "flag kv_cache_dtype='bfloat16': input should be 'auto' or 'fp8'"),
         ("quantization=int4", "flag quantization='int4': input should be 'none' or 'fp8'"),
-        ("cudagraph_max_size=4", "flag cudagraph_max_size='4'.*greater than or equal to 8"),
+        ("cudagraph_max_size=4", "flag cudagraph_max_size='4': expected 8 to 8192, or auto"),
         ("compile_cache_dir=", "flag compile_cache_dir=''.*at least 1"),
     ],
 )

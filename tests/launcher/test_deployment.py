@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.config import ChosenDeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, load
 from services.common.process import Stop
@@ -14,7 +14,7 @@ KINDS = {"worker": WorkerConfig, "scheduler": SchedulerConfig, "gateway": Gatewa
 
 
 def children_of(*arguments: str):
-    return plan_children(load(DeploymentConfig, arguments, {}), RUNTIME)
+    return plan_children(load(ChosenDeploymentConfig, arguments, {}), RUNTIME)
 
 
 def test_one_replica_is_a_worker_a_scheduler_and_a_gateway():
@@ -93,7 +93,7 @@ def test_the_cores_are_divided_among_all_workers(monkeypatch):
     ],
 )
 def test_a_flag_reaches_the_children_that_take_it(argument):
-    config = load(DeploymentConfig, [argument], {})
+    config = load(ChosenDeploymentConfig, [argument], {})
     name = argument.partition("=")[0]
     for child in plan_children(config, RUNTIME):
         kind = KINDS[child.role]
@@ -108,7 +108,7 @@ def test_a_child_does_not_read_its_parents_flags_from_the_environment():
 
 def gpus_of(*arguments: str, visible: str | None) -> list[str | None]:
     """What each worker sees; None = as toka."""
-    config = load(DeploymentConfig, arguments, {})
+    config = load(ChosenDeploymentConfig, arguments, {})
     children = plan_children(config, RUNTIME, choose_gpus(config, visible))
     return [child.environment.get("CUDA_VISIBLE_DEVICES") for child in children if child.role == "worker"]
 
@@ -134,7 +134,7 @@ def test_a_worker_on_a_cpu_needs_no_gpu():
 async def test_too_few_gpus_are_refused_before_anything_is_loaded(device, visible, seen, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(toka, "read_card", None)
-    config = load(DeploymentConfig, ["dp_size=2", "pp_size=2", f"device={device}"], {})
+    config = load(ChosenDeploymentConfig, ["dp_size=2", "pp_size=2", f"device={device}"], {})
     with pytest.raises(InvalidRequest, match=f"dp_size=2 tp_size=1 pp_size=2: 4 workers need a GPU each, and {seen}"):
         await toka.serve(config, Stop())
 
@@ -171,14 +171,14 @@ async def test_a_place_that_cannot_be_recorded_to_is_refused_before_anything_is_
 
     monkeypatch.setattr(toka, "read_card", read_card)
     with pytest.raises(InvalidRequest, match=rf"flag record_plans={place}: no directory .*\(.+\); name another"):
-        await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), Stop())
+        await toka.serve(load(ChosenDeploymentConfig, [f"record_plans={place}"], {}), Stop())
 
 
 async def test_the_directory_for_recordings_is_made_and_left_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(toka, "read_card", lambda *arguments, **options: None)
     stop, place = Stop(), tmp_path / "new" / "recordings"
     stop.set()
-    await toka.serve(load(DeploymentConfig, [f"record_plans={place}"], {}), stop)
+    await toka.serve(load(ChosenDeploymentConfig, [f"record_plans={place}"], {}), stop)
     assert list(place.iterdir()) == []
 
 

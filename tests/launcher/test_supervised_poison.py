@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bench.server import free_port
-from services.common.config import DeploymentConfig
+from services.common.config import ChosenDeploymentConfig
 from services.common.handover import listen
 from services.common.process import Stop
 from services.launcher import supervisor
@@ -27,13 +27,17 @@ async def test_a_deployment_outlives_requests_that_kill_its_worker_again_and_aga
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)  # and so are those after it
     others_children = set(psutil.Process().children())
     port, grpc_port = free_port(), free_port()
-    config = DeploymentConfig(port=port, grpc_port=grpc_port, store_dir=str(tmp_path / "store"))
+    config = ChosenDeploymentConfig(port=port, grpc_port=grpc_port, store_dir=str(tmp_path / "store"))
     worker, *others = plan_children(config, tmp_path)
     flags = (f"listen={worker.address}", f"poison={POISON}")
     worker = FakeWorkerSpec(worker.name, worker.role, worker.address, flags)
     stop, ready = Stop(), asyncio.Event()
+
+    async def announce() -> None:
+        ready.set()
+
     deployment = asyncio.create_task(
-        supervise([worker, *others], listen(config.host, port, config.gateways), stop, ready.set)
+        supervise([worker, *others], listen(config.host, port, config.gateways), stop, announce)
     )
     try:
         await ready.wait()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig
 from services.common.model_files import BUILTIN, read_json
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.rope import RopeSettings
@@ -76,12 +76,12 @@ def test_less_fits_beside_a_larger_step_and_more_with_fp8():
     free = total = 8 << 30
 
     def fitting(**flags) -> int:
-        found = footprint(WorkerConfig(**flags), model, Ranks(), range(model.layers), model.max_context_tokens)
+        found = footprint(ChosenWorkerConfig(**flags), model, Ranks(), range(model.layers), model.max_context_tokens)
         return found.pages_in(free, total)
 
     assert 0 < fitting(max_tokens_per_forward=65536) < fitting()
     assert fitting(use_cudagraphs=True) < fitting() < fitting(kv_cache_dtype="fp8")
-    assert footprint(WorkerConfig(), model, Ranks(), range(model.layers), 2048).pages_in(1 << 29, 1 << 29) < 1
+    assert footprint(ChosenWorkerConfig(), model, Ranks(), range(model.layers), 2048).pages_in(1 << 29, 1 << 29) < 1
 
 
 @given(largest=st.integers(1, 20_000))

@@ -21,6 +21,8 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     info = await (await connect()).info()
     facts = {field.name: value for field, value in info.ListFields()}
     assert facts.pop("incarnation_id")
+    sizes = {each.name: each.value for each in facts.pop("choices")}
+    assert (sizes["kv_cache_num_tokens"], sizes["max_seqs_per_forward"]) == ("4096", "8")
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",

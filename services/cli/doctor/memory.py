@@ -1,13 +1,12 @@
 """Do weights, the largest step and the KV cache fit? By the worker's own rules; the step's part is a guess until the
 worker has measured it at its start."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from services.cli.doctor.findings import Finding, amount, fail, ok, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import Shape
+from services.worker.choices import H200_MULTIPROCESSORS, Choice, Device, available_memory, choose
 from services.worker.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
 from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.shares import local_config
@@ -19,7 +18,9 @@ _CAUTION = 1.5
 
 
 def look_at_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
-    """Of each replica's scarcest rank."""
+    """Yield the settings that the workers would choose, and what a replica's scarcest rank has room for."""
+    if not machine.on_cuda or machine.gpus:  # sizes of parts of GPUs are not known
+        yield ok("settings", ", ".join(f"{each.name}={each.value}" for each in choices(machine, shape)))
     if not machine.on_cuda:
         yield from _on_cpu(machine, shape)
     elif machine.workers <= len(machine.gpus):
@@ -28,13 +29,34 @@ def look_at_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
 
 
 def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
-    """Of a replica's ranks on CUDA, in their order."""
-    config, found = machine.config, []
+    """Return the footprints of a replica's ranks on CUDA, in their order, with the settings that the workers would
+    choose."""
+    config, found, device = machine.config, [], _device(machine)
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
             ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
-            found.append(footprint(config, shape.described, ranks, layers, shape.max_context))
+            chosen, _ = choose(config, device, shape.described, ranks, layers, shape.max_context)
+            found.append(footprint(chosen, shape.described, ranks, layers, shape.max_context))
     return found
+
+
+def choices(machine: Machine, shape: Shape) -> tuple[Choice, ...]:
+    """Return the settings that the first worker would choose."""
+    config, described = machine.config, shape.described
+    ranks = Ranks(0, config.tp_size, 0, config.pp_size)
+    return choose(config, _device(machine), described, ranks, shape.stages[0], shape.max_context)[1]
+
+
+def _device(machine: Machine) -> Device:
+    """Return the scarcest device of the start. NVIDIA's library does not report multiprocessors: those of an H200 are
+    assumed."""
+    if not machine.on_cuda:
+        free = available_memory()
+        return Device("cpu", "CPU", free, free, 1)
+    gpus = machine.gpus[: machine.workers]
+    scarcest = min(gpus, key=lambda gpu: gpu.free)
+    free, capability = max(0, scarcest.free - _CONTEXT), scarcest.capability
+    return Device("cuda", scarcest.name, free, scarcest.total, H200_MULTIPROCESSORS, capability)
 
 
 def _on_cuda(machine: Machine, shape: Shape) -> Iterator[Finding]:
@@ -104,8 +126,8 @@ def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
     config = machine.config
     item = BFLOAT16 if config.dtype == "bfloat16" else FLOAT32
     asked = config.kv_cache_num_tokens
-    if asked == "auto":  # what is said of flags says it
-        return
+    if asked == "auto":
+        asked = int(next(each.value for each in choices(machine, shape) if each.name == "kv_cache_num_tokens"))
     weights = cache = 0
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
@@ -122,16 +144,3 @@ def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
         yield warn("memory", text, "lower kv_cache_num_tokens=, or end other programs", **facts)
     else:
         yield from _fits(text, asked, shape, facts, spare=False)
-
-
-def available_memory() -> int:
-    """Bytes that this host has for new programs, or its container, if that is less."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # not Linux: all that there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    [kib] = [line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
-    free = int(kib) * 1024
-    most, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if most.exists() and (limit := most.read_text().strip()).isdigit():
-        free = min(free, int(limit) - int(used.read_text()))
-    return free

@@ -90,7 +90,7 @@ def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
     except InvalidRequest as error:
         yield from_error("flags", error.message)
         return
-    if config.use_hydragen:
+    if config.use_hydragen is True:
         yield fail("flags", "flag use_hydragen=T: only on cuda, and the workers would run on cpu", "leave it out")
 
 

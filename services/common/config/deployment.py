@@ -1,14 +1,14 @@
 """The flags of ``toka``."""
 
 import sys
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config.gateway import GatewayConfig
 from services.common.config.scheduler import SchedulerConfig
 from services.common.config.worker import WorkerConfig
-from services.common.flags import Examples, Int
+from services.common.flags import AutoInt, Examples, Int
 
 # What it chooses for its children itself.
 _PLACES = (
@@ -24,7 +24,7 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     examples: ClassVar[Examples] = (
         ("", "the built-in model on http://127.0.0.1:10210/v1, on a GPU where there is one, else on the CPU"),
         (
-            "model=/models/Llama-3.1-8B-Instruct kv_cache_num_tokens=auto torch_compile=T use_cudagraphs=T",
+            "model=/models/Llama-3.1-8B-Instruct",
             "a Hugging Face directory, or a hub id, on one GPU, with all of its memory; toka-doctor with the same flags"
             " says whether it fits",
         ),
@@ -33,15 +33,17 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     )
 
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
-    gateways: Int = Field(
-        1, ge=0, le=64, description="gateway processes, which share one host and port; 0: only gRPC is served"
+    gateways: AutoInt = Field(
+        "auto",
+        description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: by the"
+        " number of processors and GPUs",
     )
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
 
     @model_validator(mode="after")
     def _refuse_what_a_cpu_has_not(self) -> "DeploymentConfig":
         """A flag is honoured or refused, never ignored."""
-        if self.use_hydragen and self.device == "cpu":
+        if self.use_hydragen is True and self.device == "cpu":
             raise ValueError(
                 "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
                 " the flag out, or use device=cuda"
@@ -75,12 +77,19 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
                 )
         return self
 
+    @field_validator("gateways")
+    @classmethod
+    def _not_too_many(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
+        if value != "auto" and not 0 <= value <= 64:
+            raise ValueError("expected 0 to 64, or auto")
+        return value
+
     @model_validator(mode="after")
     def _gateways_can_share_a_port(self) -> "DeploymentConfig":
-        if self.gateways > 1 and not sys.platform.startswith("linux"):
+        if self.gateways != "auto" and self.gateways > 1 and not sys.platform.startswith("linux"):
             raise ValueError(
                 f"flag gateways={self.gateways}: only Linux spreads connections over the processes that share a port;"
-                " leave it at its default (gateways=1)"
+                " use gateways=1"
             )
         return self
 
@@ -105,3 +114,9 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
                 " behind it, and another flag has one of these, or they are beyond 65535; choose another"
             )
         return self
+
+
+class ChosenDeploymentConfig(DeploymentConfig):
+    """The config of a deployment whose number of gateways is known."""
+
+    gateways: Int = 1

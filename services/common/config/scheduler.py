@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config.keys import KeysConfig
 from services.common.config.metrics import MetricsConfig
-from services.common.flags import Bool, Examples, Float, Int, Strings
+from services.common.flags import AutoBool, Bool, Examples, Float, Int, Strings
 
 PRIORITY_CLASSES = ("high", "normal", "low")
 
@@ -46,7 +46,7 @@ class SchedulerConfig(KeysConfig, MetricsConfig):
     priority_ageing_seconds: Float = Field(
         30.0, ge=0, le=1e6, description="a waiting priority class rises by one for so many seconds; 0 = never"
     )
-    use_hydragen: Bool = Field(False, description="shared-prefix attention")
+    use_hydragen: AutoBool = Field("auto", description="shared-prefix attention; auto: where the worker has it")
     hydragen_min_group_size: Int = Field(32, ge=2, description="fewest sequences in a Hydragen group")
     hydragen_min_prefix_len: Int = Field(256, ge=1, description="fewest tokens that a Hydragen group shares")
     pp_size: Int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
@@ -84,8 +84,8 @@ class SchedulerConfig(KeysConfig, MetricsConfig):
         """A flag that means nothing without another is refused without it."""
         fields = SchedulerConfig.model_fields
         for name, needed, there in (
-            ("hydragen_min_group_size", "use_hydragen=T", self.use_hydragen),
-            ("hydragen_min_prefix_len", "use_hydragen=T", self.use_hydragen),
+            ("hydragen_min_group_size", "use_hydragen=T", self.use_hydragen is not False),
+            ("hydragen_min_prefix_len", "use_hydragen=T", self.use_hydragen is not False),
             ("pp_num_buffer_stages", "pp_size=2 or more", self.pp_size > 1),
             ("statsd_prefix", "statsd_server_url", self.statsd_server_url is not None),
         ):

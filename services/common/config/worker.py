@@ -2,11 +2,19 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from services.common.addresses import is_public
 from services.common.config.metrics import MetricsConfig
-from services.common.flags import Bool, Examples, Int, Ints
+from services.common.flags import AutoBool, AutoInt, Bool, Examples, Int, Ints
+
+# The values that flags which may be ``auto`` can have otherwise.
+_BOUNDS = {
+    "kv_cache_num_tokens": (1, 2**40),
+    "max_tokens_per_forward": (1, 2**31),
+    "max_seqs_per_forward": (1, 65536),
+    "cudagraph_max_size": (8, 8192),
+}
 
 
 class WorkerConfig(MetricsConfig):
@@ -14,7 +22,7 @@ class WorkerConfig(MetricsConfig):
 
     examples: ClassVar[Examples] = (
         ("", "the built-in model on 127.0.0.1:10410, on a GPU where there is one"),
-        ("model=/models/M kv_cache_num_tokens=auto", "one GPU, with all of its memory"),
+        ("model=/models/M", "one GPU, with all of its memory"),
         ("model=/models/M tp_size=2 tp_rank=1 master_addr=node1", "the second of two ranks, which meet at node1"),
     )
 
@@ -28,8 +36,10 @@ class WorkerConfig(MetricsConfig):
         "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
     )
     quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
-    kv_cache_num_tokens: Int | Literal["auto"] = Field(
-        128 * 1024, description="size of the KV cache in tokens; auto (cuda): all memory that the model leaves"
+    kv_cache_num_tokens: AutoInt = Field(
+        "auto",
+        description="size of the KV cache in tokens; auto: on cuda all memory that the model leaves, on cpu at most"
+        " 128 Ki tokens and at most half of the free memory",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
@@ -37,12 +47,23 @@ class WorkerConfig(MetricsConfig):
         " docs/performance.md gives",
     )
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
-    max_tokens_per_forward: Int = Field(2048, ge=1, description="most tokens computed in one step")
-    max_seqs_per_forward: Int = Field(256, ge=1, le=65536, description="most sequences running at once (slots)")
+    max_tokens_per_forward: AutoInt = Field(
+        "auto", description="most tokens computed in one step; auto: by the device's speed, the model and memory"
+    )
+    max_seqs_per_forward: AutoInt = Field(
+        "auto", description="most sequences running at once (slots); auto: by the size of the KV cache"
+    )
     max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
-    torch_compile: Bool = Field(False, description="compile the model; on cpu this needs a C++ compiler")
-    use_cudagraphs: Bool = Field(False, description="replay small decode steps as CUDA graphs; on cpu: refused")
-    cudagraph_max_size: Int = Field(1024, ge=8, le=8192, description="most sequences of a step that is a CUDA graph")
+    torch_compile: AutoBool = Field(
+        "auto",
+        description="compile the model's layers; on cpu this needs a C++ compiler; auto: where it makes steps faster",
+    )
+    use_cudagraphs: AutoBool = Field(
+        "auto", description="replay small decode steps as CUDA graphs; auto: on cuda; T is refused on cpu"
+    )
+    cudagraph_max_size: AutoInt = Field(
+        "auto", description="most sequences of a step that is a CUDA graph, 8 to 8192; auto: by the size of a layer"
+    )
     piecewise_cudagraph_max_tokens: Int | None = Field(
         None,
         ge=0,
@@ -73,11 +94,12 @@ class WorkerConfig(MetricsConfig):
     )
     master_port: Int = Field(10510, ge=1, le=65535, description="the port there")
 
-    @field_validator("kv_cache_num_tokens")
+    @field_validator(*_BOUNDS)
     @classmethod
-    def _a_size(cls, value: int | str) -> int | str:
-        if value != "auto" and not (isinstance(value, int) and 1 <= value < 2**40):
-            raise ValueError("expected 1 or more tokens, or auto")
+    def _in_bounds(cls, value: int | Literal["auto"], info: ValidationInfo) -> int | Literal["auto"]:
+        least, most = _BOUNDS[info.field_name or ""]
+        if value != "auto" and not least <= value <= most:
+            raise ValueError(f"expected {least} to {most}, or auto")
         return value
 
     @model_validator(mode="after")
@@ -97,7 +119,7 @@ class WorkerConfig(MetricsConfig):
             ("fail_on_recompile", "torch_compile"),
         ):
             value = getattr(self, name)
-            if not getattr(self, needed) and value != WorkerConfig.model_fields[name].default:
+            if getattr(self, needed) is False and value != type(self).model_fields[name].default:
                 value = "T" if value is True else value
                 raise ValueError(f"flag {name}={value}: has no effect without {needed}=T; leave it out, or set both")
         return self
@@ -122,8 +144,8 @@ class WorkerConfig(MetricsConfig):
                 " out, or set both"
             )
         for name in ("async_tp_threshold", "piecewise_cudagraph_max_tokens"):
-            value = getattr(self, name)
-            if (value or 0) > self.max_tokens_per_forward:
+            value, most = getattr(self, name), self.max_tokens_per_forward
+            if most != "auto" and (value or 0) > most:
                 raise ValueError(
                     f"flag {name}={value}: no step has so many tokens with"
                     f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
@@ -155,9 +177,19 @@ class WorkerConfig(MetricsConfig):
             )
         return self
 
+
+class ChosenWorkerConfig(WorkerConfig):
+    """A worker's config in which only ``kv_cache_num_tokens`` may be ``auto``: on CUDA the boot measures what fits."""
+
+    torch_compile: Bool = False
+    use_cudagraphs: Bool = False
+    max_seqs_per_forward: Int = 256
+    max_tokens_per_forward: Int = 2048
+    cudagraph_max_size: Int = 1024
+
     @property
     def piecewise_tokens(self) -> int:
-        """``piecewise_cudagraph_max_tokens`` with its default; 0 without CUDA graphs."""
+        """The most tokens of a step that runs as piecewise CUDA graphs; 0 without CUDA graphs."""
         if not self.use_cudagraphs:
             return 0
         if self.piecewise_cudagraph_max_tokens is not None:
@@ -166,5 +198,5 @@ class WorkerConfig(MetricsConfig):
 
     @property
     def page_count(self) -> int | None:
-        """Whole pages in the KV cache; None = as many as fit."""
+        """The number of whole pages in the KV cache, or None for all that fit."""
         return None if self.kv_cache_num_tokens == "auto" else self.kv_cache_num_tokens // self.page_size

@@ -22,17 +22,18 @@ class Batching:
         self._no_groups = np.full(len(state.slots.active), -1, np.int32)
 
     def fill(self, plan: Plan, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool) -> None:
-        """Put the rows into ``plan``; ``regroup``: Hydragen groups may be chosen anew now."""
+        """Put the rows into ``plan``. ``regroup`` allows to choose other Hydragen groups."""
         state, policy = self._state, self._state.policy
-        if regroup and policy.hydragen is not None:
-            self._regroup(policy.hydragen)
+        hydragen = policy.hydragen if state.shape.hydragen else None
+        if regroup and hydragen is not None:
+            self._regroup(hydragen)
         plan.micro_batches = policy.micro_batches
         if not prefilling and policy.micro_batches == 1 and not len(self._prefix_pages):
             self._fill_plain(plan, decoding)
             return
         rows = np.array(prefilling, np.int64).reshape(-1, 2)
         groups = state.tree.group[state.slots.node[decoding]] if len(self._prefix_pages) else self._no_groups[decoding]
-        least = policy.hydragen.min_group_size if policy.hydragen else 1
+        least = hydragen.min_group_size if hydragen else 1
         batch = arrange(decoding, groups, self._prefix_pages, rows[:, 0], rows[:, 1], min_rows=least,
                         parts=policy.micro_batches)  # fmt: skip
         plan.sequences = len(batch.slots)

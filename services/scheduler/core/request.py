@@ -205,6 +205,7 @@ class WorkerShape:
     max_top_logprobs: int = 20
     prompt_logprobs: bool = False
     grammars: bool = False
+    hydragen: bool = True  # takes groups that share a prefix
 
     @property
     def max_running(self) -> int:

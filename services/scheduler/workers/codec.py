@@ -107,4 +107,5 @@ def decode_shape(info: worker_pb2.WorkerInfo, max_context_tokens: int) -> Worker
         max_top_logprobs=info.max_top_logprobs,
         prompt_logprobs=info.prompt_logprobs,
         grammars=info.grammars,
+        hydragen=info.hydragen,
     )

@@ -1,0 +1,86 @@
+"""The settings that a deployment chose for itself, and the table of them that ``toka`` prints when it serves."""
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from services.common.config import DeploymentConfig
+from services.common.config.flag import as_text
+from services.launcher.deployment import ChildSpec
+from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
+
+# Processors that a worker and a scheduler keep busy, and that a gateway does at full load.
+_OF_WORKER, _OF_SCHEDULER, _OF_GATEWAY = 2, 2, 3
+_MOST_GATEWAYS = 4  # for each replica
+_DEADLINE_S = 10.0
+_WIDTH = 140
+
+
+class Setting(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def choose_gateways(config: DeploymentConfig, *, has_gpus: bool, processors: int) -> tuple[int, str]:
+    """Return how many gateways to start, and the reason. ``processors``: those that this process may use."""
+    if config.gateways != "auto":
+        return config.gateways, "set by you"
+    if not has_gpus or config.device == "cpu":
+        return 1, "workers on CPUs need the processors"
+    workers = config.dp_size * config.tp_size * config.pp_size
+    spare = processors - _OF_WORKER * workers - _OF_SCHEDULER * config.dp_size
+    return (
+        max(1, min(spare // _OF_GATEWAY, _MOST_GATEWAYS * config.dp_size)),
+        f"of {processors} processors, workers and schedulers leave {max(0, spare)}",
+    )
+
+
+async def read_settings(given: DeploymentConfig, gateways: Setting, worker: ChildSpec) -> str:
+    """Return the table of settings, some of which ``worker`` reports, and the command that repeats them. ``given``: the
+    config as the user set it."""
+    async with worker.dialer.open_aio(worker.address) as channel:
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        response = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=_DEADLINE_S)
+        info = response.info
+    return describe(given, [*of_worker(info), hydragen(given, info), gateways], info.device)
+
+
+def of_worker(info: worker_pb2.WorkerInfo) -> list[Setting]:
+    """Return the settings that the worker reports."""
+    return [Setting(each.name, each.value, each.reason) for each in info.choices]
+
+
+def hydragen(config: DeploymentConfig, info: worker_pb2.WorkerInfo) -> Setting:
+    """Return whether sequences with a shared prefix are grouped, and why."""
+    if config.use_hydragen != "auto":
+        return Setting("use_hydragen", as_text(config.use_hydragen), "set by you")
+    reason = "this device shares" if info.hydragen else "only GPUs share"
+    return Setting("use_hydragen", as_text(info.hydragen), f"{reason} the attention to common prefixes")
+
+
+def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str) -> str:
+    """Return ``settings`` as a table with aligned columns, and the command line that repeats them."""
+    names, values = (max(len(row[column]) for row in settings) for column in (0, 1))
+    indent = " " * (names + values + 6)
+    lines = [f"Settings, for {device}:", ""]
+    for each in settings:
+        start = f"  {each.name:<{names}}  {each.value:>{values}}  "
+        lines += textwrap.wrap(each.reason, _WIDTH, initial_indent=start, subsequent_indent=indent)
+    given = {
+        name: as_text(value)
+        for name, field in DeploymentConfig.model_fields.items()
+        if name not in config.never_given and (value := getattr(config, name)) != field.default and value is not None
+    }
+    chosen = given | {each.name: each.value for each in settings if each.value not in ("", "auto")}
+    flags = [f"{name}={value}" for name, value in chosen.items() if not _without_effect(name, chosen)]
+    return "\n".join([*lines, "", f"The same again: toka {shlex.join(flags)}"])
+
+
+def _without_effect(name: str, chosen: dict[str, str]) -> bool:
+    """Whether the flag ``name`` would be refused beside the others."""
+    needed = {"cudagraph_max_size": "use_cudagraphs"}.get(name)
+    return needed is not None and chosen.get(needed) == "F"

@@ -1,0 +1,125 @@
+"""What a worker chooses for flags that are ``auto``, on devices that are not here."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.model import SHAPES
+from services.common.config import ChosenWorkerConfig, WorkerConfig
+from services.common.flags import build
+from services.worker.choices import NAMES, Choice, Device, choose
+from services.worker.memory import footprint
+from services.worker.models.config import ModelConfig
+from services.worker.models.registry import read_model_config
+from services.worker.parallel.ranks import Ranks
+
+GIB = 2**30
+CONTEXT = 131072
+
+
+def described(shape: str) -> ModelConfig:
+    shared = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": CONTEXT}
+    return read_model_config(shared | {"rope_theta": 500000.0, "hidden_act": "silu"} | SHAPES[shape])
+
+
+MODELS = {shape: described(shape) for shape in ("llama-1b", "llama-8b", "llama-70b")}
+
+
+def gpu(free: float, total: float = 140, processors: int = 132, capability: tuple[int, int] = (9, 0)) -> Device:
+    return Device("cuda", "a GPU", int(free * GIB), int(total * GIB), processors, capability)
+
+
+def cpu(free: float) -> Device:
+    return Device("cpu", "CPU", int(free * GIB), int(free * GIB), 8)
+
+
+def choices(device: Device, shape: str = "llama-1b", **flags: Any) -> tuple[ChosenWorkerConfig, dict[str, Choice]]:
+    model, config = MODELS[shape], build(WorkerConfig, flags)
+    ranks = Ranks(0, config.tp_size, 0, config.pp_size)
+    layers = range(model.layers // config.pp_size)
+    chosen, made = choose(config, device, model, ranks, layers, CONTEXT)
+    return chosen, {each.name: each for each in made}
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("llama-1b", {"max_seqs_per_forward": 8192, "max_tokens_per_forward": 16384, "cudagraph_max_size": 1024}),
+        ("llama-8b", {"max_seqs_per_forward": 4096, "max_tokens_per_forward": 8192, "cudagraph_max_size": 256}),
+    ],
+)
+def test_an_h200_gets_the_sizes_that_were_tuned_by_hand(shape, expected):
+    """Those of docs/performance.md."""
+    for flags in ({}, {"quantization": "fp8"}):
+        chosen, _ = choices(gpu(139), shape, **flags)
+        found = {name: getattr(chosen, name) for name in expected}
+        if shape == "llama-8b" and flags:  # half the weights leave a larger cache
+            assert found.pop("max_seqs_per_forward") >= 4096
+        assert found.items() <= expected.items()
+        assert (chosen.use_cudagraphs, chosen.torch_compile, chosen.kv_cache_num_tokens) == (True, False, "auto")
+
+
+@pytest.mark.parametrize("shape", MODELS)
+@pytest.mark.parametrize("tp_size", [1, 2])
+@given(free=st.floats(1, 190), used=st.floats(0, 100), processors=st.integers(8, 160), older=st.booleans())
+def test_on_any_gpu_steps_and_graphs_take_a_quarter_of_what_weights_leave(
+    shape, tp_size, free, used, processors, older
+):
+    device = gpu(free, free + used, processors, (8, 0) if older else (9, 0))
+    chosen, _ = choices(device, shape, tp_size=tp_size)
+    assert 1 <= chosen.max_seqs_per_forward <= chosen.max_tokens_per_forward <= 16384
+    assert 32 <= chosen.cudagraph_max_size <= 1024
+    model, ranks = MODELS[shape], Ranks(0, tp_size)
+    found = footprint(chosen, model, ranks, range(model.layers), CONTEXT)
+    room = device.free - found.weights
+    if chosen.max_tokens_per_forward > 512 and chosen.max_seqs_per_forward > 16:
+        assert found.step + found.reserved <= room / 4 + 2.5 * GIB  # a step of one token takes about 2 GiB
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"max_seqs_per_forward": "20000"}, {"max_tokens_per_forward": 20000}),
+        ({"max_tokens_per_forward": "100"}, {"max_seqs_per_forward": 100}),
+        ({"kv_cache_num_tokens": "(64 * 1024)"}, {"max_seqs_per_forward": 256}),
+        ({"fail_on_recompile": "T"}, {"torch_compile": True}),
+        ({"async_tp_threshold": "20000", "tp_size": "2"}, {"max_tokens_per_forward": 20000}),
+        ({"tp_size": "2"}, {"torch_compile": True}),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_set_is_kept_and_the_others_adapt_to_it(flags, expected):
+    chosen, made = choices(gpu(139), **flags)
+    assert {name: getattr(chosen, name) for name in expected} == expected
+    for name in flags.keys() & set(NAMES):
+        assert made[name].reason == "set by you"
+        assert getattr(chosen, name) == getattr(build(WorkerConfig, flags), name)
+
+
+def test_a_gpu_that_others_use_gives_what_is_free_and_says_so():
+    chosen, made = choices(gpu(30), "llama-8b")
+    assert chosen.max_seqs_per_forward < 4096
+    assert "30.0 GiB that are free" in made["kv_cache_num_tokens"].reason
+    assert "other programs use 110.0 GiB" in made["kv_cache_num_tokens"].reason
+    assert "other programs" not in choices(gpu(139.5), "llama-8b")[1]["kv_cache_num_tokens"].reason
+
+
+@given(free=st.floats(0.5, 500))
+def test_a_cache_on_a_cpu_takes_at_most_half_of_the_free_memory(free):
+    chosen, made = choices(cpu(free))
+    assert not chosen.use_cudagraphs
+    assert not chosen.torch_compile
+    assert chosen.kv_cache_num_tokens == "auto" or 16 <= chosen.kv_cache_num_tokens <= 128 * 1024
+    page = footprint(chosen, MODELS["llama-1b"], Ranks(), range(16), CONTEXT).page
+    if chosen.page_count is not None and chosen.page_count > 1:
+        assert chosen.page_count * page <= free * GIB / 2
+    assert made["max_seqs_per_forward"].value == "256"
+
+
+def test_each_choice_has_a_value_and_a_reason():
+    for device in (gpu(139), gpu(7.5, 8), cpu(20)):
+        _, made = choices(device)
+        assert list(made) == list(NAMES)
+        assert all(each.value and each.reason for each in made.values())
