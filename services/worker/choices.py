@@ -140,15 +140,13 @@ class _Chooser:
 class _OnCuda(_Chooser):
     def _decisions(self) -> Iterator[tuple[str, Any, str]]:
         config, device, values = self._config, self._device, self._values
-        compiles = self._ranks.tp_size > 1 or config.fail_on_recompile
+        compiles = config.fail_on_recompile
         yield (
             "torch_compile",
             compiles,
-            "tensor-parallel ranks gain from fused sums and norms"
-            if self._ranks.tp_size > 1
-            else "fail_on_recompile=T asks for it"
+            "fail_on_recompile=T asks for it"
             if compiles
-            else "the kernels for this model are fused already; compiled steps are no faster, starts are slower",
+            else "each operator is one kernel already: compiled steps are no faster, and starts are slower",
         )
         yield "use_cudagraphs", True, "small steps are one launch instead of hundreds"
         local = local_config(self._model, self._ranks, len(self._layers))

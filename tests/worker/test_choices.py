@@ -86,7 +86,6 @@ def test_on_any_gpu_steps_and_graphs_take_a_quarter_of_what_weights_leave(
         ({"kv_cache_num_tokens": "(64 * 1024)"}, {"max_seqs_per_forward": 256}),
         ({"fail_on_recompile": "T"}, {"torch_compile": True}),
         ({"async_tp_threshold": "20000", "tp_size": "2"}, {"max_tokens_per_forward": 20000}),
-        ({"tp_size": "2"}, {"torch_compile": True}),
     ],
     ids=str,
 )

@@ -47,6 +47,21 @@ def test_the_gate_with_quantisation(size):
 
 
 @pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("size", [16, 48, 300])
+def test_the_norm(size, adds):
+    from services.worker.layers.triton_rows import norm
+
+    x, weight = random(5, size), random(size, seed=1)
+    delta = random(5, size, seed=2) if adds else None
+    expected_x = x.clone()
+    expected = (
+        PLAIN.norm(expected_x, weight, 1e-5) if delta is None else PLAIN.add_norm(expected_x, delta, weight, 1e-5)
+    )
+    torch.testing.assert_close(norm(x, delta, weight, 1e-5), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x, expected_x)
+
+
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("size", [16, 48])
 def test_the_norm_with_quantisation(size, adds):
     from services.worker.layers.triton_rows import norm_quantized

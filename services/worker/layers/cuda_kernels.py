@@ -1,4 +1,4 @@
-"""The operators between matrix products on CUDA: Triton where torch.compile would take several passes."""
+"""The operators between matrix products on CUDA."""
 
 import torch
 
@@ -8,7 +8,17 @@ from services.worker.layers.kernels import TorchKernels
 
 
 class CudaKernels(TorchKernels):
-    """Norms without quantisation are left to torch, compiled or not."""
+    """Each operator is one kernel, also without torch.compile."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dim() != 2 or not x.is_contiguous():
+            return super().norm(x, weight, eps)
+        normed: torch.Tensor = torch.ops.tokasaurus.norm(x, None, weight, eps)
+        return normed
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed: torch.Tensor = torch.ops.tokasaurus.norm(x, delta.contiguous(), weight, eps)
+        return normed
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gated: torch.Tensor = torch.ops.tokasaurus.gate(gate_up)

@@ -1,5 +1,5 @@
-"""What happens to rows between two matrix products on CUDA, one pass over the data each: the gate, norms, and the
-quantisation that fp8 products ask for, fused with either."""
+"""The operators on rows between two matrix products on CUDA: the gate, norms, and the quantisation that fp8 products
+ask for, fused with either. Each of them reads and writes its data once."""
 
 import torch
 import triton
@@ -13,6 +13,7 @@ _WARPS = 8
 _library = torch.library.Library("tokasaurus", "FRAGMENT")
 _library.define("gate(Tensor gate_up) -> Tensor")
 _library.define("gate_quantized(Tensor gate_up) -> (Tensor, Tensor)")
+_library.define("norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor")
 _library.define("norm_quantized(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 _library.define("quantize(Tensor x) -> (Tensor, Tensor)")
 
@@ -57,22 +58,40 @@ def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _norm_quantized(x, delta, weight, output, scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                    ADDS: tl.constexpr, NORMS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
-    """Grid ``(rows,)``."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    places = row * SIZE + columns
+def _normed(x, delta, weight, places, columns, inside, eps, SIZE: tl.constexpr, ADDS: tl.constexpr,
+            NORMS: tl.constexpr):  # fmt: skip
+    """The values of a row, to which ``delta`` is added in place first, over their root mean square."""
     values = tl.load(x + places, inside, other=0.0).to(tl.float32)
     if ADDS:
-        # Rounded as the residual stream is kept.
+        # The residual stream is kept in its own precision.
         total = (values + tl.load(delta + places, inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + places, total, inside)
         values = total.to(tl.float32)
     if NORMS:
         inverse = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
         values = values * inverse * tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _norm(x, delta, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
+    """Grid ``(rows,)``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    places = row * SIZE + columns
+    values = _normed(x, delta, weight, places, columns, inside, eps, SIZE, ADDS, True)
+    tl.store(output + places, values.to(output.dtype.element_ty), inside)
+
+
+@triton.jit
+def _norm_quantized(x, delta, weight, output, scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                    ADDS: tl.constexpr, NORMS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+    """Grid ``(rows,)``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    values = _normed(x, delta, weight, row * SIZE + columns, columns, inside, eps, SIZE, ADDS, NORMS)
     _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
 
 
@@ -98,6 +117,16 @@ def gate_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
+
+
+def norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add ``delta`` to ``x`` in place, both ``[rows, size]`` and contiguous, and return the RMS norm of ``x``."""
+    size, output = x.shape[1], torch.empty_like(x)
+    _norm[(x.shape[0],)](
+        x, x if delta is None else delta, weight, output, eps, SIZE=size, BLOCK=triton.next_power_of_2(size),
+        ADDS=delta is not None, num_warps=_WARPS,
+    )  # fmt: skip
+    return output
 
 
 def norm_quantized(
@@ -128,6 +157,7 @@ def _quantized(
 for _name, _function in (
     ("gate", gate),
     ("gate_quantized", gate_quantized),
+    ("norm", norm),
     ("norm_quantized", norm_quantized),
     ("quantize", quantize),
 ):
@@ -142,6 +172,11 @@ def _(gate_up):
 @torch.library.register_fake("tokasaurus::gate_quantized", lib=_library)
 def _(gate_up):
     return _new(gate_up, gate_up.shape[1] // 2)
+
+
+@torch.library.register_fake("tokasaurus::norm", lib=_library)
+def _(x, delta, weight, eps):
+    return torch.empty_like(x)
 
 
 @torch.library.register_fake("tokasaurus::norm_quantized", lib=_library)

@@ -1,5 +1,6 @@
 """The decoder-only transformer that every architecture here is, over a flattened batch of tokens."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,17 @@ from services.worker.parallel.ranks import ALONE as ONE_RANK
 from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.shares import local_config
 from services.worker.parallel.slices import slice_targets
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Give parameters ``dtype`` as they are made. Buffers name a dtype of their own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _norm_weight(config: ModelConfig) -> nn.Parameter:
@@ -165,19 +177,17 @@ class DecoderModel(nn.Module):
         self.local = local_config(config, ranks, len(own))  # sizes of what is here
         self.first, self.last = own.start == 0, own.stop == config.layers
         self._own, self._everywhere = own, frozenset[str]()
-        with torch.device("meta"):
+        with torch.device(device), _default_dtype(dtype):
             self.layers = DecoderLayers(
                 DecoderLayer(self.local, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0) for _ in own
             )
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
             self.vocabulary = Vocabulary(config, ranks, linear, self.quantizes, looks_up=self.first, heads=self.last)
-            if not ranks.alone:
+        if not ranks.alone:
+            with torch.device("meta"):
                 whole = DecoderLayer(self.local, kernels, linear, adds_in_product)
-                self._everywhere = _checkpoint_names(config, whole.targets(""))
-        for parameter in self.parameters():  # buffers have a dtype of their own
-            parameter.data = parameter.data.to(dtype)
-        self.to_empty(device=device)
+            self._everywhere = _checkpoint_names(config, whole.targets(""))
         self.vocabulary.clear_padding()
         self.rotary = Rotary(config.rope, config.head_dim, config.max_context_tokens, dtype, device)
         # ``compile_model`` replaces it: all layers run the same code.
