@@ -15,7 +15,7 @@ from starlette.types import Receive
 from services.common.errors import PayloadTooLarge
 from services.common.keys import Key, salted
 from services.common.tracing import HEADER
-from services.gateway.access.guard import KEY
+from services.gateway.access.guard import KEY, presented_key
 from services.gateway.access.idempotency import read_idempotency_key, seed_of_retries
 from services.gateway.access.lines import Line
 from services.gateway.tracing import TRACEPARENT
@@ -116,8 +116,7 @@ def read_caller(request: Request, body: bytes = b"") -> Caller:
 
 
 def _digest(request: Request) -> str:
-    scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
-    api_key = api_key.strip() if scheme.lower() == "bearer" else ""
+    api_key = presented_key(request.scope)
     return hashlib.sha256(api_key.encode("latin-1")).hexdigest()[:_FAIRNESS_KEY_DIGITS] if api_key else ""
 
 

@@ -21,7 +21,7 @@ CONSOLE_STATE, CONSOLE_REQUESTS = f"{CONSOLE}/state", f"{CONSOLE}/requests"
 _OPEN = frozenset({"/health", "/ready", "/ping", CONSOLE, f"{CONSOLE}/", f"{CONSOLE}/config"})
 _CONSOLE_FILES = f"{CONSOLE}/static/"  # the same for everybody: what they show is asked for with a key
 _OF_ADMINS = frozenset({METRICS, CONSOLE_STATE, CONSOLE_REQUESTS})
-_AUTHORIZATION = b"authorization"
+_AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"  # the second is Anthropic's
 
 
 class Guard:
@@ -93,13 +93,24 @@ class Guard:
 
 def _find(ring: KeyRing, scope: MutableMapping[str, Any]) -> Key:
     ring.refresh()
-    presented = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
-    scheme, _, token = presented[0].decode("latin-1").partition(" ") if len(presented) == 1 else ("", "", "")
-    if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthenticated("this server wants an API key: send the header 'Authorization: Bearer KEY'")
-    if (key := ring.find(token.strip())) is None:
+    if not (token := presented_key(scope)):
+        raise Unauthenticated(
+            "this server wants an API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        )
+    if (key := ring.find(token)) is None:
         raise Unauthenticated("this API key is not known here, or has expired")
     return key
+
+
+def presented_key(scope: MutableMapping[str, Any]) -> str:
+    """Return the API key in a request's headers: that of ``Authorization: Bearer``, or of ``x-api-key`` if there is no
+    ``Authorization``. Empty if there is none, or if a header comes twice."""
+    for header, prefix in ((_AUTHORIZATION, "bearer "), (_API_KEY, "")):
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name == header]
+        if values:
+            value = values[0] if len(values) == 1 else ""
+            return value[len(prefix) :].strip() if value.lower().startswith(prefix) else ""
+    return ""
 
 
 def exposure(config: GatewayConfig) -> list[str]:

@@ -116,6 +116,15 @@ def test_two_authorizations_are_none(guarded):
     assert answer.status_code == 401
 
 
+def test_x_api_key_counts_where_there_is_no_authorization(guarded):
+    key = guarded.keys.keys["team"]
+    url = guarded.running.url + "/v1/models"
+    assert httpx.get(url, headers={"x-api-key": key}).status_code == 200
+    assert httpx.get(url, headers={"x-api-key": "tk-wrong", "authorization": f"Bearer {key}"}).status_code == 200
+    assert httpx.get(url, headers={"x-api-key": key, "authorization": "Bearer tk-wrong"}).status_code == 401
+    assert httpx.get(url, headers=[("x-api-key", key), ("x-api-key", key)]).status_code == 401
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [(GET, "/health%0a"), (GET, "/v1/models%0A"), (POST, "/v1/completions%0a"), (GET, "/v1/models/%00")],
