@@ -72,6 +72,7 @@ class Answer:
                     self.shape.until_error(self._told(self._events(generation))),
                     partial(self._close, generation, bounds),
                     headers,
+                    self.shape.broken,
                 )
             written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)

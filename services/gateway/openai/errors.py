@@ -54,11 +54,21 @@ def body(message: str, kind: str, param: str | None = None, code: str | None = N
 
 def to_body(error: errors.TokaError) -> dict[str, Any]:
     """The JSON object for ``error``: also the last event of a stream that breaks."""
-    return body(error.message, _kind(error).type, _param(getattr(error, "field", "")), error.reason.lower())
+    return body(error.message, _kind(error).type, parameter_of(error) or None, error.reason.lower())
 
 
 def to_response(error: errors.TokaError) -> Response:
-    """The HTTP response for ``error``."""
+    """Return the HTTP response for ``error``."""
+    return response(status_of(error), to_body(error), headers_of(error))
+
+
+def status_of(error: errors.TokaError) -> int:
+    """Return the HTTP status of ``error``."""
+    return _kind(error).status
+
+
+def headers_of(error: errors.TokaError) -> dict[str, str]:
+    """Return the headers that tell a client what to do about ``error``."""
     headers = {}
     if isinstance(error, errors.Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -70,7 +80,7 @@ def to_response(error: errors.TokaError) -> Response:
         headers["www-authenticate"] = 'Bearer realm="tokasaurus"'
     elif isinstance(error, errors.DeadlineExceeded) or error.reason in _FATAL:
         headers["x-should-retry"] = "false"  # OpenAI's clients would begin it again
-    return response(_kind(error).status, to_body(error), headers)
+    return headers
 
 
 def response(status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
@@ -82,10 +92,12 @@ def _kind(error: errors.TokaError) -> _Kind:
     return next(kind for base, kind in _KINDS if isinstance(error, base))
 
 
-def _param(field: str) -> str | None:
+def parameter_of(error: errors.TokaError) -> str:
+    """Return the parameter at fault as the caller wrote it. Empty if ``error`` has none."""
+    field: str = getattr(error, "field", "")
     known = _PARAMETERS.get(field.partition("[")[0])
     if known is not None:
         return known
     for prefix in _PREFIXES:
         field = field.removeprefix(prefix)
-    return field or None
+    return field

@@ -8,12 +8,13 @@ from typing import Any
 
 import orjson
 
+from services.common.errors import TokaError
 from services.common.text.vocabulary import TokenIds
 from services.gateway.generation import Choice
 from services.gateway.job import Job
 from services.gateway.openai.logprobs import TokenText, completion_logprobs
 from services.gateway.openai.packed_logprobs import Packed, fingerprint
-from services.gateway.openai.sse import DONE, Template, event
+from services.gateway.openai.sse import DONE, Template, error_event, event
 from services.gateway.openai.transcript import Piece, TokenEntry
 from services.gateway.openai.usage import usage_of
 from services.gateway.session.codec import ModelFacts
@@ -67,6 +68,10 @@ class Shape(ABC):
     def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """A stream's ``events``; and the last one, where the endpoint has its own, instead of a ``TokaError``."""
         return events
+
+    def broken(self, error: TokaError) -> bytes:
+        """Return the last event of a stream that ends with ``error``."""
+        return error_event(error)
 
     def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
         """The body of an answer that is not streamed. ``written``: what ``choice`` made of each."""

@@ -24,6 +24,11 @@ def event(document: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
+def error_event(error: TokaError) -> bytes:
+    """Return the event that ends a stream because of ``error``."""
+    return event(to_body(error))
+
+
 class Template:
     """A JSON object with one value left open: ``{**fixed, key: <value>, **rest}`` without building it each time."""
 
@@ -37,19 +42,26 @@ class Template:
 
 
 class EventStream(Response):
-    """Sends what ``events`` yields until it ends or the client goes away.
+    """Sends what ``events`` yields until it ends or the client disconnects.
 
-    ``close`` is called in any case, and told whether the client went away. A ``TokaError`` from ``events`` becomes
-    the last event: the status line is long gone.
+    ``close`` is called in any case, with True if the client disconnected. An error from ``events`` becomes the last
+    event, in the form that ``broken`` gives it, since the status line has been sent.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[bool], None], headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[bool], None],
+        headers: dict[str, str],
+        broken: Callable[[TokaError], bytes] | None = None,
+    ) -> None:
         super().__init__(
             headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
         )
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._broken = broken or error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = False
@@ -66,11 +78,11 @@ class EventStream(Response):
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except TokaError as error:
-            await send({"type": "http.response.body", "body": event(to_body(error)), "more_body": True})
+            await send({"type": "http.response.body", "body": self._broken(error), "more_body": True})
         except (asyncio.CancelledError, OSError):
             raise
         except Exception:
             log.exception("stream failed")
-            body = event(to_body(Internal("internal error; the server's log has the details")))
+            body = self._broken(Internal.logged())
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
