@@ -71,6 +71,20 @@ def _response(random: Random, mark: str) -> dict[str, Any]:
     return body | random.choice(more)
 
 
+def _message(random: Random, mark: str) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": f"Tell of {mark}"}], "max_tokens": 3,
+            "temperature": 0}  # fmt: skip
+    more: tuple[dict[str, Any], ...] = (
+        {"stream": True},
+        {"system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": mark}]}], "stop_sequences": ["a"]},
+        {"tools": [{"name": "look", "input_schema": _SCHEMA, "strict": True}], "tool_choice": {"type": "auto"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "u"}},
+    )
+    return body | random.choice(more)
+
+
 def _tokenize(random: Random, mark: str) -> dict[str, Any]:
     if random.random() < 0.5:
         return {"prompt": f"{mark} é", "add_special_tokens": True, "return_token_strs": True}
@@ -97,6 +111,7 @@ RIGHT: tuple[tuple[str, Callable[[Random, str], dict[str, Any]], int], ...] = (
     ("/v1/completions", _options, 5),
     ("/v1/chat/completions", _chat, 9),
     ("/v1/responses", _response, 4),
+    ("/v1/messages", _message, 3),
     ("/tokenize", _tokenize, 1),
     ("/detokenize", _detokenize, 1),
     ("/v1/batches", _batch, 1),

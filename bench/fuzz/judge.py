@@ -12,7 +12,7 @@ from bench.fuzz.expected import Expected
 from bench.fuzz.findings import Wrong
 from bench.fuzz.kept import Kept
 
-_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 426, 429, 431})
+_STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 426, 429, 431, 529})
 _TIMED_OUT = 504  # only for a `timeout` that was asked for
 _OPEN = ("/health", "/ready", "/ping")
 _KEPT = ("/v1/files", "/v1/batches", "/v1/responses/")
@@ -72,7 +72,7 @@ class Judge:
         for event in events:
             if "error" in event and event["error"] is not None and event.get("object") != "response":
                 check_error(event)
-                if event["error"].get("type") == "server_error":
+                if event["error"].get("type") in ("server_error", "api_error"):
                     raise Wrong("status", f"an error of the server within a stream: {event}")
         if ask.body is not None:
             self._expected.check_stream(ask.body, events)
@@ -104,7 +104,8 @@ def parsed(body: bytes) -> Any:
 
 
 def check_error(answer: Any) -> None:
-    """As OpenAI has them."""
+    """Check the shape of an error: ``message`` and ``type`` are OpenAI's and Anthropic's, ``param`` and ``code``
+    OpenAI's. Raises ``Wrong``."""
     error = answer.get("error") if isinstance(answer, dict) else None
     right = isinstance(error, dict) and all(
         isinstance(error.get(name), str) and error[name] for name in ("message", "type")

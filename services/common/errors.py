@@ -18,6 +18,7 @@
     └── Internal                ours: logged with its cause, sent without it          INTERNAL             500
 
 gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.openai.errors``.
+Anthropic errors: ``services.gateway.anthropic.errors``.
 """
 
 PEER_LOST_STATUS = 3  # exit status of a worker that could not go on without another of its replica

@@ -16,6 +16,10 @@ from services.common.errors import Internal, NotFound, TokaError
 from services.gateway import probes
 from services.gateway.access import admin
 from services.gateway.access.guard import KEY, METRICS
+from services.gateway.anthropic import errors as anthropic_errors
+from services.gateway.anthropic.body import CountTokensBody, MessagesBody
+from services.gateway.anthropic.models import get_model, list_models
+from services.gateway.anthropic.routes import count_tokens, create_message
 from services.gateway.batch.routes import BATCHABLE, add_routes
 from services.gateway.console.routes import add_console
 from services.gateway.gateway import Gateway
@@ -24,7 +28,6 @@ from services.gateway.metrics import OTHER_ROUTE, ROUTES
 from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
 from services.gateway.openai.completions import create_completion
-from services.gateway.openai.models import get_model, list_models
 from services.gateway.openai.other import create_embedding, get_version
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.routes import (
@@ -61,6 +64,8 @@ def _make_api(gateway: Gateway) -> FastAPI:
         ("/v1/completions", create_completion, CompletionBody),
         ("/v1/chat/completions", create_chat_completion, ChatBody),
         ("/v1/responses", create_response, ResponsesBody),
+        ("/v1/messages", create_message, MessagesBody),
+        ("/v1/messages/count_tokens", count_tokens, CountTokensBody),
         ("/tokenize", tokenize, TokenizeBody),
         ("/detokenize", detokenize, DetokenizeBody),
     ):
@@ -150,7 +155,7 @@ class _Application:
 
     async def _refuse(self, error: TokaError, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["path"] in ROUTES else OTHER_ROUTE
-        response = errors.to_response(error)
+        response = _error_response(error, scope)
         response.headers[REQUEST_ID] = name_request(scope)
         self._metrics.count_response(path, response.status_code)
         await response(scope, receive, send)
@@ -181,7 +186,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
         error = Internal("internal error; the server's log has the details")
     elif isinstance(error, Internal):
         log.error("request failed", path=request.url.path, reason=error.message)
-    return errors.to_response(request.app.state.gateway.guard.told(error))
+    return _error_response(request.app.state.gateway.guard.told(error), request.scope)
+
+
+def _error_response(error: TokaError, scope: Scope) -> Response:
+    """Return the response for ``error`` in the form that the client of the request expects."""
+    if anthropic_errors.is_anthropic(scope):
+        return anthropic_errors.to_response(error, scope)
+    return errors.to_response(error)
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
@@ -190,9 +202,11 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
         message, code = f"there is no {request.method} {request.url.path} here", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
-    content = errors.body(message, "invalid_request_error", None, code)
     headers = dict(error.headers or {})
     if "Allow" in headers:  # Starlette names the methods of one route, and a path has a route for each
         routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
         headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
+    if anthropic_errors.is_anthropic(request.scope):
+        return anthropic_errors.response(error.status_code, message, request.scope, headers)
+    content = errors.body(message, "invalid_request_error", None, code)
     return errors.response(error.status_code, content, headers)

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from services.gateway.anthropic.errors import CREATE
 from services.gateway.openai.meanings import meaning
 
 _SCHEMAS = "#/components/schemas/"
@@ -18,6 +19,7 @@ _CONTENT = {
     "/v1/completions": ("application/json", "text/event-stream"),
     "/v1/chat/completions": ("application/json", "text/event-stream"),
     "/v1/responses": ("application/json", "text/event-stream"),
+    "/v1/messages": ("application/json", "text/event-stream"),
 }
 _ERROR = {
     "title": "Error",
@@ -37,23 +39,39 @@ _ERROR = {
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "title": "AnthropicError",
+    "description": "As Anthropic has it.",
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
     """The document of ``api``, made once."""
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
-        schemas = {"Error": _ERROR}
+        schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
         for path, operation in _operations(document):
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 content["schema"] = _lifted(_explained(content["schema"]), schemas)
-            # FastAPI would answer 422; here every error is OpenAI's.
+            # FastAPI would answer 422; here every error is OpenAI's or Anthropic's.
             operation["responses"].pop("422", None)
             if path in _CONTENT:
                 operation["responses"]["200"]["content"] = {kind: {"schema": {}} for kind in _CONTENT[path]}
+            error = "AnthropicError" if path.startswith(CREATE) else "Error"
             operation["responses"]["default"] = {
                 "description": "Error",
-                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{error}"}}},
             }
         document["components"] = {"schemas": schemas}
         api.openapi_schema = document

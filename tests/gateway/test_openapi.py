@@ -19,11 +19,12 @@ def test_every_reference_leads_somewhere(document):
     assert {reference.removeprefix("#/components/schemas/") for reference in references} <= set(schemas)
 
 
-def test_every_error_is_openais(document, deployment):
-    for path in document["paths"].values():
+def test_every_error_is_openais_or_anthropics(document, deployment):
+    for name, path in document["paths"].items():
+        error = "/AnthropicError" if name.startswith("/v1/messages") else "/Error"
         for operation in path.values():
             assert "422" not in operation["responses"]
-            assert operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
+            assert operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"].endswith(error)
     wrong = deployment.complete(prompt=7)
     required = document["components"]["schemas"]["Error"]["properties"]["error"]["required"]
     assert set(wrong.json()["error"]) == set(required)

@@ -1,0 +1,195 @@
+"""The bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the chat requests they stand for."""
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from services.gateway.anthropic.blocks import TextBlocks, Turn
+from services.gateway.anthropic.conversation import chat_messages, check_prefill
+from services.gateway.anthropic.tools import CustomTool, MessagesToolChoice
+from services.gateway.openai.body import Body, Elsewhere
+from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
+from services.gateway.openai.json_value import check_schema
+from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, check_names_differ
+from services.gateway.openai.schemas import ChatBody, SamplingBody, Stops
+
+ENABLE_THINKING, EFFORT = "enable_thinking", "reasoning_effort"  # variables of chat templates
+_KEEP_ALL_THINKING = "clear_thinking_20251015"
+
+_FORMAT, _LENGTH = Elsewhere("output_config.format"), Elsewhere("max_tokens")
+_ELSEWHERE = {
+    # Anthropic's. With these values they change nothing. With any other value they are refused.
+    "billing_policy": Elsewhere(),
+    "compaction": Elsewhere(),
+    "container": Elsewhere(),
+    "fallback_credit_token": Elsewhere(),
+    "fallbacks": Elsewhere(),
+    "inference_geo": Elsewhere(),
+    "mcp_servers": Elsewhere("", ([],)),
+    "speed": Elsewhere("", ("standard",)),
+    "thread": Elsewhere(),
+    # Of other endpoints.
+    "instructions": Elsewhere("system"),
+    "logprobs": Elsewhere("", (False,)),
+    "max_completion_tokens": _LENGTH,
+    "max_output_tokens": _LENGTH,
+    "n": Elsewhere("", (1,)),
+    "prompt_logprobs": Elsewhere(),
+    "reasoning_effort": Elsewhere("output_config.effort", ("none",)),
+    "response_format": _FORMAT,
+    "text": _FORMAT,
+}
+# Fields of the sampling body that have other names or meanings here.
+_OWN = frozenset({"stop", "metadata", "user", "store"})
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """True unless thinking is disabled."""
+        return self.type != "disabled"
+
+
+class JsonFormat(Body):
+    """A schema that the text of the answer satisfies."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    @field_validator("schema_")
+    @classmethod
+    def _schema_is_bounded(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        check_schema(schema)
+        return schema
+
+
+class OutputConfig(Body):
+    """What the answer is like."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class ContextManagement(Body):
+    """How the conversation is shortened."""
+
+    edits: list[dict[str, Any]] | None = None
+
+    @field_validator("edits")
+    @classmethod
+    def _edits_change_nothing(cls, edits: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for edit in edits or ():
+            if edit.get("type") != _KEEP_ALL_THINKING or edit.get("keep") != "all":
+                raise ValueError(
+                    f"this server shortens no conversations: of all edits it takes {_KEEP_ALL_THINKING!r} with"
+                    " keep='all'; leave the others out"
+                )
+        return edits
+
+
+class CountTokensBody(Body):
+    """``POST /v1/messages/count_tokens``: everything that decides on the prompt."""
+
+    nested: ClassVar[tuple[str, ...]] = ("messages", "tools", "tool_choice", "thinking", "output_config")
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = _ELSEWHERE
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: TextBlocks | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    context_management: ContextManagement | None = None
+    cache_control: Any = None
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, tools: list[CustomTool] | None) -> list[CustomTool] | None:
+        check_names_differ(tool.name for tool in tools or ())
+        return tools
+
+    @model_validator(mode="after")
+    def _one_format(self) -> "CountTokensBody":
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise ValueError("output_format: not with output_config.format, its newer name; leave one of them out")
+        return self
+
+    def count(self, variables: Collection[str]) -> ChatBody:
+        """Return a chat request with the same prompt. ``variables``: those of the chat template. Raises
+        InvalidRequest."""
+        return ChatBody(**self._conversation(variables))
+
+    def unhonoured(self, variables: Collection[str], *, reasoning: bool) -> list[str]:
+        """Return the names of parameters that this model has no use for. ``reasoning``: whether it may think."""
+        names = []
+        if self.thinking is not None and ENABLE_THINKING not in variables and self.thinking.wanted is not reasoning:
+            names.append("thinking")
+        if self.output_config is not None and self.output_config.effort is not None and EFFORT not in variables:
+            names.append("output_config.effort")
+        return names
+
+    def _conversation(self, variables: Collection[str]) -> dict[str, Any]:
+        """Return the fields of a chat request that decide on its prompt. Without ``thinking`` the model does not think
+        if its template has a switch for it."""
+        messages = chat_messages(self.system, self.messages)
+        continued = self.messages[-1].role == "assistant"
+        if continued:
+            check_prefill(messages[-1])
+        config = self.output_config or OutputConfig()
+        given: dict[str, Any] = {}
+        if ENABLE_THINKING in variables:
+            given[ENABLE_THINKING] = self.thinking is not None and self.thinking.wanted
+        if EFFORT in variables and config.effort is not None:
+            given[EFFORT] = config.effort
+        choice = self.tool_choice
+        return {
+            "messages": messages,
+            "tools": [tool.chat() for tool in self.tools] if self.tools else None,
+            "tool_choice": None if choice is None else choice.chat(),
+            "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+            "chat_template_kwargs": given,
+            "add_generation_prompt": not continued,
+            "continue_final_message": continued,
+        }
+
+
+class MessagesBody(CountTokensBody, SamplingBody):
+    """``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Stops = ()
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    diagnostics: Any = None
+
+    @model_validator(mode="after")
+    def _one_list_of_stops(self) -> "MessagesBody":
+        if self.stop and self.stop_sequences:
+            raise ValueError("stop: not with stop_sequences, which is the same; leave one of them out")
+        return self
+
+    def chat(self, variables: Collection[str]) -> ChatBody:
+        """Return the same request to chat completions. ``variables``: those of the chat template. Raises
+        InvalidRequest."""
+        return ChatBody(
+            **{name: getattr(self, name) for name in SamplingBody.model_fields if name not in _OWN},
+            **self._conversation(variables),
+            stop=self.stop_sequences or self.stop,
+            max_tokens=self.max_tokens,
+            response_format=self._response_format(),
+        )
+
+    def _response_format(self) -> ResponseFormat | None:
+        form = self.output_format or (self.output_config.format if self.output_config else None)
+        if form is None:
+            return None
+        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name="output", schema=form.schema_))

@@ -1,0 +1,134 @@
+"""The turns of a Messages request as messages of chat completions."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from services.common.errors import InvalidRequest
+from services.gateway.anthropic.blocks import (
+    Block,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from services.gateway.openai.json_value import write_again
+from services.gateway.openai.messages import MAX_MESSAGES, CalledFunction, Message, PastCall
+
+# The first system block of Claude Code. It differs in each request, so it would prevent prefix caching.
+_BILLING_HEADER = "x-anthropic-billing-header:"
+
+
+class _Placed(NamedTuple):
+    """A block and its path in the request."""
+
+    path: str
+    block: Block
+
+
+def chat_messages(system: Sequence[TextBlock] | None, turns: Sequence[Turn]) -> list[Message]:
+    """Return the conversation as messages of chat completions. Raises InvalidRequest.
+
+    Consecutive turns of one role become one message. A tool result becomes a message of the role ``tool``. Text blocks
+    of the user and the system are joined by newlines. Those of the assistant are joined as they are.
+    """
+    told = [block for block in system or () if not block.text.startswith(_BILLING_HEADER)]
+    messages = [Message(role="system", content=_lines(told))] if told else []
+    tool_names: dict[str, str] = {}  # by the id of the call
+    for role, group in groupby(enumerate(turns), lambda numbered: numbered[1].role):
+        blocks = [
+            _Placed(f"messages[{number}].content[{place}]", block)
+            for number, turn in group
+            for place, block in enumerate(turn.content)
+        ]
+        if role == "assistant":
+            messages.append(_assistant(blocks, tool_names))
+        elif role == "user":
+            messages += _user(blocks, tool_names)
+        else:
+            messages.append(Message(role="system", content=_lines(_texts(blocks, role))))
+    if not messages:
+        raise InvalidRequest("messages: there is no content to answer; add text", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"messages: {len(messages)} messages, with each tool result as one: at most {MAX_MESSAGES}; send fewer",
+            field="messages",
+            reason="INVALID_VALUE",
+        )
+    return messages
+
+
+def check_prefill(message: Message) -> None:
+    """Check that an answer can continue the last message, which is the assistant's. Raises InvalidRequest."""
+    if message.tool_calls or not message.text:
+        problem = "calls a tool: add a turn of the user with the tool_result" if message.tool_calls else "has no text"
+        raise InvalidRequest(
+            f"messages: the last turn is the assistant's, so the answer would continue it, but it {problem}",
+            field="messages",
+            reason="INVALID_VALUE",
+        )
+
+
+def _assistant(blocks: Iterable[_Placed], tool_names: dict[str, str]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for path, block in blocks:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case RedactedThinkingBlock():
+                pass
+            case ToolUseBlock():
+                tool_names[block.id] = block.name
+                function = CalledFunction(name=block.name, arguments=write_again(block.input).decode())
+                calls.append(PastCall(id=block.id, function=function))
+            case _:
+                raise _misplaced(path, block, "assistant")
+    reasoning = "\n".join(thought for thought in thoughts if thought)
+    return Message(
+        role="assistant", content="".join(texts), reasoning_content=reasoning or None, tool_calls=calls or None
+    )
+
+
+def _user(blocks: Iterable[_Placed], tool_names: dict[str, str]) -> list[Message]:
+    messages = []
+    for is_result, group in groupby(blocks, lambda placed: isinstance(placed.block, ToolResultBlock)):
+        if is_result:
+            messages += [_result(block, tool_names) for _, block in group if isinstance(block, ToolResultBlock)]
+        else:
+            messages.append(Message(role="user", content=_lines(_texts(group, "user"))))
+    return messages
+
+
+def _result(block: ToolResultBlock, tool_names: dict[str, str]) -> Message:
+    text = _lines(block.content or ())
+    return Message(
+        role="tool",
+        content=f"Error: {text}" if block.is_error else text,
+        tool_call_id=block.tool_use_id,
+        name=tool_names.get(block.tool_use_id),
+    )
+
+
+def _texts(blocks: Iterable[_Placed], role: str) -> list[TextBlock]:
+    texts = []
+    for path, block in blocks:
+        if not isinstance(block, TextBlock):
+            raise _misplaced(path, block, role)
+        texts.append(block)
+    return texts
+
+
+def _lines(blocks: Iterable[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _misplaced(path: str, block: Block, role: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{path}: a turn of the {role} has no blocks of type {block.type!r}; move it to the turn it belongs to",
+        field=path,
+        reason="INVALID_VALUE",
+    )

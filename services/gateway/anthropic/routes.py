@@ -1,0 +1,76 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+import time
+from collections.abc import Collection
+
+from fastapi import Request, Response
+
+from services.common.errors import TokaError
+from services.gateway.anthropic.body import CountTokensBody, MessagesBody
+from services.gateway.anthropic.errors import REQUEST_ID_HEADER, in_own_words
+from services.gateway.anthropic.shape import MessageShape
+from services.gateway.gateway import Gateway
+from services.gateway.http import Caller, read_body, read_caller, while_connected
+from services.gateway.openai.answer import Answer
+from services.gateway.openai.chat import ask
+from services.gateway.openai.conversation import render
+from services.gateway.openai.errors import response
+from services.gateway.openai.parse import ignored_header, parse_large
+
+
+async def create_message(request: Request) -> Response:
+    """Answer a conversation, as Anthropic's Messages API does."""
+    started_at = time.perf_counter()
+    gateway: Gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    caller = read_caller(request, raw)
+    try:
+        return await while_connected(request.receive, _create(gateway, raw, caller, started_at))
+    except TokaError as error:
+        raise in_own_words(error) from None
+
+
+async def count_tokens(request: Request) -> Response:
+    """Count the prompt tokens of a message without running it."""
+    gateway: Gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    caller = read_caller(request, raw)
+    try:
+        return await while_connected(request.receive, _count(gateway, raw, caller))
+    except TokaError as error:
+        raise in_own_words(error) from None
+
+
+async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
+    body = await parse_large(gateway.text, raw, MessagesBody)
+    variables = _variables(gateway, body)
+    asked = await ask(gateway, await gateway.text.worked(len(raw), body.chat, variables), caller)
+    shape = MessageShape(
+        asked.jobs[0],
+        asked.facts,
+        asked.make_reader,
+        max_tokens=body.max_tokens,
+        omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
+    )
+    headers = _headers(gateway, body, variables, caller)
+    return await Answer(gateway, asked.jobs, shape, headers, started_at, caller).respond(stream=bool(body.stream))
+
+
+async def _count(gateway: Gateway, raw: bytes, caller: Caller) -> Response:
+    body = await parse_large(gateway.text, raw, CountTokensBody)
+    await gateway.fleet.model(body.model)
+    variables = _variables(gateway, body)
+    chat = await gateway.text.worked(len(raw), body.count, variables)
+    prompt = await render(gateway.text, chat, max_tokens=None, with_tools=chat.tool_choice != "none")
+    return response(200, {"input_tokens": len(prompt.ids)}, _headers(gateway, body, variables, caller))
+
+
+def _variables(gateway: Gateway, body: CountTokensBody) -> Collection[str]:
+    """Return the variables of the chat template that renders ``body``. Raises InvalidRequest if there is none."""
+    tools = bool(body.tools) and (body.tool_choice is None or body.tool_choice.type != "none")
+    return gateway.text.tokenizer.chat_template(tools=tools).variables
+
+
+def _headers(gateway: Gateway, body: CountTokensBody, variables: Collection[str], caller: Caller) -> dict[str, str]:
+    unhonoured = body.unhonoured(variables, reasoning=gateway.formats.reasoning)
+    return ignored_header(body, unhonoured) | {REQUEST_ID_HEADER: caller.request_id}

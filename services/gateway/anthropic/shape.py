@@ -1,0 +1,111 @@
+"""The JSON of Messages answers: whole, and as the typed events of a stream."""
+
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from services.common.errors import TokaError
+from services.gateway.anthropic.content import ContentBlocks, Event
+from services.gateway.anthropic.errors import in_own_words, to_body
+from services.gateway.anthropic.ping import with_pings
+from services.gateway.generation import Choice
+from services.gateway.job import Job
+from services.gateway.openai.chat_shape import ChatShape, MakeReader
+from services.gateway.openai.output.deltas import Content
+from services.gateway.openai.transcript import Piece
+from services.gateway.openai.usage import usage_of
+from services.gateway.session.codec import ModelFacts
+
+
+class MessageShape(ChatShape):
+    """``/v1/messages``: one answer, as content blocks."""
+
+    def __init__(
+        self, job: Job, facts: ModelFacts, make_reader: MakeReader, *, max_tokens: int, omit_thinking: bool
+    ) -> None:
+        """``max_tokens``: as the request has it. The job's are fewer if the context ends earlier."""
+        super().__init__(job.request_id, facts, None, make_reader=make_reader)
+        self._job = job
+        self._cut_by = "max_tokens" if job.max_tokens >= max_tokens else "model_context_window_exceeded"
+        self._blocks = ContentBlocks(omit_thinking=omit_thinking)
+        self._message: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": facts.id,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(len(job.prompt_ids), 0, 0),
+        }
+
+    def beginning(self) -> bytes:
+        return _written([{"type": "message_start", "message": self._message}])
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
+        return _written(self._take(index, piece, last=reason is not None))
+
+    def choice(self, choice: Choice, piece: Piece) -> bytes:
+        self._take(choice.index, piece, last=True)
+        return b""
+
+    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
+        return orjson.dumps(self._message | {"content": self._blocks.blocks} | self._end(choices))
+
+    def ending(self, choices: Sequence[Choice]) -> bytes:
+        end = self._end(choices)
+        usage = end.pop("usage")
+        return _written([{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}])
+
+    def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        return with_pings(events)
+
+    def broken(self, error: TokaError) -> bytes:
+        return _written([to_body(in_own_words(error), self.request_id)])
+
+    def _take(self, index: int, piece: Piece, *, last: bool) -> list[Event]:
+        deltas = self._readers.read(index, piece.text, last=last)
+        if deltas is None:
+            deltas = [Content(piece.text)] if piece.text else []
+        events = self._blocks.push(deltas)
+        return events + self._blocks.finish() if last else events
+
+    def _end(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        [choice] = choices
+        reason, sequence = self._stop(choice)
+        used = usage_of(choices)
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        usage = _usage(used["prompt_tokens"] - cached, cached, used["completion_tokens"])
+        usage["output_tokens_details"] = {"thinking_tokens": self._readers.reasoning_tokens}
+        usage["timing"] = used["timing"]
+        return {"stop_reason": reason, "stop_sequence": sequence, "usage": usage}
+
+    def _stop(self, choice: Choice) -> tuple[str, str | None]:
+        """Return ``stop_reason`` and ``stop_sequence``."""
+        ending, reader = choice.outcome, self._readers[choice.index]
+        if ending.reason == "length":
+            return self._cut_by, None
+        if ending.stop_string is not None:
+            return "stop_sequence", self._job.settings.stop_strings[ending.stop_string]
+        called = reader is not None and reader.call_count and not reader.in_call
+        return "tool_use" if called else "end_turn", None
+
+
+def _usage(computed: int, cached: int, output: int) -> dict[str, Any]:
+    """Return ``usage``. ``computed``: the prompt tokens that were not in the prefix cache."""
+    return {
+        "input_tokens": computed,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": output,
+        "service_tier": "standard",
+    }
+
+
+def _written(events: Iterable[Event]) -> bytes:
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)

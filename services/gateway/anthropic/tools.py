@@ -1,0 +1,81 @@
+"""The tools of a Messages request, and the same tools in the shape of chat completions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from services.gateway.openai.body import Body
+from services.gateway.openai.json_value import check_schema
+from services.gateway.openai.messages import Function, NamedFunction, NamedTool, Tool
+from services.gateway.openai.messages import ToolChoice as ChatToolChoice
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class LongNamedFunction(Function):
+    """A function of chat completions whose name is as long as Anthropic's names may be."""
+
+    name: ToolName
+
+
+class _CustomType(Body):
+    """The type of a tool, which is checked before its other fields."""
+
+    type: Literal["custom"] | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _only_custom(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(
+                f"{kind[:64]!r} is a tool that Anthropic defines or runs; this server takes tools with a name and an"
+                " input_schema; leave it out"
+            )
+        return kind
+
+
+class CustomTool(_CustomType):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+    cache_control: Any = None
+    eager_input_streaming: Any = None
+
+    @field_validator("input_schema")
+    @classmethod
+    def _schema_is_bounded(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        check_schema(schema)
+        return schema
+
+    def chat(self) -> Tool:
+        """Return the same tool in the shape of chat completions."""
+        function = LongNamedFunction(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+class MessagesToolChoice(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _name_with_its_type(self) -> "MessagesToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("'name' is given with type 'tool', and with no other type")
+        return self
+
+    def chat(self) -> ChatToolChoice:
+        """Return the same choice in the shape of chat completions."""
+        if self.name is not None:
+            return NamedTool(type="function", function=NamedFunction(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
