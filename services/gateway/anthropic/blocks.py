@@ -15,6 +15,8 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
+    citations: Any = None  # of an answer of another provider
 
 
 class ThinkingBlock(Body):
@@ -39,6 +41,8 @@ class ToolUseBlock(Body):
     id: str
     name: str
     input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
 
 
 def _text_block(value: Any) -> Any:
@@ -85,6 +89,7 @@ class ToolResultBlock(Body):
     tool_use_id: str
     content: TextBlocks | None = None
     is_error: bool | None = None
+    cache_control: Any = None
 
 
 Block = Annotated[

@@ -1,12 +1,12 @@
 """The bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the chat requests they stand for."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.gateway.anthropic.blocks import TextBlocks, Turn
-from services.gateway.anthropic.conversation import chat_messages, check_prefill
+from services.gateway.anthropic.conversation import TemplateFacts, chat_messages, check_prefill
 from services.gateway.anthropic.tools import CustomTool, MessagesToolChoice
 from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
@@ -123,32 +123,39 @@ class CountTokensBody(Body):
             raise ValueError("output_format: not with output_config.format, its newer name; leave one of them out")
         return self
 
-    def count(self, variables: Collection[str]) -> ChatBody:
-        """Return a chat request with the same prompt. ``variables``: those of the chat template. Raises
-        InvalidRequest."""
-        return ChatBody(**self._conversation(variables))
+    def count(self, template: TemplateFacts) -> ChatBody:
+        """Return a chat request with the same prompt. Raises InvalidRequest."""
+        return ChatBody(**self._conversation(template))
 
-    def unhonoured(self, variables: Collection[str], *, reasoning: bool) -> list[str]:
+    def unhonoured(self, template: TemplateFacts, *, reasoning: bool) -> list[str]:
         """Return the names of parameters that this model has no use for. ``reasoning``: whether it may think."""
         names = []
-        if self.thinking is not None and ENABLE_THINKING not in variables and self.thinking.wanted is not reasoning:
+        if (
+            self.thinking is not None
+            and ENABLE_THINKING not in template.variables
+            and self.thinking.wanted is not reasoning
+        ):
             names.append("thinking")
-        if self.output_config is not None and self.output_config.effort is not None and EFFORT not in variables:
+        if (
+            self.output_config is not None
+            and self.output_config.effort is not None
+            and EFFORT not in template.variables
+        ):
             names.append("output_config.effort")
         return names
 
-    def _conversation(self, variables: Collection[str]) -> dict[str, Any]:
+    def _conversation(self, template: TemplateFacts) -> dict[str, Any]:
         """Return the fields of a chat request that decide on its prompt. Without ``thinking`` the model does not think
         if its template has a switch for it."""
-        messages = chat_messages(self.system, self.messages)
+        messages = chat_messages(self.system, self.messages, late_system=template.late_system)
         continued = self.messages[-1].role == "assistant"
         if continued:
             check_prefill(messages[-1])
         config = self.output_config or OutputConfig()
         given: dict[str, Any] = {}
-        if ENABLE_THINKING in variables:
+        if ENABLE_THINKING in template.variables:
             given[ENABLE_THINKING] = self.thinking is not None and self.thinking.wanted
-        if EFFORT in variables and config.effort is not None:
+        if EFFORT in template.variables and config.effort is not None:
             given[EFFORT] = config.effort
         choice = self.tool_choice
         return {
@@ -177,12 +184,11 @@ class MessagesBody(CountTokensBody, SamplingBody):
             raise ValueError("stop: not with stop_sequences, which is the same; leave one of them out")
         return self
 
-    def chat(self, variables: Collection[str]) -> ChatBody:
-        """Return the same request to chat completions. ``variables``: those of the chat template. Raises
-        InvalidRequest."""
+    def chat(self, template: TemplateFacts) -> ChatBody:
+        """Return the same request to chat completions. Raises InvalidRequest."""
         return ChatBody(
             **{name: getattr(self, name) for name in SamplingBody.model_fields if name not in _OWN},
-            **self._conversation(variables),
+            **self._conversation(template),
             stop=self.stop_sequences or self.stop,
             max_tokens=self.max_tokens,
             response_format=self._response_format(),

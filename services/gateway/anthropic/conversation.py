@@ -1,10 +1,12 @@
 """The turns of a Messages request as messages of chat completions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 from services.common.errors import InvalidRequest
+from services.common.text.chat_template import ChatTemplate
 from services.gateway.anthropic.blocks import (
     Block,
     RedactedThinkingBlock,
@@ -19,6 +21,25 @@ from services.gateway.openai.messages import MAX_MESSAGES, CalledFunction, Messa
 
 # The first system block of Claude Code. It differs in each request, so it would prevent prefix caching.
 _BILLING_HEADER = "x-anthropic-billing-header:"
+_PROBE = "a late system message"
+
+
+class TemplateFacts(NamedTuple):
+    """What a conversation has to know of the chat template that renders it."""
+
+    variables: Collection[str]
+    late_system: bool = True  # it shows system messages behind other messages
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(template: ChatTemplate) -> "TemplateFacts":
+        """Return the facts of ``template``, found by rendering a small conversation once."""
+        messages = [{"role": "user", "content": "Hi"}, {"role": "system", "content": _PROBE}]
+        try:
+            late_system = _PROBE in template.render(messages, add_generation_prompt=True)
+        except InvalidRequest:
+            late_system = False
+        return TemplateFacts(template.variables, late_system)
 
 
 class _Placed(NamedTuple):
@@ -28,27 +49,32 @@ class _Placed(NamedTuple):
     block: Block
 
 
-def chat_messages(system: Sequence[TextBlock] | None, turns: Sequence[Turn]) -> list[Message]:
+def chat_messages(
+    system: Sequence[TextBlock] | None, turns: Sequence[Turn], *, late_system: bool = True
+) -> list[Message]:
     """Return the conversation as messages of chat completions. Raises InvalidRequest.
 
-    Consecutive turns of one role become one message. A tool result becomes a message of the role ``tool``. Text blocks
-    of the user and the system are joined by newlines. Those of the assistant are joined as they are.
+    Consecutive turns of one role become one message, and system turns at the beginning become part of ``system``. A
+    tool result becomes a message of the role ``tool``. Text blocks of the user and the system are joined by newlines.
+    Those of the assistant are joined as they are. Without ``late_system`` a later system turn becomes text of the user.
     """
-    told = [block for block in system or () if not block.text.startswith(_BILLING_HEADER)]
-    messages = [Message(role="system", content=_lines(told))] if told else []
+    instructions = [block for block in system or () if not block.text.startswith(_BILLING_HEADER)]
+    messages: list[Message] = []
     tool_names: dict[str, str] = {}  # by the id of the call
-    for role, group in groupby(enumerate(turns), lambda numbered: numbered[1].role):
-        blocks = [
-            _Placed(f"messages[{number}].content[{place}]", block)
-            for number, turn in group
-            for place, block in enumerate(turn.content)
-        ]
+    at_beginning = True
+    for role, group in groupby(_in_roles(turns, late_system), lambda turn: turn.role):
+        blocks = [block for turn in group for block in turn.blocks]
         if role == "assistant":
             messages.append(_assistant(blocks, tool_names))
         elif role == "user":
             messages += _user(blocks, tool_names)
+        elif at_beginning:
+            instructions += _texts(blocks, role)
         else:
             messages.append(Message(role="system", content=_lines(_texts(blocks, role))))
+        at_beginning = False
+    if instructions:
+        messages.insert(0, Message(role="system", content=_lines(instructions)))
     if not messages:
         raise InvalidRequest("messages: there is no content to answer; add text", field="messages")
     if len(messages) > MAX_MESSAGES:
@@ -58,6 +84,26 @@ def chat_messages(system: Sequence[TextBlock] | None, turns: Sequence[Turn]) -> 
             reason="INVALID_VALUE",
         )
     return messages
+
+
+class _PlacedTurn(NamedTuple):
+    """A turn whose blocks have their paths."""
+
+    role: str
+    blocks: list[_Placed]
+
+
+def _in_roles(turns: Sequence[Turn], late_system: bool) -> Iterable[_PlacedTurn]:
+    """Yield the turns in the roles that the template takes. Raises InvalidRequest."""
+    at_beginning = True
+    for number, turn in enumerate(turns):
+        at_beginning = at_beginning and turn.role == "system"
+        blocks = [_Placed(f"messages[{number}].content[{place}]", block) for place, block in enumerate(turn.content)]
+        if turn.role != "system" or at_beginning or late_system:
+            yield _PlacedTurn(turn.role, blocks)
+            continue
+        text = f"<system-reminder>\n{_lines(_texts(blocks, turn.role))}\n</system-reminder>"
+        yield _PlacedTurn("user", [_Placed(f"messages[{number}].content[0]", TextBlock(type="text", text=text))])
 
 
 def check_prefill(message: Message) -> None:

@@ -1,12 +1,12 @@
 """``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import time
-from collections.abc import Collection
 
 from fastapi import Request, Response
 
 from services.common.errors import TokaError
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
+from services.gateway.anthropic.conversation import TemplateFacts
 from services.gateway.anthropic.errors import REQUEST_ID_HEADER, in_own_words
 from services.gateway.anthropic.shape import MessageShape
 from services.gateway.gateway import Gateway
@@ -43,8 +43,8 @@ async def count_tokens(request: Request) -> Response:
 
 async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, MessagesBody)
-    variables = _variables(gateway, body)
-    asked = await ask(gateway, await gateway.text.worked(len(raw), body.chat, variables), caller)
+    template = _template(gateway, body)
+    asked = await ask(gateway, await gateway.text.worked(len(raw), body.chat, template), caller)
     shape = MessageShape(
         asked.jobs[0],
         asked.facts,
@@ -52,25 +52,25 @@ async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: floa
         max_tokens=body.max_tokens,
         omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
-    headers = _headers(gateway, body, variables, caller)
+    headers = _headers(gateway, body, template, caller)
     return await Answer(gateway, asked.jobs, shape, headers, started_at, caller).respond(stream=bool(body.stream))
 
 
 async def _count(gateway: Gateway, raw: bytes, caller: Caller) -> Response:
     body = await parse_large(gateway.text, raw, CountTokensBody)
     await gateway.fleet.model(body.model)
-    variables = _variables(gateway, body)
-    chat = await gateway.text.worked(len(raw), body.count, variables)
+    template = _template(gateway, body)
+    chat = await gateway.text.worked(len(raw), body.count, template)
     prompt = await render(gateway.text, chat, max_tokens=None, with_tools=chat.tool_choice != "none")
-    return response(200, {"input_tokens": len(prompt.ids)}, _headers(gateway, body, variables, caller))
+    return response(200, {"input_tokens": len(prompt.ids)}, _headers(gateway, body, template, caller))
 
 
-def _variables(gateway: Gateway, body: CountTokensBody) -> Collection[str]:
-    """Return the variables of the chat template that renders ``body``. Raises InvalidRequest if there is none."""
+def _template(gateway: Gateway, body: CountTokensBody) -> TemplateFacts:
+    """Return the facts of the chat template that renders ``body``. Raises InvalidRequest if the model has none."""
     tools = bool(body.tools) and (body.tool_choice is None or body.tool_choice.type != "none")
-    return gateway.text.tokenizer.chat_template(tools=tools).variables
+    return TemplateFacts.of(gateway.text.tokenizer.chat_template(tools=tools))
 
 
-def _headers(gateway: Gateway, body: CountTokensBody, variables: Collection[str], caller: Caller) -> dict[str, str]:
-    unhonoured = body.unhonoured(variables, reasoning=gateway.formats.reasoning)
+def _headers(gateway: Gateway, body: CountTokensBody, template: TemplateFacts, caller: Caller) -> dict[str, str]:
+    unhonoured = body.unhonoured(template, reasoning=gateway.formats.reasoning)
     return ignored_header(body, unhonoured) | {REQUEST_ID_HEADER: caller.request_id}

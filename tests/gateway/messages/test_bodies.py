@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
+from services.common.text.chat_template import ChatTemplate
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
+from services.gateway.anthropic.conversation import TemplateFacts
 from services.gateway.openai.json_value import write_again
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatBody
@@ -37,6 +39,7 @@ CLAUDE_CODE = {
                 {"type": "text", "text": "Read it.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
             ],
         },
+        {"role": "system", "content": "Available agents:\n- Plan"},
         {
             "role": "assistant",
             "content": [
@@ -94,9 +97,9 @@ CLAUDE_CODE = {
 }
 
 
-def chat(variables=("enable_thinking",), kind=MessagesBody, **body) -> ChatBody:
+def chat(variables=("enable_thinking",), late_system=True, **body) -> ChatBody:
     given = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]} | body
-    return parse(write_again(given), kind).chat(variables)
+    return parse(write_again(given), MessagesBody).chat(TemplateFacts(variables, late_system))
 
 
 def rendered(**body) -> list[dict]:
@@ -132,6 +135,7 @@ def test_what_the_model_reads_of_a_body_of_claude_code():
     assert rendered(**CLAUDE_CODE) == [
         {"role": "system", "content": "You are Claude Code.\nBe brief."},
         {"role": "user", "content": "<system-reminder>\nToday is Monday.\n</system-reminder>\nRead it."},
+        {"role": "system", "content": "Available agents:\n- Plan"},
         {
             "role": "assistant",
             "content": "Let me read it.",
@@ -173,6 +177,35 @@ def test_turns_of_one_role_become_one_message():
         ("system", "four"),
         ("user", "five"),
     ]
+
+
+def test_a_system_turn_that_the_template_would_refuse_becomes_text_of_the_user():
+    turns = [
+        {"role": "system", "content": "zero"},
+        {"role": "user", "content": "one"},
+        {"role": "system", "content": [{"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "three"},
+    ]
+    assert [(each["role"], each["content"]) for each in rendered(messages=turns, system="S", late_system=False)] == [
+        ("system", "S\nzero"),
+        ("user", "one\n<system-reminder>\ntwo\n</system-reminder>"),
+        ("assistant", "three"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "late_system"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", False),
+        (
+            "{% if messages[1:] | selectattr('role', 'eq', 'system') | list %}{{ raise_exception('no') }}{% endif %}",
+            False,
+        ),
+    ],
+)
+def test_whether_a_template_shows_late_system_turns_is_found_out(source, late_system):
+    assert TemplateFacts.of(ChatTemplate(source, {})).late_system is late_system
 
 
 @pytest.mark.parametrize(
