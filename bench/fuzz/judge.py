@@ -104,14 +104,17 @@ def parsed(body: bytes) -> Any:
 
 
 def check_error(answer: Any) -> None:
-    """Check the shape of an error: ``message`` and ``type`` are OpenAI's and Anthropic's, ``param`` and ``code``
-    OpenAI's. Raises ``Wrong``."""
+    """Check that an error has OpenAI's shape or Anthropic's. Raises ``Wrong``."""
     error = answer.get("error") if isinstance(answer, dict) else None
     right = isinstance(error, dict) and all(
         isinstance(error.get(name), str) and error[name] for name in ("message", "type")
     )
-    if not right or not all(isinstance(error.get(name, 0), str | None) for name in ("param", "code")):
-        raise Wrong("error", f"not OpenAI's shape: {answer!r}"[:500])
+    if right and answer.get("type") == "error":
+        right = isinstance(answer.get("request_id"), str)
+    else:
+        right = right and all(isinstance(error.get(name, 0), str | None) for name in ("param", "code"))
+    if not right:
+        raise Wrong("error", f"neither OpenAI's shape nor Anthropic's: {answer!r}"[:500])
 
 
 def _events(body: bytes) -> Iterator[dict[str, Any]]:

@@ -95,7 +95,7 @@ class ContextManagement(Body):
 
 
 class CountTokensBody(Body):
-    """``POST /v1/messages/count_tokens``: everything that decides on the prompt."""
+    """The body of ``POST /v1/messages/count_tokens``: everything that decides on the prompt."""
 
     nested: ClassVar[tuple[str, ...]] = ("messages", "tools", "tool_choice", "thinking", "output_config")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = _ELSEWHERE
@@ -170,7 +170,7 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(CountTokensBody, SamplingBody):
-    """``POST /v1/messages``."""
+    """The body of ``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Stops = ()

@@ -15,7 +15,7 @@ from services.gateway.session.codec import ModelFacts
 
 
 async def list_models(request: Request) -> Response:
-    """Every model that a scheduler serves. The shape is Anthropic's if the header anthropic-version is there."""
+    """List every model that a scheduler serves. The shape is Anthropic's if the header anthropic-version is there."""
     if not is_anthropic(request.scope):
         return await models.list_models(request)
     gateway: Gateway = request.app.state.gateway
@@ -25,7 +25,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request, model_id: str) -> Response:
-    """A model. The shape is Anthropic's if the header anthropic-version is there."""
+    """Return a model. The shape is Anthropic's if the header anthropic-version is there."""
     if not is_anthropic(request.scope):
         return await models.get_model(request, model_id)
     gateway: Gateway = request.app.state.gateway

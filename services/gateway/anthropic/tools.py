@@ -43,9 +43,16 @@ class CustomTool(_CustomType):
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
-    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+    input_examples: list[Any] | None = None
     cache_control: Any = None
     eager_input_streaming: Any = None
+
+    @field_validator("input_examples")
+    @classmethod
+    def _no_examples(cls, examples: list[Any] | None) -> list[Any] | None:
+        if examples:
+            raise ValueError("chat templates show no examples of input; put them into the tool's description")
+        return examples
 
     @field_validator("input_schema")
     @classmethod
