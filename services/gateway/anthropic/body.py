@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.gateway.anthropic.blocks import TextBlocks, Turn
-from services.gateway.anthropic.conversation import TemplateFacts, chat_messages, check_prefill
+from services.gateway.anthropic.conversation import ModelTraits, chat_messages, check_prefill
 from services.gateway.anthropic.tools import CustomTool, MessagesToolChoice
 from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
@@ -48,7 +48,7 @@ class Thinking(Body):
     """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @property
@@ -123,39 +123,33 @@ class CountTokensBody(Body):
             raise ValueError("output_format: not with output_config.format, its newer name; leave one of them out")
         return self
 
-    def count(self, template: TemplateFacts) -> ChatBody:
+    def count(self, traits: ModelTraits) -> ChatBody:
         """Return a chat request with the same prompt. Raises InvalidRequest."""
-        return ChatBody(**self._conversation(template))
+        return ChatBody(**self._conversation(traits))
 
-    def unhonoured(self, template: TemplateFacts, *, reasoning: bool) -> list[str]:
-        """Return the names of parameters that this model has no use for. ``reasoning``: whether it may think."""
-        names = []
-        if (
-            self.thinking is not None
-            and ENABLE_THINKING not in template.variables
-            and self.thinking.wanted is not reasoning
-        ):
+    def unhonoured(self, traits: ModelTraits) -> list[str]:
+        """Return the names of parameters that the model has no use for."""
+        names, thinking, config = [], self.thinking, self.output_config
+        if thinking is not None and ENABLE_THINKING not in traits.variables and thinking.wanted is not traits.reasoning:
             names.append("thinking")
-        if (
-            self.output_config is not None
-            and self.output_config.effort is not None
-            and EFFORT not in template.variables
-        ):
+        elif thinking is not None and thinking.budget_tokens is not None and not traits.thinking_budgets:
+            names.append("thinking.budget_tokens")
+        if config is not None and config.effort is not None and EFFORT not in traits.variables:
             names.append("output_config.effort")
         return names
 
-    def _conversation(self, template: TemplateFacts) -> dict[str, Any]:
+    def _conversation(self, traits: ModelTraits) -> dict[str, Any]:
         """Return the fields of a chat request that decide on its prompt. Without ``thinking`` the model does not think
         if its template has a switch for it."""
-        messages = chat_messages(self.system, self.messages, late_system=template.late_system)
+        messages = chat_messages(self.system, self.messages, late_system=traits.late_system)
         continued = self.messages[-1].role == "assistant"
         if continued:
             check_prefill(messages[-1])
         config = self.output_config or OutputConfig()
         given: dict[str, Any] = {}
-        if ENABLE_THINKING in template.variables:
+        if ENABLE_THINKING in traits.variables:
             given[ENABLE_THINKING] = self.thinking is not None and self.thinking.wanted
-        if EFFORT in template.variables and config.effort is not None:
+        if EFFORT in traits.variables and config.effort is not None:
             given[EFFORT] = config.effort
         choice = self.tool_choice
         return {
@@ -184,15 +178,21 @@ class MessagesBody(CountTokensBody, SamplingBody):
             raise ValueError("stop: not with stop_sequences, which is the same; leave one of them out")
         return self
 
-    def chat(self, template: TemplateFacts) -> ChatBody:
+    def chat(self, traits: ModelTraits) -> ChatBody:
         """Return the same request to chat completions. Raises InvalidRequest."""
         return ChatBody(
             **{name: getattr(self, name) for name in SamplingBody.model_fields if name not in _OWN},
-            **self._conversation(template),
+            **self._conversation(traits),
             stop=self.stop_sequences or self.stop,
             max_tokens=self.max_tokens,
+            **self._thinking_budget(traits),
             response_format=self._response_format(),
         )
+
+    def _thinking_budget(self, traits: ModelTraits) -> dict[str, Any]:
+        if not traits.thinking_budgets or self.thinking is None or self.thinking.budget_tokens is None:
+            return {}
+        return {"thinking_token_budget": self.thinking.budget_tokens}
 
     def _response_format(self) -> ResponseFormat | None:
         form = self.output_format or (self.output_config.format if self.output_config else None)

@@ -24,22 +24,23 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 _PROBE = "a late system message"
 
 
-class TemplateFacts(NamedTuple):
-    """What a conversation has to know of the chat template that renders it."""
+class ModelTraits(NamedTuple):
+    """The properties of a model that decide how a Messages request is translated."""
 
-    variables: Collection[str]
-    late_system: bool = True  # it shows system messages behind other messages
+    variables: Collection[str]  # of its chat template
+    late_system: bool = True  # its chat template shows system messages behind other messages
+    reasoning: bool = False  # its answers may begin with a reasoning section
+    thinking_budgets: bool = False  # that section can be limited in length
 
-    @staticmethod
-    @lru_cache(maxsize=8)
-    def of(template: ChatTemplate) -> "TemplateFacts":
-        """Return the facts of ``template``, found by rendering a small conversation once."""
-        messages = [{"role": "user", "content": "Hi"}, {"role": "system", "content": _PROBE}]
-        try:
-            late_system = _PROBE in template.render(messages, add_generation_prompt=True)
-        except InvalidRequest:
-            late_system = False
-        return TemplateFacts(template.variables, late_system)
+
+@lru_cache(maxsize=8)
+def shows_late_system(template: ChatTemplate) -> bool:
+    """Return whether ``template`` shows a system message behind another message, found by rendering one."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "system", "content": _PROBE}]
+    try:
+        return _PROBE in template.render(messages, add_generation_prompt=True)
+    except InvalidRequest:
+        return False
 
 
 class _Placed(NamedTuple):

@@ -6,7 +6,7 @@ from fastapi import Request, Response
 
 from services.common.errors import TokaError
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
-from services.gateway.anthropic.conversation import TemplateFacts
+from services.gateway.anthropic.conversation import ModelTraits, shows_late_system
 from services.gateway.anthropic.errors import REQUEST_ID_HEADER, in_own_words
 from services.gateway.anthropic.shape import MessageShape
 from services.gateway.gateway import Gateway
@@ -43,8 +43,8 @@ async def count_tokens(request: Request) -> Response:
 
 async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, MessagesBody)
-    template = _template(gateway, body)
-    asked = await ask(gateway, await gateway.text.worked(len(raw), body.chat, template), caller)
+    traits = _traits(gateway, body)
+    asked = await ask(gateway, await gateway.text.worked(len(raw), body.chat, traits), caller)
     shape = MessageShape(
         asked.jobs[0],
         asked.facts,
@@ -52,25 +52,26 @@ async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: floa
         max_tokens=body.max_tokens,
         omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
-    headers = _headers(gateway, body, template, caller)
+    headers = _headers(body, traits, caller)
     return await Answer(gateway, asked.jobs, shape, headers, started_at, caller).respond(stream=bool(body.stream))
 
 
 async def _count(gateway: Gateway, raw: bytes, caller: Caller) -> Response:
     body = await parse_large(gateway.text, raw, CountTokensBody)
     await gateway.fleet.model(body.model)
-    template = _template(gateway, body)
-    chat = await gateway.text.worked(len(raw), body.count, template)
+    traits = _traits(gateway, body)
+    chat = await gateway.text.worked(len(raw), body.count, traits)
     prompt = await render(gateway.text, chat, max_tokens=None, with_tools=chat.tool_choice != "none")
-    return response(200, {"input_tokens": len(prompt.ids)}, _headers(gateway, body, template, caller))
+    return response(200, {"input_tokens": len(prompt.ids)}, _headers(body, traits, caller))
 
 
-def _template(gateway: Gateway, body: CountTokensBody) -> TemplateFacts:
-    """Return the facts of the chat template that renders ``body``. Raises InvalidRequest if the model has none."""
+def _traits(gateway: Gateway, body: CountTokensBody) -> ModelTraits:
+    """Return the traits of the model, with the chat template that renders ``body``. Raises InvalidRequest if the model
+    has none."""
     tools = bool(body.tools) and (body.tool_choice is None or body.tool_choice.type != "none")
-    return TemplateFacts.of(gateway.text.tokenizer.chat_template(tools=tools))
+    template = gateway.text.tokenizer.chat_template(tools=tools)
+    return ModelTraits(template.variables, shows_late_system(template), gateway.formats.reasoning)
 
 
-def _headers(gateway: Gateway, body: CountTokensBody, template: TemplateFacts, caller: Caller) -> dict[str, str]:
-    unhonoured = body.unhonoured(template, reasoning=gateway.formats.reasoning)
-    return ignored_header(body, unhonoured) | {REQUEST_ID_HEADER: caller.request_id}
+def _headers(body: CountTokensBody, traits: ModelTraits, caller: Caller) -> dict[str, str]:
+    return ignored_header(body, body.unhonoured(traits)) | {REQUEST_ID_HEADER: caller.request_id}

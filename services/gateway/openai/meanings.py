@@ -106,7 +106,7 @@ MEANINGS = {
     "CustomTool.cache_control": "accepted; every prompt is cached",
     "CustomTool.eager_input_streaming": "accepted; input is always streamed as it is made",
     "MessagesToolChoice.disable_parallel_tool_use": "true: at most one call",
-    "Thinking.budget_tokens": "most tokens of the thinking",
+    "Thinking.budget_tokens": "most tokens of the thinking, where the server can limit it",
     "Thinking.display": "omitted: thinking blocks come without their text",
     "OutputConfig.effort": "for templates that have reasoning_effort",
     "Turn.content": "a text, or blocks of type text, thinking, tool_use and tool_result",

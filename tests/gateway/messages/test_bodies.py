@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.common.text.chat_template import ChatTemplate
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
-from services.gateway.anthropic.conversation import TemplateFacts
+from services.gateway.anthropic.conversation import ModelTraits, shows_late_system
 from services.gateway.openai.json_value import write_again
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatBody
@@ -99,7 +99,7 @@ CLAUDE_CODE = {
 
 def chat(variables=("enable_thinking",), late_system=True, **body) -> ChatBody:
     given = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]} | body
-    return parse(write_again(given), MessagesBody).chat(TemplateFacts(variables, late_system))
+    return parse(write_again(given), MessagesBody).chat(ModelTraits(variables, late_system))
 
 
 def rendered(**body) -> list[dict]:
@@ -122,7 +122,7 @@ def test_a_body_of_claude_code_is_answered(claude, name):
     assert answer.status_code == 200, answer.text
     assert "".join(re.findall('"text_delta","text":"([^"]*)"', answer.text)) == "Done?"
     assert answer.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
-    assert answer.headers.get("x-toka-ignored-params", "output_config.effort") == "output_config.effort"
+    assert set(answer.headers["x-toka-ignored-params"].split(",")) <= {"output_config.effort", "thinking.budget_tokens"}
     counted = {key: CLAUDE_CODE[key] for key in ("messages", "system", "tools", "thinking", "context_management")}
     answer = httpx.post(
         f"{claude.url}/v1/messages/count_tokens?beta=true", json=counted | {"model": name}, headers=CLAUDE_CODE_HEADERS
@@ -205,7 +205,7 @@ def test_a_system_turn_that_the_template_would_refuse_becomes_text_of_the_user()
     ],
 )
 def test_whether_a_template_shows_late_system_turns_is_found_out(source, late_system):
-    assert TemplateFacts.of(ChatTemplate(source, {})).late_system is late_system
+    assert shows_late_system(ChatTemplate(source, {})) is late_system
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,25 @@ def test_the_choice_of_a_tool():
 
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
 RESULT = {"type": "tool_result", "tool_use_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("given", "traits", "names"),
+    [
+        ({"thinking": THINKING}, ModelTraits({"enable_thinking"}, True, True, True), []),
+        ({"thinking": THINKING}, ModelTraits({"enable_thinking"}, True, True, False), ["thinking.budget_tokens"]),
+        ({"thinking": THINKING}, ModelTraits(()), ["thinking"]),
+        ({"thinking": {"type": "disabled"}}, ModelTraits(()), []),
+        ({"thinking": {"type": "disabled"}}, ModelTraits((), reasoning=True), ["thinking"]),
+        ({"output_config": {"effort": "low"}}, ModelTraits(()), ["output_config.effort"]),
+        ({"output_config": {"effort": "low"}}, ModelTraits({"reasoning_effort"}), []),
+    ],
+)
+def test_what_a_model_has_no_use_for_is_named(given, traits, names):
+    body = parse(write_again({"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]} | given), MessagesBody)
+    assert body.unhonoured(traits) == names
+
+
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0="}}
 
 
