@@ -207,6 +207,6 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
         routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
         headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
     if anthropic_errors.is_anthropic(request.scope):
-        return anthropic_errors.response(error.status_code, message, request.scope, headers)
+        return anthropic_errors.response(error.status_code, message, code or "http_error", request.scope, headers)
     content = errors.body(message, "invalid_request_error", None, code)
     return errors.response(error.status_code, content, headers)

@@ -48,8 +48,12 @@ _ANTHROPIC_ERROR = {
         "type": {"const": "error"},
         "error": {
             "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message", "details"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+            },
         },
         "request_id": {"type": "string"},
     },

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.errors import InvalidRequest
 from services.gateway.anthropic.blocks import TextBlocks, Turn
 from services.gateway.anthropic.conversation import ModelTraits, chat_messages, check_prefill
 from services.gateway.anthropic.tools import CustomTool, MessagesToolChoice
@@ -171,6 +172,7 @@ class MessagesBody(CountTokensBody, SamplingBody):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Any = None
+    thread: Any = None
 
     @model_validator(mode="after")
     def _one_list_of_stops(self) -> "MessagesBody":
@@ -180,6 +182,12 @@ class MessagesBody(CountTokensBody, SamplingBody):
 
     def chat(self, traits: ModelTraits) -> ChatBody:
         """Return the same request to chat completions. Raises InvalidRequest."""
+        if self.thread is not None:  # the reason tells Anthropic's SDK to go on without it
+            raise InvalidRequest(
+                "thread: this server stores no conversations; leave it out, and send the whole conversation each time",
+                field="thread",
+                reason="THREAD_UNSUPPORTED_REQUEST",
+            )
         return ChatBody(
             **{name: getattr(self, name) for name in SamplingBody.model_fields if name not in _OWN},
             **self._conversation(traits),

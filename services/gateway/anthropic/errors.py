@@ -1,4 +1,4 @@
-"""The error tree as Anthropic errors: ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+"""The error tree as Anthropic errors: ``{"type": "error", "error": {"type", "message", "details"}, ...}``."""
 
 import re
 from collections.abc import MutableMapping
@@ -63,28 +63,28 @@ def in_own_words(error: errors.TokaError) -> errors.TokaError:
 
 def to_body(error: errors.TokaError, request_id: str) -> dict[str, Any]:
     """Return the JSON object for ``error``, which is also the data of a stream's ``error`` event."""
-    return body(_status(error), error.message, request_id)
+    return body(_status(error), error.message, request_id, error.reason.lower())
 
 
-def body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """Return the JSON object of an error with the given HTTP status."""
+def body(status: int, message: str, request_id: str, code: str) -> dict[str, Any]:
+    """Return the JSON object of an error with the given HTTP status. ``code`` names its cause."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error = {"type": kind, "message": message, "details": {"error_code": code}}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def to_response(error: errors.TokaError, scope: MutableMapping[str, Any]) -> Response:
     """Return the HTTP response for ``error``."""
-    return response(_status(error), error.message, scope, openai_errors.headers_of(error))
+    return response(_status(error), error.message, error.reason.lower(), scope, openai_errors.headers_of(error))
 
 
 def response(
-    status: int, message: str, scope: MutableMapping[str, Any], headers: dict[str, str] | None = None
+    status: int, message: str, code: str, scope: MutableMapping[str, Any], headers: dict[str, str]
 ) -> Response:
-    """Return the HTTP response of an error."""
+    """Return the HTTP response of an error. ``code`` names its cause."""
     request_id = name_request(scope)
-    content = orjson.dumps(body(status, message, request_id))
-    told = {**(headers or {}), REQUEST_ID_HEADER: request_id}
-    return Response(content, status, told, media_type="application/json")
+    content = orjson.dumps(body(status, message, request_id, code))
+    return Response(content, status, headers | {REQUEST_ID_HEADER: request_id}, media_type="application/json")
 
 
 def _status(error: errors.TokaError) -> int:

@@ -96,6 +96,7 @@ MEANINGS = {
     "context_management": "clear_thinking_20251015 with keep=all, which changes nothing; else refused",
     "cache_control": "accepted; every prompt is cached",
     "service_tier": "accepted; there is one",
+    "thread": "not supported: refused with 400, after which the SDK sends whole conversations",
     "diagnostics": "accepted; of no effect",
     # Of objects in bodies.
     "CustomTool.input_schema": "JSON Schema of its input",

@@ -164,6 +164,27 @@ def test_the_result_of_a_tool_goes_back(client, name):
     assert blocks(second) == [{"type": "text", "text": "20 °C"}]
 
 
+def test_the_sdks_own_loop_over_tools(client, name):
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather."""
+        return f"20 °C in {city}"
+
+    turns = [{"role": "user", "content": CALL}]
+    runner = client.beta.messages.tool_runner(model=name, max_tokens=100, messages=turns, tools=[weather])
+    assert runner.until_done().content[0].text == "20 °C in Köln"
+
+
+def test_the_beta_endpoint(client, name):
+    message = client.beta.messages.create(
+        model=name,
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        **saying("Hi"),
+    )
+    assert message.content[0].text == "Hi"
+
+
 @both
 def test_thinking_comes_first_and_goes_back(client, name, ask):
     message = ask(client, name, f"{THOUGHT}No, it is not.", thinking=THINKING)

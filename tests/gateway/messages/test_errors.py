@@ -34,6 +34,7 @@ def test_a_wrong_body_is_a_bad_request(client, name, claude):
         created(client, name, "Hi", max_tokens=0)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.request_id.startswith("req")
+    assert caught.value.error_code == "invalid_value"
     for body in (b"{", b"[]", {"messages": "Hi", "max_tokens": 1}, {"messages": [{"role": "user", "content": "Hi"}]}):
         assert error_of(post(claude, body), 400)["type"] == "invalid_request_error"
     assert "'max_tokens'" in error_of(post(claude, {"messages": [{"role": "user", "content": "Hi"}]}), 400)["message"]
@@ -71,7 +72,11 @@ def test_statuses_and_types():
     full = Overloaded("the queue is full", retry_after_s=2)
     assert to_body(full, "req-1") == {
         "type": "error",
-        "error": {"type": "overloaded_error", "message": "the queue is full"},
+        "error": {
+            "type": "overloaded_error",
+            "message": "the queue is full",
+            "details": {"error_code": "queue_full"},
+        },
         "request_id": "req-1",
     }
     response = to_response(full, dict(SCOPE))
