@@ -61,11 +61,11 @@ def _make_api(gateway: Gateway) -> FastAPI:
     api.state.gateway = gateway
 
     for path, endpoint, body in (
+        ("/v1/messages", create_message, MessagesBody),
+        ("/v1/messages/count_tokens", count_tokens, CountTokensBody),
         ("/v1/completions", create_completion, CompletionBody),
         ("/v1/chat/completions", create_chat_completion, ChatBody),
         ("/v1/responses", create_response, ResponsesBody),
-        ("/v1/messages", create_message, MessagesBody),
-        ("/v1/messages/count_tokens", count_tokens, CountTokensBody),
         ("/tokenize", tokenize, TokenizeBody),
         ("/detokenize", detokenize, DetokenizeBody),
     ):

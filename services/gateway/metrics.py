@@ -40,9 +40,10 @@ _KNOWN_LATENCY = (
 _KNOWN_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 OTHER_ROUTE = "other"
 ROUTES = (
+    "/v1/messages", "/v1/messages/count_tokens",
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
     "/v1/embeddings", "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
-    "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/version",
+    "/tokenize", "/detokenize", "/version",
     "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
     "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/chat/completions/batch",
     "/health", "/ready", "/ping", "/metrics", OTHER_ROUTE,

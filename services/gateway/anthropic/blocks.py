@@ -1,6 +1,6 @@
 """The content blocks and turns of a Messages request."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -85,6 +85,8 @@ TextBlocks = Annotated[
 class ToolResultBlock(Body):
     """The result of a tool call."""
 
+    nested: ClassVar[tuple[str, ...]] = ("content",)
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextBlocks | None = None
@@ -104,6 +106,8 @@ Block = Annotated[
 
 class Turn(Body):
     """One message of the conversation."""
+
+    nested: ClassVar[tuple[str, ...]] = ("content",)
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[

@@ -98,7 +98,7 @@ class ContextManagement(Body):
 class CountTokensBody(Body):
     """The body of ``POST /v1/messages/count_tokens``: everything that decides on the prompt."""
 
-    nested: ClassVar[tuple[str, ...]] = ("messages", "tools", "tool_choice", "thinking", "output_config")
+    nested: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = _ELSEWHERE
 
     model: str | None = None
