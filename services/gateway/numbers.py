@@ -14,7 +14,7 @@ import numpy as np
 
 from services.common.errors import Unavailable
 
-_COUNT = 16384
+_COUNT = 32768
 
 
 class Numbers:
