@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from services.common.errors import InvalidRequest
 from services.gateway.anthropic.blocks import TextBlocks, Turn
 from services.gateway.anthropic.conversation import ModelTraits, chat_messages, check_prefill
-from services.gateway.anthropic.tools import CustomTool, MessagesToolChoice
+from services.gateway.anthropic.tools import MessagesTool, MessagesToolChoice
 from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
 from services.gateway.openai.json_value import check_schema
@@ -104,7 +104,7 @@ class CountTokensBody(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: TextBlocks | None = None
-    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -114,7 +114,7 @@ class CountTokensBody(Body):
 
     @field_validator("tools")
     @classmethod
-    def _names_differ(cls, tools: list[CustomTool] | None) -> list[CustomTool] | None:
+    def _names_differ(cls, tools: list[MessagesTool] | None) -> list[MessagesTool] | None:
         check_names_differ(tool.name for tool in tools or ())
         return tools
 

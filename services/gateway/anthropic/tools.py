@@ -34,7 +34,7 @@ class _CustomType(Body):
         return kind
 
 
-class CustomTool(_CustomType):
+class MessagesTool(_CustomType):
     """A function that the model may call."""
 
     name: ToolName
