@@ -9,11 +9,11 @@ import structlog
 
 from services.common.errors import Internal, TokaError, Unavailable
 from services.gateway.batch.blobs import Blobs
+from services.gateway.batch.expiry import Expiring
 from services.gateway.batch.files import Files
 from services.gateway.batch.finishing import finish
 from services.gateway.batch.leases import HEARTBEAT_S, ChunkKey, ChunkLease, LeaseLost, Leases, Outcome
 from services.gateway.batch.line_runner import LineRunner, RunningChunk
-from services.gateway.batch.responses import Responses
 from services.gateway.batch.tables import IN_PROGRESS, VALIDATING, StoredBatch
 from services.gateway.batch.tries import Tries
 from services.gateway.batch.validation import validate
@@ -34,7 +34,7 @@ class Executor:
         self,
         leases: Leases,
         files: Files,
-        responses: Responses,
+        expiring: Expiring,
         tries: Tries,
         blobs: Blobs,
         runner: LineRunner,
@@ -43,7 +43,7 @@ class Executor:
     ) -> None:
         self._leases = leases
         self._files = files
-        self._responses = responses
+        self._expiring = expiring
         self._tries = tries
         self._blobs = blobs
         self._runner = runner
@@ -272,7 +272,7 @@ class Executor:
                 return
         for blob in await self._files.forget_expired():
             await self._blobs.delete(blob)
-        while await self._responses.forget_expired():
+        while await self._expiring.forget_expired():
             if await _set_within(self._over, _PURGE_PAUSE_S):
                 return
         await self._tries.forget_expired()

@@ -14,9 +14,13 @@ from fastapi import Request
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, NotFound, TokaError, Unavailable
 from services.gateway.access.lines import Lines
+from services.gateway.batch.background import Background
 from services.gateway.batch.batches import Batches
 from services.gateway.batch.blobs import Blobs
+from services.gateway.batch.chats import Chats
+from services.gateway.batch.conversations import Conversations
 from services.gateway.batch.executor import Executor
+from services.gateway.batch.expiry import ExpiringTogether
 from services.gateway.batch.files import Files
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Leases
@@ -44,6 +48,9 @@ class Opened(NamedTuple):
     batches: Batches
     blobs: Blobs
     responses: Responses
+    background: Background
+    conversations: Conversations
+    chats: Chats
     tries: Tries
     executor: Executor
     pool: str
@@ -86,6 +93,11 @@ class BatchService:
             raise self._trouble
         return self._opened
 
+    async def background_idle(self) -> None:
+        """Wait until this gateway generates no background response."""
+        if self._opened is not None:
+            await self._opened.background.idle()
+
     async def stop(self) -> None:
         """Leave the work to others. Files and batches can still be asked for."""
         if self._opening is not None:
@@ -98,6 +110,7 @@ class BatchService:
         """After ``stop``, when nobody asks any more."""
         opened, self._opened = self._opened, None
         if opened is not None:
+            await opened.background.stop()
             opened.blobs.stop()
         if self._store is not None:
             await self._store.close()
@@ -119,6 +132,7 @@ class BatchService:
                 await asyncio.sleep(_OPEN_AGAIN_S)
         self._tried.set()
         self._opened.executor.start()
+        self._opened.background.start()
 
     async def _open_once(self, gateway: "Gateway") -> Opened:
         config = self._config
@@ -131,19 +145,27 @@ class BatchService:
         self._store = store
         pool = config.served_model_name or os.path.basename(config.model.rstrip("/"))
         owner = f"{socket.gethostname()}-{os.getpid()}-{new_id('')[:8]}"
-        leases, files, responses = Leases(store, owner=owner, pool=pool), Files(store), Responses(store)
-        tries = Tries(store)
+        leases, files, responses = Leases(store, owner=owner, pool=pool), Files(store), Responses(store, owner)
+        background, conversations, chats, tries = (
+            Background(responses),
+            Conversations(store),
+            Chats(store),
+            Tries(store),
+        )
         executor = Executor(
             leases,
             files,
-            responses,
+            ExpiringTogether(responses, conversations, chats),
             tries,
             blobs,
             LineRunner(blobs, Requests(gateway, self.endpoints), Lines(gateway.guard), config.batch_concurrency),
             max_body_bytes=config.max_body_bytes,
         )
         log.info("store open", pool=pool, owner=owner)
-        return Opened(files, Batches(store), blobs, responses, tries, executor, pool, self.endpoints)
+        batches = Batches(store)
+        return Opened(
+            files, batches, blobs, responses, background, conversations, chats, tries, executor, pool, self.endpoints
+        )
 
 
 def store_url(config: GatewayConfig) -> str:

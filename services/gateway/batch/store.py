@@ -20,7 +20,20 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
-from services.gateway.batch.tables import Base, Chunk, SchemaVersion, StoredBatch, StoredFile, StoredResponse, StoredTry
+from services.gateway.batch.tables import (
+    COMPLETED,
+    Base,
+    Chunk,
+    SchemaVersion,
+    StoredBatch,
+    StoredChat,
+    StoredConversation,
+    StoredEvents,
+    StoredFile,
+    StoredItem,
+    StoredResponse,
+    StoredTry,
+)
 
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 _LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
@@ -46,7 +59,8 @@ def _version_3(connection: Connection) -> None:
     for table in (StoredFile.__table__, StoredResponse.__table__, StoredBatch.__table__):
         _add_column(connection, table, "key_name", "''")
         for index in table.indexes:
-            index.create(connection, checkfirst=True)
+            if "key_name" in index.columns:  # others may be of columns that a later version adds
+                index.create(connection, checkfirst=True)
 
 
 def _version_4(connection: Connection) -> None:
@@ -54,15 +68,27 @@ def _version_4(connection: Connection) -> None:
         _add_column(connection, table, "reasoning_tokens", "0")
 
 
-def _add_column(connection: Connection, table: Table, name: str, default: str) -> None:
-    """Unless it is there: a store that is new has all of them."""
+def _version_5(connection: Connection) -> None:
+    for table in (StoredEvents, StoredConversation, StoredItem, StoredChat):
+        table.__table__.create(connection, checkfirst=True)
+    responses = StoredResponse.__table__
+    _add_column(connection, responses, "status", f"'{COMPLETED}'")
+    _add_column(connection, responses, "owner", None)
+    _add_column(connection, responses, "lease_until", None)
+    for index in responses.indexes:
+        index.create(connection, checkfirst=True)
+
+
+def _add_column(connection: Connection, table: Table, name: str, default: str | None) -> None:
+    """Add a column that is never NULL, or with ``default`` None one that may be, unless a new store has it already."""
     if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
         kind = table.c[name].type.compile(connection.dialect)
-        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind} DEFAULT {default} NOT NULL"))
+        rest = "" if default is None else f" DEFAULT {default} NOT NULL"
+        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind}{rest}"))
 
 
 # Each brings the schema from the version before to its own; the n-th makes version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3, _version_4)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
 
 
 class Store:

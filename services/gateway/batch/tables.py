@@ -12,6 +12,7 @@ Serial = BigInteger().with_variant(Integer, "sqlite")
 # Of files; nobody is shown the others.
 UPLOADING, PROCESSED, DELETED = "uploading", "processed", "deleted"
 
+QUEUED = "queued"  # of responses
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
 ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)  # somebody has to work on it
@@ -63,7 +64,11 @@ class StoredFile(Base):
 
 
 class StoredResponse(Base):
-    """A response of ``/v1/responses``, and the conversation that it answers."""
+    """A response of ``/v1/responses``, and the conversation that it answers.
+
+    While a background response is ``queued`` or ``in_progress``, the gateway ``owner`` generates it and extends
+    ``lease_until``. Any gateway may mark one whose lease has passed as failed.
+    """
 
     __tablename__ = "toka_responses"
 
@@ -74,6 +79,69 @@ class StoredResponse(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
     key_name: Mapped[str] = _key_name()
+    status: Mapped[str] = mapped_column(String(16), default=COMPLETED, server_default=COMPLETED)
+    owner: Mapped[str | None] = mapped_column(String(160))
+    lease_until: Mapped[float | None] = mapped_column(Double, index=True)  # None: no gateway works on it
+
+
+class StoredEvents(Base):
+    """Events of a background response that is streamed, in the order of ``number``."""
+
+    __tablename__ = "toka_response_events"
+
+    response_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # of its first event
+    data: Mapped[bytes] = mapped_column(Bytes)  # server-sent events
+    created_at: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class StoredConversation(Base):
+    """A conversation of ``/v1/conversations``. ``expires_at`` moves each time it changes."""
+
+    __tablename__ = "toka_conversations"
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    labels: Mapped[dict[str, str] | None] = mapped_column(JSON)  # OpenAI's ``metadata``
+    items: Mapped[int] = mapped_column(Integer, default=0)  # number of its items
+    bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # of its items' JSON
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    key_name: Mapped[str] = _key_name()
+
+
+class StoredItem(Base):
+    """An item of a conversation. Items are in the order of ``seq``."""
+
+    __tablename__ = "toka_conversation_items"
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
+    conversation_seq: Mapped[int] = mapped_column(BigInteger)
+    id: Mapped[str] = mapped_column(String(64))
+    body: Mapped[bytes] = mapped_column(Bytes)  # JSON
+
+    __table_args__ = (
+        Index("toka_conversation_items_id", "conversation_seq", "id", unique=True),
+        Index("toka_conversation_items_seq", "conversation_seq", "seq"),
+    )
+
+
+class StoredChat(Base):
+    """A chat completion with ``store: true``, and the messages that it answers."""
+
+    __tablename__ = "toka_chats"
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    body: Mapped[bytes] = mapped_column(Bytes)  # JSON, without ``metadata``
+    items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of messages
+    model: Mapped[str] = mapped_column(String(512))
+    labels: Mapped[dict[str, str] | None] = mapped_column(JSON)  # OpenAI's ``metadata``
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    key_name: Mapped[str] = _key_name()
+
+    __table_args__ = (Index("toka_chats_key", "key_name", "seq"),)
 
 
 class StoredTry(Base):
