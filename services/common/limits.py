@@ -51,14 +51,15 @@ class Limits:
         self._uses: dict[str, _Use] = {}
 
     @contextmanager
-    def running(self, key: Key | None) -> Iterator[None]:
-        """Count a request while it runs. Raises ``Overloaded`` when as many run as may."""
+    def running(self, key: Key | None, *, admitted: bool = False) -> Iterator[None]:
+        """Count a request while it runs. Raises ``Overloaded`` if the key's limit is reached, unless it is ``admitted``
+        already: work that goes on when its request has been answered."""
         if key is None:
             yield
             return
         use = self._use(key)
         most = self._part(key.max_concurrent)
-        if most is not None and use.running >= most:
+        if most is not None and use.running >= most and not admitted:
             raise _exceeded(f"{use.running} requests of this API key run already, its limit", _BUSY_RETRY_S)
         use.running += 1
         while most is not None and use.behind and use.running + len(use.behind) > most:

@@ -63,6 +63,9 @@ async def serve(
     try:
         await gateway.fleet.known(FIRST_LOOK_S)
         await _while(gateway.fleet.goes_on(), server.serve(sockets=sockets))
+        idle = asyncio.create_task(gateway.batches.background_idle())
+        await asyncio.wait([idle, drain], return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
     finally:
         drain.cancel()
         collecting.cancel()

@@ -29,9 +29,10 @@ from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
 from services.gateway.openai.completions import create_completion
 from services.gateway.openai.other import create_embedding, get_version
-from services.gateway.openai.responses.body import ResponsesBody
-from services.gateway.openai.responses.routes import (
-    create_response,
+from services.gateway.openai.responses.body import InputTokensBody, ResponsesBody
+from services.gateway.openai.responses.routes import INPUT_TOKENS, count_input_tokens, create_response
+from services.gateway.openai.responses.stored_routes import (
+    cancel_response,
     delete_response,
     get_response,
     list_input_items,
@@ -66,6 +67,7 @@ def _make_api(gateway: Gateway) -> FastAPI:
         ("/v1/completions", create_completion, CompletionBody),
         ("/v1/chat/completions", create_chat_completion, ChatBody),
         ("/v1/responses", create_response, ResponsesBody),
+        (INPUT_TOKENS, count_input_tokens, InputTokensBody),
         ("/tokenize", tokenize, TokenizeBody),
         ("/detokenize", detokenize, DetokenizeBody),
     ):
@@ -89,6 +91,8 @@ def _make_api(gateway: Gateway) -> FastAPI:
         api.add_api_route(path, show, methods=["GET"], response_model=None)
         api.add_api_route(path, show, methods=["HEAD"], response_model=None, include_in_schema=False)
     api.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"], response_model=None)
+    cancel = "/v1/responses/{response_id}/cancel"
+    api.add_api_route(cancel, cancel_response, methods=["POST"], response_model=None)
     add_routes(api)
     add_console(api, public=True)
     api.openapi = partial(describe, api)  # type: ignore[method-assign]  # FastAPI's own way

@@ -43,6 +43,7 @@ ROUTES = (
     "/v1/messages", "/v1/messages/count_tokens",
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
     "/v1/embeddings", "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
+    "/v1/responses/{response_id}/cancel", "/v1/responses/input_tokens",
     "/tokenize", "/detokenize", "/version",
     "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
     "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/chat/completions/batch",

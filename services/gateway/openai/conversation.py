@@ -80,11 +80,12 @@ def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoi
             "this server does not know how this model writes its tool calls; leave tools out, or have the server"
             " started with tool_call_parser=llama3, hermes or none",
         )
-    constrained = choice not in (None, "auto") or any(tool.function.strict for tool in body.tools)
+    strict = body.only_allowed or any(tool.function.strict for tool in body.tools)
+    constrained = strict or choice not in (None, "auto")
     if constrained and formats.calls is None:
         raise _unsupported(
             "tools",
-            "with tool_call_parser=none calls stay text: they cannot be required, nor strict; have the server started"
+            "with tool_call_parser=none calls stay text: they cannot be required, strict or limited to allowed tools; have the server started"
             " with tool_call_parser=llama3 or hermes",
         )
     if not isinstance(choice, NamedTool):
@@ -114,7 +115,8 @@ async def make_grammar(
     ``wanted``: what its words have to. Raises ``InvalidRequest``."""
     calls = None
     must_call = choice == "required" or isinstance(choice, NamedTool)
-    constrained = must_call or (tools and wanted is not None) or any(tool.function.strict for tool in tools)
+    held = wanted is not None or body.only_allowed
+    constrained = must_call or (tools and held) or any(tool.function.strict for tool in tools)
     if constrained and formats.calls is not None:
         parallel = parallel and not isinstance(choice, NamedTool)
         calls = CallRules(formats.calls, tools, parallel=parallel, strict_only=not must_call)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.gateway.openai.body import Body
@@ -159,7 +159,29 @@ def check_names_differ(names: Iterable[str]) -> None:
             raise ValueError(f"two tools have the name {name!r}; give each its own")
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedFunctions(Body):
+    """Tools by their names, and whether the model must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    """The tools of a request that the model may call. The others are left out."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+def check_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return variables of a chat template. Raises ``ValueError`` for one that is a parameter of its own."""
+    for name in _NOT_VARIABLES:
+        if variables and name in variables:
+            raise ValueError(f"{name!r} is a parameter of its own, where there is one; take it out of here")
+    return variables
 
 
 class ConversationBody(Body):
@@ -170,6 +192,7 @@ class ConversationBody(Body):
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    _only_allowed: bool = PrivateAttr(default=False)
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
 
     @field_validator("tools")
@@ -178,13 +201,12 @@ class ConversationBody(Body):
         check_names_differ(tool.function.name for tool in tools or ())
         return tools
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _only_variables(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in _NOT_VARIABLES:
-            if variables and name in variables:
-                raise ValueError(f"{name!r} is a parameter of its own, where there is one; take it out of here")
-        return variables
+    _only_variables = field_validator("chat_template_kwargs")(check_variables)
+
+    @property
+    def only_allowed(self) -> bool:
+        """Whether the model may call no tool but ``tools``, whatever it has read of others."""
+        return self._only_allowed
 
     @model_validator(mode="after")
     def _one_who_goes_on(self) -> "ConversationBody":

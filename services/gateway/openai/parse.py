@@ -21,7 +21,9 @@ _UNION_STEPS = (
     "list[TextPart]",
     "list[InputPart]",
     "NamedTool",
-    "NamedFunctionTool",
+    "NamedResponseTool",
+    "AllowedTools",
+    "AllowedResponseTools",
     "dict[str,any]",
     "constrained-str",
     "literal['none','auto','required']",
@@ -53,7 +55,7 @@ def parse(raw: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise _describe(error) from None
+        raise describe(error) from None
 
 
 def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
@@ -80,7 +82,8 @@ def listed_as_ignored(names: Sequence[str]) -> dict[str, str]:
     return {IGNORED_HEADER: ",".join(dict.fromkeys(names))[:_LONGEST_HEADER]} if names else {}
 
 
-def _describe(error: ValidationError) -> InvalidRequest:
+def describe(error: ValidationError) -> InvalidRequest:
+    """Return ``error`` as one about the parameter at fault."""
     # Of a union's branches the one that got furthest is what the client meant: to the end of a list, or deepest.
     problems = error.errors(include_url=False)
     problem = max(problems, key=lambda problem: (problem["type"] == "too_long", len(problem["loc"])))

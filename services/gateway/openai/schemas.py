@@ -15,7 +15,7 @@ from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import shown
-from services.gateway.openai.messages import ConversationBody, ReasoningEffort, ToolChoice
+from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, ToolChoice
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 4096
@@ -261,4 +261,16 @@ class ChatBody(ConversationBody, GenerationBody):
     def _top_logprobs_need_logprobs(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed when logprobs is true")
+        return self
+
+    @model_validator(mode="after")
+    def _only_allowed_tools(self) -> "ChatBody":
+        """Replace ``allowed_tools`` by its mode, and leave out the tools that it does not name."""
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = self.tool_choice.allowed_tools
+            names = {tool.function.name for tool in allowed.tools}
+            if missing := names - {tool.function.name for tool in self.tools or ()}:
+                raise ValueError(f"tool_choice: there is no tool {min(missing)[:64]!r} among tools")
+            self.tools = [tool for tool in self.tools or () if tool.function.name in names]
+            self.tool_choice, self._only_allowed = allowed.mode, True
         return self

@@ -63,6 +63,10 @@ class EventStream(Response):
         self._close = close
         self._broken = broken or error_event
 
+    def taken(self) -> tuple[AsyncIterator[bytes], Callable[[], None]]:
+        """Return the events, and what to call at their end, for a reader inside the gateway. No client gets them."""
+        return self._events, lambda: self._close(False)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = False
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body, Elsewhere, Id
@@ -11,37 +11,40 @@ from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, Sc
 from services.gateway.openai.json_value import check_schema
 from services.gateway.openai.messages import (
     MAX_MESSAGES,
-    MAX_PARTS,
+    MAX_TEMPLATE_VARIABLES,
     MAX_TOOLS,
-    CalledFunction,
-    Function,
     Message,
-    NamedFunction,
-    NamedTool,
-    PastCall,
     ReasoningEffort,
     Tool,
     check_names_differ,
+    check_variables,
+)
+from services.gateway.openai.parse import describe
+from services.gateway.openai.responses.input_items import Item, messages_of
+from services.gateway.openai.responses.tools import (
+    AllowedResponseTools,
+    NamedResponseTool,
+    ResponseTool,
+    chat_choice,
+    chat_tools,
+    grammars,
+    hosted,
+    names_of,
 )
 from services.gateway.openai.schemas import ChatBody, SamplingBody
 
-# Of OpenAI's own: with these values they change nothing, with others they are refused.
+# Parameters of OpenAI's own. With these values they change nothing, and with others they are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
-    "background": (False,),
     "background_options": (),
     "context_management": ([],),
-    "conversation": (),
     "image": (),
     "max_tool_calls": (),
     "prompt": (),
     "truncation": ("disabled",),
 }
-_REASONS = {
-    "background": "this server answers while you wait; leave it out, set it to False, or send a batch",
-    "conversation": "this server keeps responses and no conversations: go on from one with previous_response_id",
-}
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 # Of other endpoints.
 _FORM, _LENGTH = Elsewhere("text.format"), Elsewhere("max_output_tokens")
 _ELSEWHERE = {
@@ -65,100 +68,24 @@ _ELSEWHERE = {
 }
 
 
-class InputPart(Body):
-    """A piece of a text."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-Text = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
-
-
-class InputMessage(Body):
-    """A turn of the conversation."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text
-
-
-class InputCall(Body):
-    """A tool call that the model made."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class InputCallOutput(Body):
-    """What came of it."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Text
-
-
-class ReasoningPart(Body):
-    """A piece of the model's thoughts."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class InputReasoning(Body):
-    """What the model thought."""
-
-    type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
-    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
-
-
-def _tag(item: Any) -> str:
-    """A tag begins with #, so that nobody takes it for a part of a parameter's name."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if kind is None:
-        return "#message"
-    # Anything else than a name may be nested as deep as JSON goes, and is not put into words.
-    return f"#{kind if isinstance(kind, str) else type(kind).__name__}"
-
-
 def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Item = Annotated[
-    Annotated[InputMessage, Tag("#message")]
-    | Annotated[InputCall, Tag("#function_call")]
-    | Annotated[InputCallOutput, Tag("#function_call_output")]
-    | Annotated[InputReasoning, Tag("#reasoning")],
-    Discriminator(_tag),
-]
-
-
-class Typed(Body):
-    """First of all a tool is checked to be of the one kind there is."""
-
-    type: Literal["function"]
-
-
-class FunctionTool(Function, Typed):
-    """A function that the model may call."""
-
-
-class NamedFunctionTool(Body):
-    """The tool that the model must call."""
-
-    type: Literal["function"]
-    name: str
-
-
 class Reasoning(Body):
-    """How long to think."""
+    """How long the model thinks, and what is told of it."""
 
     effort: ReasoningEffort | None = None
-    summary: None = None
+    summary: str | None = None
+
+    @field_validator("summary")
+    @classmethod
+    def _no_summarizer(cls, summary: str | None) -> str | None:
+        if summary not in (None, "auto"):
+            raise ValueError(
+                "this server writes no summaries: the reasoning item has all of it; send 'auto' or leave it out"
+            )
+        return summary
 
 
 class TextFormat(Body):
@@ -192,10 +119,6 @@ class TextFormat(Body):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-def _named(tool: NamedFunctionTool) -> NamedTool:
-    return NamedTool(type="function", function=NamedFunction(name=tool.name))
-
-
 class TextConfig(Body):
     """What the text is like."""
 
@@ -210,14 +133,27 @@ class ResponseStreamOptions(Body):
 
 
 def check_includes(includes: list[str]) -> list[str]:
-    """What a response may have besides. Raises ``ValueError`` for what this server's have not."""
+    """Return ``includes``, additions to a response. Raises ``ValueError`` for one that this server does not have."""
     for name in includes:
-        if name != LOGPROBS:
-            raise ValueError(f"{name[:100]!r} is not supported by this server yet, only {LOGPROBS!r}; leave it out")
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
+            raise ValueError(
+                f"{name[:100]!r} is not supported by this server yet, only {LOGPROBS!r} and {ENCRYPTED_REASONING!r};"
+                " leave it out"
+            )
     return includes
 
 
+def _items_or_none(value: Any) -> Any:
+    return [] if value is None else _items(value)
+
+
 Includes = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64), AfterValidator(check_includes)]
+
+
+class ConversationReference(Body):
+    """A stored conversation."""
+
+    id: Id
 
 
 class ResponsesBody(SamplingBody):
@@ -234,20 +170,22 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: Includes | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     previous_response_id: Id | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+
+    background: bool | None = None
+    conversation: Id | ConversationReference | None = None
 
     access_programs: Any = None
-    background: Any = None
     background_options: Any = None
     context_management: Any = None
-    conversation: Any = None
     image: Any = None
     max_tool_calls: Any = None
     prompt: Any = None
@@ -255,34 +193,61 @@ class ResponsesBody(SamplingBody):
 
     @field_validator("tools")
     @classmethod
-    def _names_differ(cls, tools: list[FunctionTool] | None) -> list[FunctionTool] | None:
-        check_names_differ(tool.name for tool in tools or ())
+    def _names_differ(cls, tools: list[Any] | None) -> list[Any] | None:
+        check_names_differ(names_of(tools or ()))
         return tools
+
+    _only_variables = field_validator("chat_template_kwargs")(check_variables)
+
+    @model_validator(mode="after")
+    def _background_is_stored(self) -> "ResponsesBody":
+        if self.background and self.store is False:
+            raise ValueError("background: not with store=false; leave store out, since the response is asked for later")
+        return self
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Id of the conversation that the response belongs to."""
+        return self.conversation.id if isinstance(self.conversation, ConversationReference) else self.conversation
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the words for the user come with log-probabilities."""
-        return bool(self.include or self.top_logprobs)
+        """Whether the text of messages comes with log-probabilities."""
+        return bool(LOGPROBS in (self.include or ()) or self.top_logprobs)
+
+    @property
+    def wants_encrypted_reasoning(self) -> bool:
+        """Whether reasoning items have ``encrypted_content``."""
+        return ENCRYPTED_REASONING in (self.include or ())
+
+    @property
+    def left_out(self) -> list[str]:
+        """What the request asks for and the model is not told of or held to, for the header that lists it."""
+        names = [f"tools.{kind}" for kind in hosted(self.tools or ())]
+        return [*names, "tools.format"] if grammars(self.tools or ()) else names
 
     def chat(self) -> ChatBody:
-        """The same request to chat completions. ``InvalidRequest`` for what this server does not do."""
+        """Return the same request to chat completions. Raises ``InvalidRequest`` for what this server does not do."""
         self._refuse_what_is_not_neutral()
-        reasoning = self.reasoning or Reasoning()
-        named = self.tool_choice
-        choice = _named(named) if isinstance(named, NamedFunctionTool) else named
+        reasoning, tools = self.reasoning or Reasoning(), chat_tools(self.tools or ())
+        try:
+            return self._chat(reasoning, tools)
+        except ValidationError as error:  # a rule that is written in terms of chat completions
+            raise describe(error) from None
+
+    def _chat(self, reasoning: Reasoning, tools: list[Tool]) -> ChatBody:
         return ChatBody(
             **{name: getattr(self, name) for name in SamplingBody.model_fields},
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            tools=[Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools]
-            if self.tools
-            else None,
-            tool_choice=choice,
+            tools=tools or None,
+            tool_choice=chat_choice(self.tool_choice, self.tools or ()),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=reasoning.effort,
             response_format=self.text.format.chat() if self.text and self.text.format else None,
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
     def _refuse_what_is_not_neutral(self) -> None:
@@ -290,37 +255,15 @@ class ResponsesBody(SamplingBody):
             value = getattr(self, name)
             if value is None or any(value == neutral and type(value) is type(neutral) for neutral in neutrals):
                 continue
-            default = f"{name!r} is not supported by this server yet; leave it out"
-            raise InvalidRequest(_REASONS.get(name, default), field=name, reason="UNSUPPORTED_PARAMETER")
+            message = f"{name!r} is not supported by this server yet; leave it out"
+            raise InvalidRequest(message, field=name, reason="UNSUPPORTED_PARAMETER")
 
     def _messages(self) -> list[Message]:
-        """Thoughts and calls become parts of the assistant's message that they belong to."""
         messages = [Message(role="system", content=self.instructions)] if self.instructions else []
-        thoughts, turn = None, None  # turn: the assistant's message that may still get calls
-        for item in self.input:
-            match item:
-                case InputReasoning():
-                    thoughts, turn = _joined(item.content or item.summary or []), None
-                case InputCall():
-                    call = PastCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-                    if turn is None:
-                        turn = Message(role="assistant", content="", reasoning_content=thoughts, tool_calls=[])
-                        messages.append(turn)
-                    turn.tool_calls = [*(turn.tool_calls or []), call]
-                    thoughts = None
-                case InputCallOutput():
-                    messages.append(Message(role="tool", content=_joined(item.output), tool_call_id=item.call_id))
-                    turn = None
-                case InputMessage(role="assistant"):
-                    turn = Message(role="assistant", content=_joined(item.content), reasoning_content=thoughts)
-                    messages.append(turn)
-                    thoughts = None
-                case InputMessage():
-                    messages.append(Message(role=item.role, content=_joined(item.content)))
-                    turn = None
+        messages += messages_of(self.input)
         if not messages:
             raise InvalidRequest(
-                "input: there is nothing to answer but thoughts; add a message", field="input", reason="INVALID_VALUE"
+                "input: there is nothing to answer but reasoning; add a message", field="input", reason="INVALID_VALUE"
             )
         if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(
@@ -331,5 +274,11 @@ class ResponsesBody(SamplingBody):
         return messages
 
 
-def _joined(text: Any) -> str:
-    return text if isinstance(text, str) else "".join(part.text for part in text)
+class InputTokensBody(ResponsesBody):
+    """``POST /v1/responses/input_tokens``."""
+
+    input: Annotated[
+        list[Item],
+        Field(max_length=MAX_MESSAGES, default_factory=list),
+        BeforeValidator(_items_or_none, json_schema_input_type=str | list[Item] | None),
+    ]

@@ -1,53 +1,81 @@
 """The output items of a response, and the events that tell how they grow."""
 
-import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from services.gateway.openai.chat_shape import call_id
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta
+from services.gateway.openai.responses.input_items import sealed
+from services.gateway.openai.responses.tools import (
+    CALLS,
+    CUSTOM_CALL,
+    FUNCTION_CALL,
+    SHELL_CALL,
+    Offered,
+    call_content,
+)
 
-Event = tuple[str, dict[str, Any]]  # type, and what it holds beside
+Event = tuple[str, dict[str, Any]]  # type, and the other members
+
+_ID_DIGITS = 32  # of a response's id behind its prefix
 
 
 class OutputItems:
-    """Those of one response. The last one is open until ``finish``, or until something of another kind comes."""
+    """The output items of one response. The last one is open until ``finish``, or until one of another kind begins.
 
-    def __init__(self) -> None:
+    An item's id contains its response's, so that a reference to the item leads to the response (``response_of``).
+    """
+
+    def __init__(self, response_id: str, tools: Mapping[str, Offered], *, encrypted: bool = False) -> None:
+        """``tools``: by the names under which the model knows them. ``encrypted``: reasoning items have
+        ``encrypted_content``."""
         self.items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] = {}  # an item; empty: none is
+        self._name = response_id.rpartition("_")[2]
+        self._tools = tools
+        self._encrypted = encrypted
+        self._open: dict[str, Any] = {}  # the open item; empty if there is none
         self._text = ""  # of the open item
-        self._logprobs: list[dict[str, Any]] = []  # beside it, of words for the user
+        self._logprobs: list[dict[str, Any]] = []  # of the open item, if it is a message
 
     def push(self, deltas: Iterable[Delta], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """Take what is new. ``logprobs``: of the words for the user in it, as JSON."""
+        """Append ``deltas`` to the items. ``logprobs``: those of the messages in it, as JSON."""
         events: list[Event] = []
         for delta in deltas:
             if isinstance(delta, CallBegun):
-                events += self._begin("function_call", {"call_id": call_id(), "name": delta.name, "arguments": ""})
+                events += self._begin_call(delta.name)
                 continue
-            kind = _kind(delta)
+            kind = self._kind(delta)
             if self._open.get("type") != kind:
                 events += self._begin(kind, _EMPTY[kind])
             self._text += delta.text
             new = logprobs if kind == "message" else ()
             self._logprobs += new
-            said = self._told({"delta": delta.text}, new)
-            events.append((f"response.{_STREAMS[kind]}.delta", self._place(part=True) | said))
+            if kind in _STREAMS:
+                said = self._told({"delta": delta.text}, new)
+                events.append((f"response.{_STREAMS[kind]}.delta", self._place(part=True) | said))
         return events
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """The response is over. One without a word has an empty message."""
+        """End the response. One without text gets an empty message."""
         events = [] if self.items else self._begin("message", _EMPTY["message"])
         return events + self._end("completed" if complete else "incomplete")
 
     def abandon(self) -> None:
-        """The response has failed: what was open stays as it is."""
+        """End a response that has failed or was cancelled: the open item stays as it is."""
         self._end("incomplete")
+
+    def _begin_call(self, name: str) -> list[Event]:
+        tool = self._tools.get(name) or Offered("function", name)
+        kind = CALLS[tool.kind]
+        named = {} if kind == SHELL_CALL else {"name": tool.name}
+        if tool.namespace:
+            named["namespace"] = tool.namespace
+        return self._begin(kind, {"call_id": call_id(), **named, **call_content(kind, "", complete=False)})
 
     def _begin(self, kind: str, content: dict[str, Any]) -> list[Event]:
         events = self._end("completed")
-        item = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **content}
+        name = f"{_PREFIXES[kind]}_{self._name}{len(self.items):04x}"
+        item = {"id": name, "type": kind, "status": "in_progress", **content}
         self.items.append(item)
         self._open, self._text, self._logprobs = item, "", []
         events.append(("response.output_item.added", self._place(item=dict(item))))
@@ -61,17 +89,38 @@ class OutputItems:
             return []
         kind, text = item["type"], self._text
         item["status"] = status
-        said = {"arguments": text, "name": item["name"]} if kind == "function_call" else {"text": text}
-        events = [(f"response.{_STREAMS[kind]}.done", self._place(part=True) | self._told(said, self._logprobs))]
+        events: list[Event] = []
         if kind in _PARTS:
             part = _part(kind, text, self._logprobs)
             item["content"] = [part]
+            said = self._told({"text": text}, self._logprobs)
+            events.append((f"response.{_PARTS[kind]}.done", self._place(part=True) | said))
             events.append(("response.content_part.done", self._place(part=True) | {"part": part}))
         else:
-            item["arguments"] = text
+            item |= call_content(kind, text, complete=status == "completed")
+            events += self._end_of_call(item)
+        if kind == "reasoning" and self._encrypted:
+            item["encrypted_content"] = sealed(text)
         events.append(("response.output_item.done", self._place(item=dict(item))))
         self._open = {}
         return events
+
+    def _end_of_call(self, item: dict[str, Any]) -> list[Event]:
+        """The input of a custom tool is a string in the model's JSON, so it is told at its end."""
+        place = self._place(part=True)
+        if item["type"] == FUNCTION_CALL:
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            return [("response.function_call_arguments.done", place | said)]
+        if item["type"] == CUSTOM_CALL:
+            stream = "response.custom_tool_call_input"
+            said = {"input": item["input"]}
+            return [(f"{stream}.delta", place | {"delta": item["input"]}), (f"{stream}.done", place | said)]
+        return []
+
+    def _kind(self, delta: Delta) -> str:
+        if isinstance(delta, Arguments):
+            return str(self._open["type"])
+        return "message" if isinstance(delta, Content) else "reasoning"
 
     def _told(self, said: dict[str, Any], logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return said | ({"logprobs": logprobs} if self._open["type"] == "message" else {})
@@ -85,19 +134,21 @@ class OutputItems:
         return place if item is None else place | {"item": item}
 
 
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that the output item ``item_id`` is of, or None if it is no output item."""
+    prefix, _, name = item_id.rpartition("_")
+    if prefix not in _PREFIXES.values() or len(name) <= _ID_DIGITS:
+        return None
+    return f"resp_{name[:_ID_DIGITS]}"
+
+
 _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": []},
 }
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", FUNCTION_CALL: "fc", CUSTOM_CALL: "ctc", SHELL_CALL: "lsh"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-_STREAMS = _PARTS | {"function_call": "function_call_arguments"}
-
-
-def _kind(delta: Delta) -> str:
-    if isinstance(delta, Arguments):
-        return "function_call"
-    return "message" if isinstance(delta, Content) else "reasoning"
+_STREAMS = _PARTS | {FUNCTION_CALL: "function_call_arguments"}  # items whose text is told as it comes
 
 
 def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

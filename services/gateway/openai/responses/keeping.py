@@ -1,177 +1,220 @@
-"""Conversations in the store: what a response goes on with, and what is kept of it."""
+"""The conversation that a request goes on with, and what is stored of its response."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import orjson
 import structlog
 from pydantic import TypeAdapter
 
-from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound, TokaError
-from services.gateway.batch.ids import new_id
-from services.gateway.batch.responses import KeptResponse, Responses
+from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
+from services.gateway.batch.background import to_its_end
+from services.gateway.batch.conversations import Addition, Conversations
+from services.gateway.batch.responses import RUNNING, Responses
+from services.gateway.batch.service import Opened
 from services.gateway.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES
-from services.gateway.openai.responses.body import (
-    InputCall,
-    InputCallOutput,
-    InputMessage,
-    InputReasoning,
-    Item,
-    ResponsesBody,
-)
+from services.gateway.openai.responses.body import ResponsesBody
+from services.gateway.openai.responses.input_items import Item, ItemReference
+from services.gateway.openai.responses.items import response_of
+from services.gateway.openai.responses.stored_items import all_stored, loaded, outputs, without_logprobs
 
 log = structlog.get_logger(__name__)
 
-R = TypeVar("R")
-
-# Of earlier turns, as JSON: each response keeps them again, so that a small request may not store much.
+# Of earlier turns, as JSON: each response keeps them again, so that a small request cannot store much.
 MAX_EARLIER_BYTES = 4 * 1024 * 1024
-_PATIENCE_S = 10.0  # with a store that is busy: an answer waits so long
+MAX_REFERENCED = 1024  # responses whose items one request refers to
+_PATIENCE_S = 10.0  # timeout of the store when a response is kept
 
 _ITEMS = TypeAdapter(list[Item])
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """Of one response. ``items``: the conversation that it answers, see ``KeptResponse``."""
+    """Keeps one response. ``items``: the conversation that it answers, see ``KeptResponse``."""
 
     records: Responses
+    conversations: Conversations
     items: bytes
     key_name: str
+    stores: bool = True  # the response itself
+    conversation_id: str | None = None
+    added: Sequence[dict[str, Any]] = ()  # the items of its input, for the conversation
 
-    async def keep(self, response: dict[str, Any]) -> bool:
-        """Whether it is kept now: an answer that was computed is told in any case."""
+    async def keep(self, response: dict[str, Any]) -> None:
+        """Keep ``response``, which is told in any case. If that fails, its ``store`` becomes false, and its
+        ``conversation`` null."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                await self.records.keep(response, self.items, self.key_name)
+                await self._keep(response)
+            return
         except AlreadyExists:
-            return True  # by an earlier try of this request
+            return  # kept by an earlier try of this request
         except (TokaError, TimeoutError) as error:
-            log.warning("response not stored", id=response["id"], reason=str(error) or f"took {_PATIENCE_S:.0f} s")
-            return False
+            reason = str(error) or f"took {_PATIENCE_S:.0f} s"
+            log.warning("response not stored", id=response["id"], reason=reason)
         except Exception:
             log.exception("response not stored", id=response["id"])
-            return False
-        return True
+        response |= {"store": False, "conversation": None}
+
+    def addition(self, response: dict[str, Any]) -> Addition | None:
+        """Return what ``response`` adds to its conversation. One that failed or was cancelled adds nothing."""
+        if self.conversation_id is None or response["status"] not in ("completed", "incomplete"):
+            return None
+        return Addition(self.conversation_id, [*self.added, *map(without_logprobs, response["output"])])
+
+    async def _keep(self, response: dict[str, Any]) -> None:
+        addition = self.addition(response)
+        try:
+            if self.stores:
+                await self.records.keep(response, self.items, self.key_name, addition)
+            elif addition is not None:
+                await self.conversations.append(addition, self.key_name)
+        except NotFound:  # the conversation was deleted meanwhile
+            log.info("no conversation to add a response to", id=response["id"])
+            response["conversation"] = None
+            await replace(self, conversation_id=None)._keep(response)
+
+
+class Earlier(NamedTuple):
+    """The turns before a request's input, as they are stored and as they are validated."""
+
+    told: list[dict[str, Any]]
+    items: list[Any]
 
 
 async def with_conversation(
-    gateway: Gateway, body: ResponsesBody, size: int, key_name: str
+    gateway: Gateway, body: ResponsesBody, size: int, key_name: str, *, keeps: bool = True
 ) -> tuple[ResponsesBody, Keeper | None]:
-    """``body``, which was ``size`` bytes and comes from a caller with the API key ``key_name``, with its whole
-    conversation as its input, and what keeps its response; None: nothing does.
+    """Return ``body`` with its whole conversation as its input, and what keeps its response, or None if nothing does.
 
-    Raises ``InvalidRequest`` for a conversation, or a wish to be stored, that cannot be met.
+    ``size``: bytes of the body. ``key_name``: that of the caller's API key. ``keeps``: there will be a response.
+    Raises ``InvalidRequest`` for a conversation that cannot be read, and for a response that cannot be stored.
     """
-    earlier, keeping = None, None
-    if body.previous_response_id is not None:
-        records = await _records(gateway, "previous_response_id")
+    earlier, size = await _earlier(gateway, body, size, key_name)
+    body = await _without_references(gateway, body, earlier, key_name)
+    keeper = await _keeper(gateway, body, earlier, size, key_name) if keeps else None
+    if earlier.items:
+        body = body.model_copy(update={"input": [*earlier.items, *body.input]})
+    return body, keeper
+
+
+async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: str) -> tuple[Earlier, int]:
+    """Return the turns before the input, and the bytes of all of them."""
+    field = "previous_response_id"
+    if body.conversation_id is not None:
+        field = "conversation"
+        if body.previous_response_id is not None:
+            raise InvalidRequest(
+                "conversation: not with previous_response_id; send one of them", field=field, reason="INVALID_VALUE"
+            )
+        store = await _opened(gateway, field)
         try:
-            earlier = await _to_its_end(records.get(body.previous_response_id, key_name))
+            items = await to_its_end(store.conversations.items(body.conversation_id, key_name))
+        except NotFound as error:
+            raise InvalidRequest(
+                f"conversation: {error.message}", field=field, reason="CONVERSATION_NOT_FOUND"
+            ) from None
+        most = sum(map(len, items))
+        told = await gateway.text.worked(size + most, loaded, items)
+    elif body.previous_response_id is not None:
+        store = await _opened(gateway, field)
+        try:
+            kept = await to_its_end(store.responses.get(body.previous_response_id, key_name))
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}; send the conversation as input",
-                field="previous_response_id",
+                field=field,
                 reason="PREVIOUS_RESPONSE_NOT_FOUND",
             ) from None
-        size += earlier.size
-    if body.store is not False:
-        try:
-            keeping = await _records(gateway, "store")
-        except TokaError:
-            if body.store:
-                raise
-    if earlier is not None:
-        told, validated = await gateway.text.worked(size, _earlier, earlier, len(body.input))
+        if kept.status in RUNNING:
+            raise InvalidRequest(
+                f"previous_response_id: the response is {kept.status}; wait until it has ended",
+                field=field,
+                reason="PREVIOUS_RESPONSE_NOT_ENDED",
+            )
+        if len(kept.items) > MAX_EARLIER_BYTES:
+            raise _too_long(field, f"more than {MAX_EARLIER_BYTES} bytes")
+        most = kept.size  # with log-probabilities
+        told = await gateway.text.worked(size + most, lambda: [*orjson.loads(kept.items), *outputs([kept.body])])
     else:
-        told, validated = [], []
-    keeper = None
-    if keeping is not None:
-        keeper = Keeper(keeping, await gateway.text.worked(size, _to_keep, told, body.input), key_name)
-    return body.model_copy(update={"input": [*validated, *body.input]}) if validated else body, keeper
+        return Earlier([], []), size
+    size += most
+    return await gateway.text.worked(size, _validated, told, most, len(body.input), field), size
 
 
-def _earlier(kept: KeptResponse, new: int) -> tuple[list[dict[str, Any]], list[Item]]:
-    """The turns up to ``kept`` and its output, for a request with ``new`` items: as they are listed, and checked."""
-    if len(kept.items) > MAX_EARLIER_BYTES:
-        raise _too_long(f"more than {MAX_EARLIER_BYTES} bytes")
-    told = [*orjson.loads(kept.items), *map(_without_logprobs, orjson.loads(kept.body)["output"])]
-    if kept.size > MAX_EARLIER_BYTES and len(orjson.dumps(told)) > MAX_EARLIER_BYTES:
-        raise _too_long(f"more than {MAX_EARLIER_BYTES} bytes")
+def _validated(told: list[dict[str, Any]], most_bytes: int, new: int, field: str) -> Earlier:
+    if most_bytes > MAX_EARLIER_BYTES and len(orjson.dumps(told)) > MAX_EARLIER_BYTES:
+        raise _too_long(field, f"more than {MAX_EARLIER_BYTES} bytes")
     if len(told) + new > MAX_MESSAGES:
-        raise _too_long(f"{len(told)} items: at most {MAX_MESSAGES} with those of input")
-    return told, _ITEMS.validate_python(told)
+        raise _too_long(field, f"{len(told)} items: at most {MAX_MESSAGES} with those of input")
+    return Earlier(told, _ITEMS.validate_python(told))
 
 
-def _too_long(what: str) -> InvalidRequest:
+def _too_long(field: str, what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"previous_response_id: the conversation up to it has {what}; begin a new one with what is still needed of it",
-        field="previous_response_id",
+        f"{field}: the conversation up to it has {what}; begin a new one with what is still needed of it",
+        field=field,
         reason="INVALID_VALUE",
     )
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of an output in a later conversation: they stay with the response, and are many times its text."""
-    if item["type"] != "message":
-        return item
-    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+async def _without_references(gateway: Gateway, body: ResponsesBody, earlier: Earlier, key_name: str) -> ResponsesBody:
+    """Return ``body`` with the items that its input refers to in place of the references."""
+    wanted = {item.id for item in body.input if isinstance(item, ItemReference)}
+    if not wanted:
+        return body
+    store = await _opened(gateway, "input")
+    by_id = {item["id"]: item for item in earlier.told if item["id"] in wanted}
+    responses = {name for each in wanted - by_id.keys() if (name := response_of(each)) is not None}
+    if len(responses) > MAX_REFERENCED:
+        raise InvalidRequest(
+            f"input: it refers to items of {len(responses)} responses: at most {MAX_REFERENCED}; send the items",
+            field="input",
+            reason="INVALID_VALUE",
+        )
+    bodies = await to_its_end(store.responses.bodies(responses, key_name, MAX_EARLIER_BYTES))
+    by_id |= {item["id"]: item for item in await gateway.text.worked(sum(map(len, bodies)), outputs, bodies)}
+    for place, item in enumerate(body.input):
+        if isinstance(item, ItemReference) and item.id not in by_id:
+            raise InvalidRequest(
+                f"input[{place}]: there is no stored item {item.id[:100]!r}: it was of a response that was not stored,"
+                " was deleted, or is older than 30 days; send the item itself",
+                field=f"input[{place}]",
+                reason="ITEM_NOT_FOUND",
+            )
+    found = dict(zip(by_id, _ITEMS.validate_python(list(by_id.values())), strict=True))
+    items = [found[item.id] if isinstance(item, ItemReference) else item for item in body.input]
+    return body.model_copy(update={"input": items})
 
 
-def _to_keep(told: Iterable[dict[str, Any]], given: Iterable[Any]) -> bytes:
-    """JSON of the whole conversation, each item under an id that no other one has."""
-    items: dict[str, dict[str, Any]] = {}
-    for item in (*told, *map(_kept, given)):
-        name = item["id"]
-        if name in items:
-            name = new_id(_PREFIXES[item["type"]])
-        items[name] = item | {"id": name}
-    return orjson.dumps(list(items.values()))
+async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size: int, key_name: str) -> Keeper | None:
+    store = None
+    if body.store is not False or body.conversation_id is not None:
+        try:
+            store = await _opened(gateway, "store")
+        except TokaError:
+            if body.store:
+                raise
+    if store is None:
+        return None
+    told = await gateway.text.worked(size, all_stored, earlier.told, body.input)
+    items = await gateway.text.worked(size, orjson.dumps, told)
+    return Keeper(
+        store.responses,
+        store.conversations,
+        items,
+        key_name,
+        body.store is not False,
+        body.conversation_id,
+        told[len(earlier.told) :],
+    )
 
 
-async def _records(gateway: Gateway, field: str) -> Responses:
+async def _opened(gateway: Gateway, field: str) -> Opened:
     try:
-        return (await gateway.batches.opened()).responses
-    except NotFound as error:  # and there never will be
+        return await gateway.batches.opened()
+    except NotFound as error:  # there never will be a store
         raise InvalidRequest(f"{field}: {error.message}", field=field, reason="UNSUPPORTED_PARAMETER") from None
-
-
-async def _to_its_end(work: Coroutine[Any, Any, R]) -> R:
-    """``work``, which goes on when a client leaves: a transaction is not cut in the middle."""
-    return await asyncio.shield(asyncio.create_task(work))
-
-
-def _kept(item: Any) -> dict[str, Any]:
-    """An item of the input as it is listed, under its own id or a new one."""
-    kept: dict[str, Any]
-    match item:
-        case InputMessage(role=role):
-            kind = "output_text" if role == "assistant" else "input_text"
-            texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-            more: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
-            parts = [{"type": kind, "text": text, **more} for text in texts]
-            kept = {"type": "message", "status": "completed", "role": role, "content": parts}
-        case InputCall():
-            kept = {"type": item.type, "status": "completed", "call_id": item.call_id, "name": item.name}
-            kept["arguments"] = item.arguments
-        case InputCallOutput():
-            output = item.output if isinstance(item.output, str) else [_dumped(part) for part in item.output]
-            kept = {"type": item.type, "status": "completed", "call_id": item.call_id, "output": output}
-        case InputReasoning():
-            kept = {"type": item.type, "summary": [_dumped(part) for part in item.summary or ()]}
-            if item.content is not None:
-                kept["content"] = [_dumped(part) for part in item.content]
-        case _:
-            raise FailedPrecondition(f"an item of type {item.type!r} cannot be stored; send store=false")
-    given = (item.model_extra or {}).get("id")
-    return {"id": given if isinstance(given, str) and given else new_id(_PREFIXES[kept["type"]]), **kept}
-
-
-_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
-
-
-def _dumped(part: Any) -> dict[str, Any]:
-    return {"type": part.type, "text": part.text}

@@ -14,6 +14,7 @@ from services.gateway.openai.responses.attribution import Attribution
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.items import Event, OutputItems
 from services.gateway.openai.responses.keeping import Keeper
+from services.gateway.openai.responses.tools import HostedTool, offered
 from services.gateway.openai.transcript import Piece
 from services.gateway.openai.usage import usage_of
 from services.gateway.session.codec import ModelFacts
@@ -37,22 +38,47 @@ class ResponseShape(ChatShape):
         ``keeper`` when it is to be stored."""
         super().__init__(request_id, facts, token_text, make_reader=make_reader)
         self._id = response_id
-        self._items = OutputItems()
+        tools = offered(body.tools or ())
+        self._items = OutputItems(response_id, tools, encrypted=body.wants_encrypted_reasoning)
         self._body = body
+        self._queued = bool(body.background)  # until there is output
         self._keeper = keeper
         self._attribution: Attribution | None = None
         self._ended: dict[str, Any] = {}  # the response, once it is all there
         self._events_told = 0
 
+    @property
+    def queued(self) -> bool:
+        """Whether a background response has no output yet."""
+        return self._queued
+
+    @property
+    def ended(self) -> bool:
+        """Whether the response is complete, or has failed."""
+        return bool(self._ended)
+
+    def keep_with(self, keeper: Keeper) -> None:
+        """Have ``keeper`` keep the response."""
+        self._keeper = keeper
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the response as it is before its end."""
+        return self._response("queued" if self._queued else "in_progress", None)
+
     def beginning(self) -> bytes:
-        response = self._response("in_progress", None)
-        return self._events([(f"response.{state}", {"response": response}) for state in ("created", "in_progress")])
+        response = self.snapshot()
+        states = ("created", response["status"])
+        return self._events([(f"response.{state}", {"response": response}) for state in states])
 
     def opening(self, index: int) -> bytes:
         return b""
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
-        return self._events(self._take(index, piece, reason))
+        if not self._queued:
+            return self._events(self._take(index, piece, reason))
+        self._queued = False
+        begun = self._events([("response.in_progress", {"response": self.snapshot()})])
+        return begun + self._events(self._take(index, piece, reason))
 
     def choice(self, choice: Choice, piece: Piece) -> bytes:
         self._take(choice.index, piece, choice.outcome.reason)
@@ -80,8 +106,8 @@ class ResponseShape(ChatShape):
             yield self._last_event()
 
     async def _end(self, response: dict[str, Any]) -> None:
-        if self._keeper is not None and not await self._keeper.keep(response):
-            response["store"] = False
+        if self._keeper is not None:
+            await self._keeper.keep(response)
         self._ended = response
 
     def _last_event(self) -> bytes:
@@ -136,7 +162,8 @@ class ResponseShape(ChatShape):
             "object": "response",
             "created_at": self._head["created"],
             "status": status,
-            "background": False,
+            "background": bool(body.background),
+            "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
@@ -146,12 +173,12 @@ class ResponseShape(ChatShape):
             "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": self._keeper is not None,
+            "reasoning": _reasoning(body),
+            "store": self._keeper is not None and self._keeper.stores,
             "temperature": body.temperature,
             "text": {"format": _format(body)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
@@ -165,6 +192,11 @@ def _code(error: TokaError) -> str:
     if isinstance(error, InvalidRequest):
         return "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
+
+
+def _reasoning(body: ResponsesBody) -> dict[str, Any]:
+    given = body.reasoning
+    return {"effort": given.effort if given else None, "summary": given.summary if given else None}
 
 
 def _format(body: ResponsesBody) -> dict[str, Any]:

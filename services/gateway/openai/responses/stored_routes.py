@@ -1,0 +1,81 @@
+"""``/v1/responses/{id}``: read, cancel and delete stored responses, and list what they answer."""
+
+import orjson
+from fastapi import Request, Response
+
+from services.common.errors import InvalidRequest
+from services.gateway.batch.queries import Query
+from services.gateway.batch.service import opened
+from services.gateway.batch.shapes import page
+from services.gateway.http import read_caller
+from services.gateway.openai.errors import response
+from services.gateway.openai.responses.body import check_includes
+from services.gateway.openai.sse import EventStream
+
+MAX_PAGE = 100
+_MOST_EVENTS = 2**31 - 2
+
+
+async def get_response(request: Request, response_id: str) -> Response:
+    """A stored response; with ``stream=true``, the events of one that was made with ``background`` and ``stream``."""
+    query, store, owner = Query(request), await opened(request), read_caller(request).owner
+    check_include_query(request)
+    kept = await store.responses.get(response_id, owner)
+    if query.one_of("stream", ("false", "true", "False", "True")).lower() == "false":
+        if query.text("starting_after") is not None:
+            raise InvalidRequest(
+                "starting_after: only with stream=true; leave it out", field="starting_after", reason="INVALID_VALUE"
+            )
+        return Response(kept.body, media_type="application/json")
+    number = query.number("starting_after", -1, 0, _MOST_EVENTS) + 1
+    if not await store.responses.events(response_id, number):
+        raise InvalidRequest(
+            "stream: the events of this response are not stored: they are for an hour, if it was made with"
+            " background=true and stream=true; leave it out to get the whole response",
+            field="stream",
+            reason="INVALID_VALUE",
+        )
+    return EventStream(store.background.follow(response_id, owner, number), lambda left: None, {})
+
+
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Cancel a background response. One that has ended stays as it is."""
+    store = await opened(request)
+    body = await store.responses.cancel(response_id, read_caller(request).owner)
+    store.background.drop(response_id)
+    return Response(body, media_type="application/json")
+
+
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Delete a response. Those that go on with it have what they need of it."""
+    store = await opened(request)
+    await store.responses.delete(response_id, read_caller(request).owner)
+    store.background.drop(response_id)
+    return response(200, {"id": response_id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """The conversation that a response answers, the last item first."""
+    query = Query(request)
+    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
+    check_include_query(request)
+    kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner)
+    items = await request.app.state.gateway.text.worked(len(kept.items), orjson.loads, kept.items)
+    if order == "desc":
+        items.reverse()
+    if (after := query.text("after")) is not None:
+        places = [place for place, item in enumerate(items, 1) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
+        items = items[places[0] :]
+    return response(200, page(items[:limit], len(items) > limit))
+
+
+def check_include_query(request: Request) -> None:
+    """Raise ``InvalidRequest`` for a value of the query parameter ``include`` that this server does not have."""
+    query = request.query_params
+    given = ",".join(query.getlist("include") + query.getlist("include[]"))
+    try:
+        check_includes(given.split(",") if given else [])
+    except ValueError as error:
+        raise InvalidRequest(f"include: {error}", field="include", reason="INVALID_VALUE") from None

@@ -1,0 +1,300 @@
+"""The tools of ``/v1/responses``. Each is offered to the model as a function, whose calls become the tool's items.
+
+The client runs functions, custom tools and the local shell. OpenAI's servers run hosted tools; this server runs none.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import from_json
+
+from services.common.errors import InvalidRequest
+from services.gateway.openai.body import Body
+from services.gateway.openai.messages import (
+    MAX_TOOLS,
+    AllowedFunctions,
+    AllowedTools,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+
+INPUT = "input"  # the one argument of a custom tool
+LOCAL_SHELL = "local_shell"
+_MAX_NAME = 64
+_SHELL_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+
+
+class _Typed(Body):
+    """The type of a function. It is a base of its own so that it is checked before the other fields."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, _Typed):
+    """A function that the model may call."""
+
+
+class ToolGrammar(Body):
+    """The format of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _definition_with_grammar(self) -> "ToolGrammar":
+        if (self.type == "grammar") is (self.syntax is None or self.definition is None):
+            raise ValueError("'syntax' and 'definition' are needed with type 'grammar', and not allowed with 'text'")
+        return self
+
+
+class CustomTool(Body):
+    """A tool whose input is a text, not JSON."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    format: ToolGrammar | None = None
+
+
+class ShellTool(Body):
+    """The shell of the client's computer."""
+
+    type: Literal["local_shell"]
+
+
+MemberTool = Annotated[
+    Annotated[FunctionTool, Tag("#function")] | Annotated[CustomTool, Tag("#custom")],
+    Discriminator(lambda tool: _tag(tool)),
+]
+
+
+class NamespaceTool(Body):
+    """A group of tools. Each is offered to the model as ``NAMESPACE__NAME``."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    tools: Annotated[list[MemberTool], Field(max_length=MAX_TOOLS)]
+
+    @model_validator(mode="after")
+    def _names_are_short(self) -> "NamespaceTool":
+        for tool in self.tools:
+            if len(name := qualified(self.name, tool.name)) > _MAX_NAME:
+                raise ValueError(f"{name[:100]!r}, its name with the namespace, has more than {_MAX_NAME} characters")
+        return self
+
+
+class HostedTool(Body):
+    """A tool that OpenAI's servers run. This server does not offer it to the model."""
+
+    type: Literal[
+        "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "mcp",
+        "programmatic_tool_calling", "shell", "tool_search", "web_search", "web_search_2025_08_26",
+        "web_search_preview", "web_search_preview_2025_03_11",
+    ]  # fmt: skip
+
+
+_HOSTED = frozenset(HostedTool.model_json_schema()["properties"]["type"]["enum"])
+
+
+def _tag(tool: Any) -> str:
+    """Return the tag of a tool's class. An unknown type is checked as a function, whose error names ``type``."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if not isinstance(kind, str):
+        return "#function"
+    return (
+        "#hosted" if kind in _HOSTED else f"#{kind}" if kind in ("custom", "local_shell", "namespace") else "#function"
+    )
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("#function")]
+    | Annotated[CustomTool, Tag("#custom")]
+    | Annotated[ShellTool, Tag("#local_shell")]
+    | Annotated[NamespaceTool, Tag("#namespace")]
+    | Annotated[HostedTool, Tag("#hosted")],
+    Discriminator(_tag),
+]
+
+
+class NamedResponseTool(Body):
+    """A tool by its type and name."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+    @property
+    def qualified(self) -> str:
+        """The name under which the model knows it."""
+        return qualified(self.namespace, self.name)
+
+
+class AllowedResponseTools(Body):
+    """Tools that the model may call, or must call one of."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class Offered(NamedTuple):
+    """A tool that the model knows as a function."""
+
+    kind: Literal["function", "custom", "local_shell"]
+    name: str
+    namespace: str | None = None
+
+
+FUNCTION_CALL, CUSTOM_CALL, SHELL_CALL = "function_call", "custom_tool_call", "local_shell_call"
+CALLS = {"function": FUNCTION_CALL, "custom": CUSTOM_CALL, "local_shell": SHELL_CALL}  # output items by kind
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name under which the model knows a tool."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def offered(tools: Sequence[Any]) -> dict[str, Offered]:
+    """Return the tools that are offered to the model, by the name under which it knows them."""
+    by_name = {}
+    for tool in tools:
+        for member, namespace in _members(tool):
+            kind = member.type
+            name = LOCAL_SHELL if kind == "local_shell" else member.name
+            by_name[qualified(namespace, name)] = Offered(kind, name, namespace)
+    return by_name
+
+
+def names_of(tools: Sequence[Any]) -> list[str]:
+    """Return the names under which the model knows ``tools``, in order."""
+    return [
+        qualified(namespace, getattr(member, "name", LOCAL_SHELL))
+        for tool in tools
+        for member, namespace in _members(tool)
+    ]
+
+
+def hosted(tools: Sequence[Any]) -> list[str]:
+    """Return the types of the hosted tools in ``tools``."""
+    return [tool.type for tool in tools if isinstance(tool, HostedTool)]
+
+
+def grammars(tools: Sequence[Any]) -> bool:
+    """Return whether a custom tool has a Lark grammar, which the model is told and not held to."""
+    members = [member for tool in tools for member, _ in _members(tool)]
+    return any(isinstance(tool, CustomTool) and tool.format and tool.format.syntax == "lark" for tool in members)
+
+
+def chat_tools(tools: Sequence[Any]) -> list[Tool]:
+    """Return ``tools`` as chat completions have them. Raises ``InvalidRequest`` if all of them are hosted."""
+    functions = [function for tool in tools for function in _functions(tool)]
+    if tools and not functions:
+        place = next((place for place, tool in enumerate(tools) if isinstance(tool, HostedTool)), 0)
+        kinds = ", ".join(hosted(tools)) or "an empty namespace"
+        raise InvalidRequest(
+            f"tools[{place}].type: no tool is left for the model: this server runs no hosted tools ({kinds}); send"
+            " tools of type 'function', 'custom', 'local_shell' or 'namespace'",
+            field=f"tools[{place}].type",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    return [Tool(type="function", function=function) for function in functions]
+
+
+def chat_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice | None:
+    """Return ``tool_choice`` as chat completions have it. Raises ``InvalidRequest`` for tools that are not offered."""
+    if isinstance(choice, NamedResponseTool):
+        return NamedTool(type="function", function=NamedFunction(name=choice.qualified))
+    if not isinstance(choice, AllowedResponseTools):
+        known: ToolChoice | None = choice
+        return known
+    names, refused = [], hosted(tools)
+    for tool in choice.tools:
+        kind, name = tool.get("type"), tool.get("name")
+        if kind == "local_shell":
+            names.append(LOCAL_SHELL)
+        elif isinstance(name, str) and kind in ("function", "custom"):
+            namespace = tool.get("namespace")
+            names.append(qualified(namespace if isinstance(namespace, str) else None, name))
+        elif kind not in refused:  # a hosted tool that is among tools is left out there and here
+            raise InvalidRequest(
+                "tool_choice.tools: expected tools that are among tools, such as {'type': 'function', 'name': ...}",
+                field="tool_choice.tools",
+                reason="INVALID_VALUE",
+            )
+    allowed = [NamedTool(type="function", function=NamedFunction(name=name)) for name in names]
+    if not allowed:
+        raise InvalidRequest(
+            "tool_choice.tools: only hosted tools are allowed, and this server runs none; allow others",
+            field="tool_choice.tools",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    return AllowedTools(type="allowed_tools", allowed_tools=AllowedFunctions(mode=choice.mode, tools=allowed))
+
+
+def call_content(kind: str, arguments: str, *, complete: bool) -> dict[str, Any]:
+    """Return what an output item of a call holds. ``arguments``: JSON, as the model wrote it."""
+    if kind == FUNCTION_CALL:
+        return {"arguments": arguments}
+    given = _arguments(arguments, complete=complete)
+    if kind == CUSTOM_CALL:
+        text = given.get(INPUT)
+        return {"input": text if isinstance(text, str) else arguments}
+    command = given.get("command")
+    action = {"type": "exec", "command": command if isinstance(command, list) else [], "env": {}}
+    return {"action": action | {name: given.get(name) for name in ("working_directory", "timeout_ms")}}
+
+
+def _arguments(arguments: str, *, complete: bool) -> dict[str, Any]:
+    try:
+        given = from_json(arguments, allow_partial=False if complete else "trailing-strings")
+    except ValueError:
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _members(tool: Any) -> list[tuple[Any, str | None]]:
+    if isinstance(tool, NamespaceTool):
+        return [(member, tool.name) for member in tool.tools]
+    return [] if isinstance(tool, HostedTool) else [(tool, None)]
+
+
+def _functions(tool: Any) -> list[Function]:
+    functions = [_function(member, namespace) for member, namespace in _members(tool)]
+    if isinstance(tool, NamespaceTool) and tool.description and functions:  # the model reads it once
+        functions[0].description = "\n\n".join(filter(None, (tool.description, functions[0].description)))
+    return functions
+
+
+def _function(tool: Any, namespace: str | None) -> Function:
+    if isinstance(tool, ShellTool):
+        description = "Runs a program on the user's computer, and returns what it prints."
+        return Function(name=LOCAL_SHELL, description=description, parameters=_SHELL_PARAMETERS, strict=True)
+    name = qualified(namespace, tool.name)
+    if isinstance(tool, FunctionTool):
+        return Function(**tool.model_dump(exclude={"type", "name"}), name=name)
+    schema: dict[str, Any] = {"type": "string"}
+    description, form = tool.description, tool.format
+    if form is not None and form.definition is not None:
+        if form.syntax == "regex":
+            schema["pattern"] = f"^(?:{form.definition})$"
+        told = f"The input matches this {'Lark grammar' if form.syntax == 'lark' else 'regular expression'}:"
+        description = "\n\n".join(part for part in (description, f"{told}\n{form.definition}") if part)
+    parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False}
+    return Function(name=name, description=description, parameters=parameters, strict=True)
