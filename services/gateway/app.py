@@ -31,13 +31,8 @@ from services.gateway.openai.completions import create_completion
 from services.gateway.openai.other import create_embedding, get_version
 from services.gateway.openai.responses.body import InputTokensBody, ResponsesBody
 from services.gateway.openai.responses.routes import INPUT_TOKENS, count_input_tokens, create_response
-from services.gateway.openai.responses.stored_routes import (
-    cancel_response,
-    delete_response,
-    get_response,
-    list_input_items,
-)
 from services.gateway.openai.schemas import ChatBody, CompletionBody
+from services.gateway.openai.stored import add_stored_routes
 from services.gateway.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from services.gateway.openapi import describe
 from services.gateway.tracing import RequestSpan
@@ -77,8 +72,6 @@ def _make_api(gateway: Gateway) -> FastAPI:
     shown: tuple[tuple[str, Callable[..., Awaitable[Response]]], ...] = (
         ("/v1/models", list_models),
         ("/v1/models/{model_id:path}", get_model),
-        ("/v1/responses/{response_id}", get_response),
-        ("/v1/responses/{response_id}/input_items", list_input_items),
         ("/health", probes.health),
         ("/ready", admin.ready),
         ("/ping", probes.ping),
@@ -90,10 +83,8 @@ def _make_api(gateway: Gateway) -> FastAPI:
             continue
         api.add_api_route(path, show, methods=["GET"], response_model=None)
         api.add_api_route(path, show, methods=["HEAD"], response_model=None, include_in_schema=False)
-    api.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"], response_model=None)
-    cancel = "/v1/responses/{response_id}/cancel"
-    api.add_api_route(cancel, cancel_response, methods=["POST"], response_model=None)
     add_routes(api)
+    add_stored_routes(api)
     add_console(api, public=True)
     api.openapi = partial(describe, api)  # type: ignore[method-assign]  # FastAPI's own way
 

@@ -44,9 +44,12 @@ ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
     "/v1/embeddings", "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
     "/v1/responses/{response_id}/cancel", "/v1/responses/input_tokens",
+    "/v1/conversations", "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items",
+    "/v1/conversations/{conversation_id}/items/{item_id}",
     "/tokenize", "/detokenize", "/version",
     "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
     "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/chat/completions/batch",
+    "/v1/chat/completions/{completion_id}", "/v1/chat/completions/{completion_id}/messages",
     "/health", "/ready", "/ping", "/metrics", OTHER_ROUTE,
 )  # fmt: skip
 _STATUSES = range(100, 600)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from sqlalchemy import delete, select
 
 from services.common.errors import InvalidRequest, NotFound
@@ -34,22 +33,22 @@ class Chats:
         self._inserts = Inserts(store, StoredChat)
 
     async def keep(
-        self, body: Mapping[str, Any], messages: bytes, labels: dict[str, str] | None, key_name: str
+        self, chat_id: str, body: bytes, messages: bytes, model: str, labels: dict[str, str] | None, key_name: str
     ) -> None:
-        """Keep a chat completion. ``messages``: JSON of those that it answers. Raises ``AlreadyExists``, ``Overloaded``
-        if too much waits for the store, and the store's errors."""
-        created_at, written = now(), orjson.dumps(body)
+        """Keep a chat completion. ``body``, ``messages``: its JSON, and that of the messages it answers. Raises
+        ``AlreadyExists``, ``Overloaded`` if too much waits for the store, and the store's errors."""
+        created_at = now()
         row = {
-            "id": body["id"],
-            "body": written,
+            "id": chat_id,
+            "body": body,
             "items": messages,
-            "model": body["model"],
+            "model": model,
             "labels": labels,
             "created_at": created_at,
             "expires_at": created_at + CHATS_EXPIRE_S,
             "key_name": key_name,
         }
-        await self._inserts.add(row, len(written) + len(messages), MAX_WAITING_BYTES)
+        await self._inserts.add(row, len(body) + len(messages), MAX_WAITING_BYTES)
 
     async def get(self, chat_id: str, key_name: str) -> StoredChat:
         """Return a chat completion. Raises ``NotFound``, also for another key's."""

@@ -62,7 +62,8 @@ class Requests:
             priority = body.get("priority")
             if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
                 body["priority"] = LOW_PRIORITY
-            if batch.endpoint == _RESPONSES and (body.get("store") is None or body["store"] is True):
+            stores = batch.endpoint == _RESPONSES and body.get("store") is None  # without being asked to
+            if body.get("store") is True or stores:
                 body["store"] = False  # the batch keeps it
             isolated = self._gateway.guard.isolates
             caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)

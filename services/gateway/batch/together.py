@@ -56,10 +56,11 @@ def _ignored_header(answers: Sequence[Response]) -> dict[str, str]:
 
 
 def _seeded(caller: Caller, number: int) -> Caller:
-    """Requests of one list draw answers of their own."""
+    """Return the caller of request ``number`` of a list. Each draws answers of its own, and the idempotency key is that
+    of the list."""
     if caller.retry_seed is None:
         return caller
-    return caller._replace(retry_seed=seed_of(caller.retry_seed, number))
+    return caller._replace(retry_seed=seed_of(caller.retry_seed, number), idempotency_key="")
 
 
 def _read_list(raw: bytes, most: int) -> list[Any]:

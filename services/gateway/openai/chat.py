@@ -1,6 +1,7 @@
 """``POST /v1/chat/completions``."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from services.gateway.http import Caller, read_body, read_caller, while_connecte
 from services.gateway.job import Job, Settings
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
+from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
 from services.gateway.openai.conversation import check_tools, make_grammar, make_reader, render
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
@@ -85,8 +87,14 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
 
 async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ChatBody)
+    make_shape: Callable[..., ChatShape] = ChatShape
+    if body.store:
+        keeper = await ChatKeeper.of(gateway, body, caller, raw)
+        if caller.idempotency_key and not body.stream and (earlier := await keeper.earlier()) is not None:
+            return Response(earlier, headers=ignored_header(body), media_type="application/json")
+        make_shape = partial(StoredChatShape, keeper)
     asked = await ask(gateway, body, caller)
-    shape = ChatShape(
+    shape = make_shape(
         asked.request_id,
         asked.facts,
         gateway.text.token_text if asked.settings.logprobs and not asked.settings.packed_logprobs else None,

@@ -85,8 +85,8 @@ def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoi
     if constrained and formats.calls is None:
         raise _unsupported(
             "tools",
-            "with tool_call_parser=none calls stay text: they cannot be required, strict or limited to allowed tools; have the server started"
-            " with tool_call_parser=llama3 or hermes",
+            "with tool_call_parser=none calls stay text: they cannot be required, strict or limited to allowed tools;"
+            " have the server started with tool_call_parser=llama3 or hermes",
         )
     if not isinstance(choice, NamedTool):
         return body.tools

@@ -28,6 +28,8 @@ _UNION_STEPS = (
     "constrained-str",
     "literal['none','auto','required']",
 )
+# How steps begin that are tags or validators, not names.
+_STEPS_OF_OURS = ("#", "function-")
 
 B = TypeVar("B", bound=Body)
 
@@ -104,7 +106,7 @@ def _path(steps: tuple[int | str, ...]) -> str:
     for step in steps:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in _UNION_STEPS and step != "[key]" and not step.startswith("#"):
+        elif step not in _UNION_STEPS and step != "[key]" and not step.startswith(_STEPS_OF_OURS):
             path += f".{step}" if path else step
     return path
 

@@ -24,6 +24,21 @@ ROUTES = (
     (GET, "/v1/responses/resp_1"),
     (DELETE, "/v1/responses/resp_1"),
     (GET, "/v1/responses/resp_1/input_items"),
+    (POST, "/v1/responses/resp_1/cancel"),
+    (POST, "/v1/responses/input_tokens"),
+    (POST, "/v1/conversations"),
+    (GET, "/v1/conversations/conv_1"),
+    (POST, "/v1/conversations/conv_1"),
+    (DELETE, "/v1/conversations/conv_1"),
+    (POST, "/v1/conversations/conv_1/items"),
+    (GET, "/v1/conversations/conv_1/items"),
+    (GET, "/v1/conversations/conv_1/items/msg_1"),
+    (DELETE, "/v1/conversations/conv_1/items/msg_1"),
+    (GET, "/v1/chat/completions"),
+    (GET, "/v1/chat/completions/chatcmpl-1"),
+    (POST, "/v1/chat/completions/chatcmpl-1"),
+    (DELETE, "/v1/chat/completions/chatcmpl-1"),
+    (GET, "/v1/chat/completions/chatcmpl-1/messages"),
     (POST, "/v1/embeddings"),
     (GET, "/v1/models"),
     (GET, "/v1/models/tokasaurus-builtin"),
@@ -57,7 +72,7 @@ BODY = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "input"
 def stored(guarded) -> list[int]:
     """Rows of each table."""
     with sqlite3.connect(guarded.running.directory / "store" / "batches.db") as database:
-        tables = ("toka_files", "toka_batches", "toka_responses", "toka_tries")
+        tables = ("toka_files", "toka_batches", "toka_responses", "toka_tries", "toka_conversations", "toka_chats")
         counts = [database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
     database.close()
     return counts

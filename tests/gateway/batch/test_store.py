@@ -12,9 +12,12 @@ from sqlalchemy import select, text, update
 from services.common.errors import FailedPrecondition, NotFound
 from services.gateway.batch import files, leases
 from services.gateway.batch.batches import Batches
+from services.gateway.batch.chats import ChatFilter, Chats
+from services.gateway.batch.conversations import Conversations
 from services.gateway.batch.files import Files, new_file
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.leases import LeaseLost, Leases, Outcome
+from services.gateway.batch.responses import Responses
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import Chunk, LineResult, SchemaVersion, StoredBatch, StoredFile
 from services.gateway.batch.tries import Tries
@@ -330,7 +333,17 @@ async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_i
             await session.execute(text(f"ALTER TABLE {table} DROP COLUMN key_name"))
         for table in ("toka_batches", "toka_chunks"):
             await session.execute(text(f"ALTER TABLE {table} DROP COLUMN reasoning_tokens"))
-        await session.execute(text("DROP TABLE toka_tries"))
+        await session.execute(text("DROP INDEX ix_toka_responses_lease_until"))
+        for column in ("status", "owner", "lease_until"):
+            await session.execute(text(f"ALTER TABLE toka_responses DROP COLUMN {column}"))
+        for table in ("tries", "response_events", "conversations", "conversation_items", "chats"):
+            await session.execute(text(f"DROP TABLE toka_{table}"))
+        await session.execute(
+            text(
+                "INSERT INTO toka_responses (id, body, items, created_at, expires_at) VALUES"
+                " ('resp_1', '{}', '[]', 1, 9999999999)"
+            )
+        )
         await session.execute(update(SchemaVersion).values(version=2))
     newer = await Store.open(store_url)
     try:
@@ -340,5 +353,9 @@ async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_i
         assert (found.id, found.key_name, found.reasoning_tokens) == (batch.id, "", 0)
         assert [chunk.reasoning_tokens for chunk in chunks] == [0, 0]
         assert await Tries(newer).name("", "k", "f")
+        assert (await Responses(newer).get("resp_1")).status == "completed"
+        assert (await Conversations(newer).create(None, [{"id": "msg_1"}], "")).items == 1
+        assert await Responses(newer, "mine").events("resp_1", 0) == []
+        assert (await Chats(newer).page("", ChatFilter(), after=None, limit=1, newest_first=True)) == ([], False)
     finally:
         await newer.close()

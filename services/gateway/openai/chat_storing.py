@@ -1,0 +1,181 @@
+"""Chat completions with ``store: true``: what is stored of them, whole or from the chunks of a stream."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import structlog
+
+from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
+from services.gateway.access.idempotency import fingerprint
+from services.gateway.batch.chats import Chats
+from services.gateway.batch.ids import new_id
+from services.gateway.gateway import Gateway
+from services.gateway.generation import Choice
+from services.gateway.http import Caller
+from services.gateway.openai.chat_shape import ChatShape
+from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.transcript import Piece
+
+log = structlog.get_logger(__name__)
+
+CHAT = "/v1/chat/completions"
+_PREFIX = "chatcmpl-"
+_PATIENCE_S = 10.0  # timeout of the store when a chat completion is kept
+_DATA = b"data: "
+
+
+@dataclass(frozen=True)
+class ChatKeeper:
+    """Keeps one chat completion, under an id that schedulers and logs do not know."""
+
+    records: Chats
+    id: str
+    messages: bytes  # JSON of those that it answers
+    labels: dict[str, str] | None
+    key_name: str
+
+    @classmethod
+    async def of(cls, gateway: Gateway, body: ChatBody, caller: Caller, raw: bytes) -> "ChatKeeper":
+        """Return the keeper of the answer to ``body``, of which ``raw`` are the bytes. Raises ``InvalidRequest`` if
+        there is no store, and the store's errors."""
+        try:
+            store = await gateway.batches.opened()
+        except NotFound as error:  # there never will be a store
+            raise InvalidRequest(f"store: {error.message}", field="store", reason="UNSUPPORTED_PARAMETER") from None
+        if any("\0" in text for label in (body.metadata or {}).items() for text in label):
+            raise InvalidRequest(
+                "metadata: a stored key or value has no NUL character", field="metadata", reason="INVALID_VALUE"
+            )
+        chat_id = new_id(_PREFIX)
+        if caller.idempotency_key:
+            same = fingerprint(CHAT, raw)
+            chat_id = _PREFIX + await store.tries.name(caller.owner, caller.idempotency_key, same)
+        messages = await gateway.text.worked(len(raw), _dumped, body, chat_id)
+        return cls(store.chats, chat_id, messages, body.metadata, caller.owner)
+
+    async def earlier(self) -> bytes | None:
+        """Return what an earlier try of this request made, or None."""
+        with contextlib.suppress(NotFound):
+            return (await self.records.get(self.id, self.key_name)).body
+        return None
+
+    async def keep(self, body: bytes, model: str) -> bool:
+        """Keep the chat completion. Returns whether it is stored: the client gets it in any case."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.records.keep(self.id, body, self.messages, model, self.labels, self.key_name)
+        except AlreadyExists:
+            return True  # by an earlier try of this request
+        except (TokaError, TimeoutError) as error:
+            log.warning("chat completion not stored", id=self.id, reason=str(error) or f"took {_PATIENCE_S:.0f} s")
+            return False
+        except Exception:
+            log.exception("chat completion not stored", id=self.id)
+            return False
+        return True
+
+
+class StoredChatShape(ChatShape):
+    """A chat completion that is stored before its end is told. One that could not be has ``store: false``."""
+
+    def __init__(self, keeper: ChatKeeper, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._keeper = keeper
+        self._head["id"] = keeper.id
+        self._written: dict[int, bytes] = {}  # JSON of whole choices, by index
+        self._chunks = Chunks()
+        self._whole = b""
+
+    def opening(self, index: int) -> bytes:
+        return self._chunks.push(super().opening(index))
+
+    def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
+        return self._chunks.push(super().chunk(index, piece, reason))
+
+    def choice(self, choice: Choice, piece: Piece) -> bytes:
+        self._written[choice.index] = written = super().choice(choice, piece)
+        return written
+
+    async def settle(self, choices: Sequence[Choice]) -> None:
+        if self._chunks.choices:
+            extras = {"choices": self._chunks.told(), "usage": self._usage(choices)}
+            self._whole = orjson.dumps(self._head | extras | self._whole_extras())
+        else:
+            self._whole = super().whole(choices, [self._written[choice.index] for choice in choices])
+        if not await self._keeper.keep(self._whole, str(self._head["model"])):
+            self._whole = self._whole[:-1] + b',"store":false}'
+
+    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
+        return self._whole
+
+
+class Chunks:
+    """The chunks of a streamed chat completion, put together as they are told."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, dict[str, Any]] = {}
+
+    def push(self, events: bytes) -> bytes:
+        """Take the chunks in ``events``, and return them."""
+        for event in events.split(b"\n\n"):
+            if event.startswith(_DATA):
+                for choice in orjson.loads(event.removeprefix(_DATA))["choices"]:
+                    self._add(choice)
+        return events
+
+    def told(self) -> list[dict[str, Any]]:
+        """Return the choices as a chat completion that is not streamed has them."""
+        for choice in self.choices.values():
+            message = choice["message"]
+            if "tool_calls" in message:
+                message["content"] = message["content"] or None
+                calls = message["tool_calls"]
+                message["tool_calls"] = [calls[number] for number in sorted(calls)]
+        return [self.choices[index] for index in sorted(self.choices)]
+
+    def _add(self, chunk: dict[str, Any]) -> None:
+        message = {"role": "assistant", "content": "", "refusal": None}
+        begun = {"index": chunk["index"], "message": message, "logprobs": None, "finish_reason": None}
+        choice = self.choices.setdefault(chunk["index"], begun)
+        for name, value in chunk.pop("delta").items():
+            _join_message(choice["message"], name, value)
+        for name, value in chunk.items():
+            if isinstance(value, list):
+                choice[name] = [*(choice.get(name) or ()), *value]
+            elif name == "logprobs" and value is not None:
+                before = (choice["logprobs"] or {"content": []})["content"]
+                choice["logprobs"] = value | {"content": before + (value["content"] or [])}
+            elif value is not None:
+                choice[name] = value
+
+
+def _join_message(message: dict[str, Any], name: str, value: Any) -> None:
+    """Add one member of a delta to its message."""
+    if name == "tool_calls":
+        calls = message.setdefault("tool_calls", {})
+        for call in value:
+            told = calls.setdefault(call.pop("index"), {"function": {"arguments": ""}})
+            function = call.pop("function", {})
+            told["function"]["arguments"] += function.pop("arguments", "")
+            told["function"] = function | told["function"] | function
+            told |= call
+    elif isinstance(value, str) and name != "role":
+        message[name] = (message.get(name) or "") + value
+    else:
+        message[name] = value
+
+
+def _dumped(body: ChatBody, chat_id: str) -> bytes:
+    """Return the messages of ``body`` as they are listed."""
+    told = []
+    for number, message in enumerate(body.messages):
+        given = message.content
+        dumped = message.model_dump(exclude_none=True)
+        parts = [part.model_dump() for part in given] if isinstance(given, list) else None
+        more = {"content": None if given is None else message.text, "content_parts": parts}
+        told.append({"id": f"{chat_id}-{number}", "refusal": None, **dumped, **more})
+    return orjson.dumps(told)

@@ -1,0 +1,139 @@
+"""``/v1/conversations``: conversations in the store, and their items."""
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Request, Response
+from pydantic import Field
+
+from services.common.errors import InvalidRequest
+from services.gateway.batch.queries import Query
+from services.gateway.batch.service import opened
+from services.gateway.batch.shapes import page
+from services.gateway.batch.tables import StoredConversation
+from services.gateway.http import read_body, read_caller
+from services.gateway.openai.body import Body
+from services.gateway.openai.errors import response
+from services.gateway.openai.parse import B, ignored_header, parse_large
+from services.gateway.openai.responses.input_items import Item, ItemReference
+from services.gateway.openai.responses.stored_items import all_stored
+from services.gateway.openai.responses.stored_routes import MAX_PAGE, check_include_query
+from services.gateway.openai.schemas import Metadata
+
+MAX_ADDED = 20  # items of a request, as OpenAI has it
+
+Items = Annotated[list[Item], Field(max_length=MAX_ADDED)]
+
+
+class ConversationCreateBody(Body):
+    """``POST /v1/conversations``."""
+
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdateBody(Body):
+    """``POST /v1/conversations/{id}``."""
+
+    metadata: Metadata | None
+
+
+class ConversationItemsBody(Body):
+    """``POST /v1/conversations/{id}/items``."""
+
+    items: Annotated[Items, Field(min_length=1)]
+
+
+async def create_conversation(request: Request) -> Response:
+    """Create a conversation, with items if there are some already."""
+    body = await _read(request, ConversationCreateBody)
+    store = await opened(request)
+    items = all_stored((), _checked(body.items or []))
+    conversation = await store.conversations.create(body.metadata, items, read_caller(request).owner)
+    return response(200, _told(conversation), ignored_header(body))
+
+
+async def get_conversation(request: Request, conversation_id: str) -> Response:
+    """A conversation, without its items."""
+    store = await opened(request)
+    return response(200, _told(await store.conversations.get(conversation_id, read_caller(request).owner)))
+
+
+async def update_conversation(request: Request, conversation_id: str) -> Response:
+    """Replace the metadata of a conversation."""
+    body = await _read(request, ConversationUpdateBody)
+    store = await opened(request)
+    told = _told(await store.conversations.update(conversation_id, body.metadata, read_caller(request).owner))
+    return response(200, told, ignored_header(body))
+
+
+async def delete_conversation(request: Request, conversation_id: str) -> Response:
+    """Delete a conversation and its items. Responses of it stay."""
+    await (await opened(request)).conversations.delete(conversation_id, read_caller(request).owner)
+    return response(200, {"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+
+async def create_items(request: Request, conversation_id: str) -> Response:
+    """Append items to a conversation."""
+    body = await _read(request, ConversationItemsBody)
+    check_include_query(request)
+    store = await opened(request)
+    items = all_stored((), _checked(body.items))
+    added = await store.conversations.add(conversation_id, items, read_caller(request).owner)
+    return response(200, page(added, False), ignored_header(body))
+
+
+async def list_items(request: Request, conversation_id: str) -> Response:
+    """The items of a conversation, the last one first."""
+    query = Query(request)
+    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
+    check_include_query(request)
+    items, has_more = await (await opened(request)).conversations.page(
+        conversation_id,
+        read_caller(request).owner,
+        after=query.text("after"),
+        limit=limit,
+        newest_first=order == "desc",
+    )
+    return response(200, page([orjson.loads(item) for item in items], has_more))
+
+
+async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    """An item of a conversation."""
+    check_include_query(request)
+    store = await opened(request)
+    item = await store.conversations.item(conversation_id, item_id, read_caller(request).owner)
+    return Response(item, media_type="application/json")
+
+
+async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    """Delete an item of a conversation, which is returned."""
+    store = await opened(request)
+    owner = read_caller(request).owner
+    return response(200, _told(await store.conversations.delete_item(conversation_id, item_id, owner)))
+
+
+async def _read(request: Request, kind: type[B]) -> B:
+    gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    return await parse_large(gateway.text, raw or b"{}", kind)
+
+
+def _checked(items: list[Any]) -> list[Any]:
+    for place, item in enumerate(items):
+        if isinstance(item, ItemReference):
+            raise InvalidRequest(
+                f"items[{place}]: a conversation holds items, not references to them; send the item itself",
+                field=f"items[{place}]",
+                reason="INVALID_VALUE",
+            )
+    return items
+
+
+def _told(conversation: StoredConversation) -> dict[str, Any]:
+    return {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": conversation.created_at,
+        "metadata": conversation.labels or {},
+    }

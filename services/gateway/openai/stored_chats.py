@@ -1,0 +1,99 @@
+"""``/v1/chat/completions/{id}``: read, list, change and delete stored chat completions."""
+
+import re
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+
+from services.common.errors import InvalidRequest
+from services.gateway.batch.chats import ChatFilter
+from services.gateway.batch.queries import Query
+from services.gateway.batch.service import opened
+from services.gateway.batch.shapes import page
+from services.gateway.batch.tables import StoredChat
+from services.gateway.http import read_body, read_caller
+from services.gateway.openai.body import Body
+from services.gateway.openai.errors import response
+from services.gateway.openai.parse import ignored_header, parse
+from services.gateway.openai.schemas import MAX_METADATA, Metadata
+
+MAX_PAGE = 100
+_LABEL = re.compile(r"metadata\[(.+)\]")
+
+
+class ChatUpdateBody(Body):
+    """``POST /v1/chat/completions/{id}``."""
+
+    metadata: Metadata | None
+
+
+async def list_chats(request: Request) -> Response:
+    """Stored chat completions, the first one first."""
+    query = Query(request)
+    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
+    wanted = ChatFilter(query.text("model"), _labels(request))
+    store = await opened(request)
+    chats, has_more = await store.chats.page(
+        read_caller(request).owner, wanted, after=query.text("after"), limit=limit, newest_first=order == "desc"
+    )
+    return response(200, page([_told(chat) for chat in chats], has_more))
+
+
+async def get_chat(request: Request, completion_id: str) -> Response:
+    """A stored chat completion."""
+    store = await opened(request)
+    return response(200, _told(await store.chats.get(completion_id, read_caller(request).owner)))
+
+
+async def update_chat(request: Request, completion_id: str) -> Response:
+    """Replace the metadata of a stored chat completion."""
+    raw = await read_body(request, request.app.state.gateway.config.max_body_bytes)
+    body = parse(raw, ChatUpdateBody)
+    store = await opened(request)
+    chat = await store.chats.update(completion_id, body.metadata, read_caller(request).owner)
+    return response(200, _told(chat), ignored_header(body))
+
+
+async def delete_chat(request: Request, completion_id: str) -> Response:
+    """Delete a stored chat completion."""
+    await (await opened(request)).chats.delete(completion_id, read_caller(request).owner)
+    return response(200, {"id": completion_id, "object": "chat.completion.deleted", "deleted": True})
+
+
+async def list_chat_messages(request: Request, completion_id: str) -> Response:
+    """The messages that a stored chat completion answers, the first one first."""
+    query = Query(request)
+    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
+    chat = await (await opened(request)).chats.get(completion_id, read_caller(request).owner)
+    messages = await request.app.state.gateway.text.worked(len(chat.items), orjson.loads, chat.items)
+    if order == "desc":
+        messages.reverse()
+    if (after := query.text("after")) is not None:
+        places = [place for place, message in enumerate(messages, 1) if message["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after={after[:100]!r}: there is no such message", field="after")
+        messages = messages[places[0] :]
+    return response(200, page(messages[:limit], len(messages) > limit))
+
+
+def _labels(request: Request) -> dict[str, str]:
+    """Return the query parameters ``metadata[KEY]=VALUE``. Raises ``InvalidRequest``."""
+    given: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if (found := _LABEL.fullmatch(name)) is None:
+            continue
+        key = found[1]
+        if any(sign in key for sign in '"\0') or "\0" in value or len(given) == MAX_METADATA:
+            raise InvalidRequest(
+                f"metadata: expected at most {MAX_METADATA} keys, without quotation marks and NUL characters",
+                field="metadata",
+                reason="INVALID_VALUE",
+            )
+        given[key] = value
+    return given
+
+
+def _told(chat: StoredChat) -> dict[str, Any]:
+    told: dict[str, Any] = orjson.loads(chat.body)
+    return told | {"metadata": chat.labels or {}}
