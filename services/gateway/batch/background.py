@@ -27,6 +27,7 @@ MAX_EVENT_BYTES = 256 * 1024 * 1024  # of events that a gateway holds for stream
 _TICK_S = 0.5  # how often events are written to the store
 _LOOK_S = 0.25  # how often a stream looks for events that another gateway wrote
 _RETRY_S = 1.0  # after the store did not answer
+_GRACE_S = 1.0  # timeout of a gateway that ends, for responses whose generation has failed to be stored
 _END = b"\n\n"  # of an event
 
 R = TypeVar("R")
@@ -154,10 +155,12 @@ class Background:
             self._tick.cancel()
             await asyncio.gather(self._tick, return_exceptions=True)
         left = list(self._running.values())
-        for one in left:
-            if one.task is not None:
-                one.task.cancel()
-        await asyncio.gather(*(one.task for one in left if one.task is not None), return_exceptions=True)
+        tasks = [one.task for one in left if one.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_GRACE_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for one in left:
             if one.body["status"] in RUNNING:
                 with contextlib.suppress(TokaError):
@@ -197,8 +200,7 @@ class Background:
                 log.info("background response given up", id=one.body["id"])
             except Exception:
                 log.exception("background response failed", id=one.body["id"])
-                with contextlib.suppress(LeaseLost):
-                    await self.end(one, _failed(one.body, Internal.logged().message), None)
+                await self._fail(one)
             finally:
                 close()
                 del self._running[one.body["id"]]
@@ -206,15 +208,23 @@ class Background:
                 one.ended = True
                 one.wake()
 
+    async def _fail(self, one: Running) -> None:
+        try:
+            await self.end(one, _failed(one.body, Internal.logged().message), None)
+        except LeaseLost:
+            log.info("background response given up", id=one.body["id"])
+        except Exception:  # its lease will pass
+            log.exception("background response not stored", id=one.body["id"])
+
     async def _tick_forever(self) -> None:
         beat_at = 0.0
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await self._write_events(list(self._running.values()))
                 if loop.time() >= beat_at:
                     beat_at = loop.time() + HEARTBEAT_S
                     await self._beat()
+                await self._write_events(list(self._running.values()))
             except TokaError as error:
                 log.warning("background responses wait for the store", reason=error.message)
             except Exception:

@@ -183,8 +183,11 @@ class Responses:
 
     async def add_events(self, events: Sequence[tuple[str, int, bytes]]) -> None:
         """Keep events of streamed background responses: the response's id, the number of the first event, and the
-        events."""
+        events. They replace what an earlier call kept whose answer was lost."""
         async with self._store.writing() as session:
+            for response_id, number, _ in events:
+                own = StoredEvents.response_id == response_id
+                await session.execute(delete(StoredEvents).where(own, StoredEvents.number >= number))
             await session.execute(insert(StoredEvents), [_events_row(*each) for each in events])
 
     async def events(self, response_id: str, number: int) -> list[tuple[int, bytes]]:

@@ -29,7 +29,7 @@ class ChatUpdateBody(Body):
 
 
 async def list_chats(request: Request) -> Response:
-    """Stored chat completions, the first one first."""
+    """List stored chat completions, the first one first."""
     query = Query(request)
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
     wanted = ChatFilter(query.text("model"), _labels(request))
@@ -41,7 +41,7 @@ async def list_chats(request: Request) -> Response:
 
 
 async def get_chat(request: Request, completion_id: str) -> Response:
-    """A stored chat completion."""
+    """Return a stored chat completion."""
     store = await opened(request)
     return response(200, _told(await store.chats.get(completion_id, read_caller(request).owner)))
 
@@ -62,7 +62,7 @@ async def delete_chat(request: Request, completion_id: str) -> Response:
 
 
 async def list_chat_messages(request: Request, completion_id: str) -> Response:
-    """The messages that a stored chat completion answers, the first one first."""
+    """List the messages that a stored chat completion answers, the first one first."""
     query = Query(request)
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
     chat = await (await opened(request)).chats.get(completion_id, read_caller(request).owner)

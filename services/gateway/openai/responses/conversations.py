@@ -54,7 +54,7 @@ async def create_conversation(request: Request) -> Response:
 
 
 async def get_conversation(request: Request, conversation_id: str) -> Response:
-    """A conversation, without its items."""
+    """Return a conversation, without its items."""
     store = await opened(request)
     return response(200, _told(await store.conversations.get(conversation_id, read_caller(request).owner)))
 
@@ -84,7 +84,7 @@ async def create_items(request: Request, conversation_id: str) -> Response:
 
 
 async def list_items(request: Request, conversation_id: str) -> Response:
-    """The items of a conversation, the last one first."""
+    """List the items of a conversation, the last one first."""
     query = Query(request)
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     check_include_query(request)
@@ -99,7 +99,7 @@ async def list_items(request: Request, conversation_id: str) -> Response:
 
 
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """An item of a conversation."""
+    """Return an item of a conversation."""
     check_include_query(request)
     store = await opened(request)
     item = await store.conversations.item(conversation_id, item_id, read_caller(request).owner)
@@ -107,7 +107,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> Resp
 
 
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """Delete an item of a conversation, which is returned."""
+    """Delete an item of a conversation. Returns the conversation."""
     store = await opened(request)
     owner = read_caller(request).owner
     return response(200, _told(await store.conversations.delete_item(conversation_id, item_id, owner)))

@@ -17,7 +17,7 @@ _MOST_EVENTS = 2**31 - 2
 
 
 async def get_response(request: Request, response_id: str) -> Response:
-    """A stored response; with ``stream=true``, the events of one that was made with ``background`` and ``stream``."""
+    """Return a stored response, or with ``stream=true`` the events of a streamed background response."""
     query, store, owner = Query(request), await opened(request), read_caller(request).owner
     check_include_query(request)
     kept = await store.responses.get(response_id, owner)
@@ -55,7 +55,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """The conversation that a response answers, the last item first."""
+    """List the items of the conversation that a response answers, the last one first."""
     query = Query(request)
     limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     check_include_query(request)
