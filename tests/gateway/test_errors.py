@@ -174,7 +174,7 @@ def test_a_wrong_chat_request(deployment, body, param):
         {"top_logprobs": 2},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"reasoning_effort": "high"},
-        {"regex": "[0-9]+"},
+        {"stop_regex": ["[0-9]+"]},
         {"no_repeat_ngram_size": 2},
         {"prompt_embeds": "AAAA"},
         {"return_tokens_as_token_ids": True},
@@ -191,7 +191,7 @@ def test_a_known_completion_parameter_not_supported_yet(deployment, body):
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"functions": [{"name": "f"}]},
-        {"json_schema": {"type": "object"}},
+        {"watermark": True},
         {"audio": {"voice": "x"}},
         {"modalities": ["text", "audio"]},
         {"reasoning_effort": "high"},

@@ -46,6 +46,7 @@ class Answer:
 
         A whole answer does not wait for the acceptance: it would only be woken twice.
         """
+        self.shape.begin(self.jobs)
         if self._settings.return_token_ids:
             self.shape.tell_prompts(self.jobs)
         bounds = Bounds(self.gateway.guard.limits, self.caller, self.jobs)

@@ -75,9 +75,10 @@ class ChatShape(Shape):
         token_text: TokenText | None,
         *,
         include_usage: bool = False,
+        running_usage: bool = False,
         make_reader: MakeReader = lambda: None,
     ) -> None:
-        super().__init__(request_id, facts, token_text, include_usage=include_usage)
+        super().__init__(request_id, facts, token_text, include_usage=include_usage, running_usage=running_usage)
         self._readers = Readers(make_reader)
         self._calls: dict[int, int] = {}  # told of each choice
 
@@ -85,10 +86,11 @@ class ChatShape(Shape):
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         if self._untold:
             self._untold.clear()
-            return self._template_with(self._whole_extras()).fill(delta % index)
-        return self._template.fill(delta % index)
+            return self._fill(self._template_with(self._whole_extras()), index, delta % index)
+        return self._fill(self._template, index, delta % index)
 
     def note(self, index: int, token_ids: TokenIds) -> None:
+        super().note(index, token_ids)
         self._readers.note(index, token_ids)
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:

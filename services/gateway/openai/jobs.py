@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
 
 # Tokens of an answer that a prompt cut to the context leaves room for, where nobody said how many.
 UNSAID_ANSWER = 16
+
+Ids = TypeVar("Ids", Sequence[int], np.ndarray, TokenIds)
 
 _U64 = 2**64
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -133,6 +136,13 @@ def kept_tokens(body: GenerationBody, facts: ModelFacts, most: int | None = None
             reason="CONTEXT_LENGTH_EXCEEDED",
         )
     return kept if kept > 0 else min(room, most or room)
+
+
+def cut(prompt: Ids, kept: int | None, side: str | None) -> Ids:
+    """Return ``kept`` tokens of ``prompt``: the last ones, or the first ones if ``side`` is right. None: all."""
+    if kept is None:
+        return prompt
+    return prompt[:kept] if side == "right" else prompt[-kept:]
 
 
 def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -23,6 +23,9 @@ MAX_TEMPLATE_VARIABLES = 64
 _NOT_VARIABLES = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
 )  # fmt: skip
+
+# Members of a message that other servers read, beside text: this one would answer as if they were missing.
+_UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "images", "videos")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -52,6 +55,8 @@ class CalledFunction(Body):
 class PastCall(Body):
     """A tool call that the model made in an earlier turn."""
 
+    nested: ClassVar[tuple[str, ...]] = ("function",)
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -63,6 +68,8 @@ class PastCall(Body):
 
 class Message(Body):
     """One turn of a conversation."""
+
+    nested: ClassVar[tuple[str, ...]] = ("content", "tool_calls")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = None
@@ -88,10 +95,14 @@ class Message(Body):
         return content
 
     @model_validator(mode="after")
-    def _no_audio(self) -> "Message":
-        for extra in ("function_call", "audio", "refusal"):
-            if (self.model_extra or {}).get(extra):
-                raise ValueError(f"messages with {extra!r} are not supported by this server yet; leave them out")
+    def _nothing_that_changes_the_answer(self) -> "Message":
+        extras = self.model_extra or {}
+        for name in _UNSUPPORTED_PARTS:
+            if extras.get(name):
+                raise ValueError(f"messages with {name!r} are not supported by this server yet; leave them out")
+        for name in ("prefix", "partial"):
+            if extras.get(name):
+                raise ValueError(f"a message with {name!r} is not continued here; send continue_final_message=true")
         return self
 
     @property

@@ -1,6 +1,6 @@
 """Bytes of a request to a validated body; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body
 from services.gateway.openai.json_value import shown
+from services.gateway.openai.other_names import rename
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
 from services.gateway.text import TextEngine
 
@@ -49,11 +50,15 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
     if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
         del document["best_of"]  # the best n of n
+    given = rename(document, kind.other_names)
     refuse_unsupported(document, kind)
     try:
-        return kind.model_validate(document)
+        body = kind.model_validate(document)
     except ValidationError as error:
-        raise _describe(error) from None
+        raise _describe(error, given) from None
+    if given:
+        body.remember(given)
+    return body
 
 
 def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
@@ -62,12 +67,18 @@ def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
     unknown = [*more]
     known = (HARMLESS, UNSUPPORTED, body.elsewhere)
     unknown += [name for name in body.model_extra or {} if not any(name in names for names in known)]
+    unknown += _unknown_inside(body, "")
+    return ignored_names(unknown)
+
+
+def _unknown_inside(body: Body, path: str) -> Iterator[str]:
+    """Yield the unknown members of the objects in ``body``, each with its path, such as ``messages.content.x``."""
     for name in body.nested:
         value = getattr(body, name)
         for part in value if isinstance(value, list) else [value]:
-            if part is not None:
-                unknown += [f"{name}.{extra}" for extra in part.model_extra or {}]
-    return ignored_names(unknown)
+            if isinstance(part, Body):
+                yield from (f"{path}{name}.{extra}" for extra in part.model_extra or {})
+                yield from _unknown_inside(part, f"{path}{name}.")
 
 
 def ignored_names(unknown: Sequence[str]) -> dict[str, str]:
@@ -80,14 +91,16 @@ def listed_as_ignored(names: Sequence[str]) -> dict[str, str]:
     return {IGNORED_HEADER: ",".join(dict.fromkeys(names))[:_LONGEST_HEADER]} if names else {}
 
 
-def _describe(error: ValidationError) -> InvalidRequest:
+def _describe(error: ValidationError, given: Mapping[str, str]) -> InvalidRequest:
     # Of a union's branches the one that got furthest is what the client meant: to the end of a list, or deepest.
     problems = error.errors(include_url=False)
     problem = max(problems, key=lambda problem: (problem["type"] == "too_long", len(problem["loc"])))
     message = problem["msg"].removeprefix("Value error, ")
-    field = _path(problem["loc"])
+    steps = problem["loc"]
+    field = _path((given.get(str(steps[0]), steps[0]), *steps[1:]) if steps else ())
     if not field:  # a rule about two fields: "field: what is wrong"
         field, _, message = message.partition(": ")
+        field = given.get(field, field)
     if problem["type"] == "missing":
         return InvalidRequest(f"missing required parameter: {field!r}", field=field, reason="MISSING_PARAMETER")
     given = "" if problem["loc"] == () else f" (got {_short(problem['input'])})"
