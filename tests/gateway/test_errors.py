@@ -255,11 +255,6 @@ def test_a_stop_string_that_no_scheduler_would_read_disturbs_nobody(deployment, 
     assert list(stream)[-1].choices[0].finish_reason == "length"
 
 
-def test_a_long_name_does_not_come_back_whole(deployment):
-    error = error_of(deployment.complete(model="m" * 1_000_000, prompt="x"), 404)
-    assert len(error["message"]) < 1000
-
-
 def test_unknown_parameters_are_ignored_and_listed(deployment):
     response = deployment.complete(prompt="x", max_tokens=2, flavour=1, **{"größe\n": None})
     assert response.status_code == 200
@@ -268,12 +263,6 @@ def test_unknown_parameters_are_ignored_and_listed(deployment):
     response = deployment.chat(messages=[message], max_tokens=2, stream=True, colour="red", user="me")
     assert set(response.headers["x-toka-ignored-params"].split(",")) == {"colour", "messages.mood"}
     assert "x-toka-ignored-params" not in deployment.chat(max_tokens=2, metadata={"a": "b"}).headers
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_model_that_is_not_served(deployment, path):
-    error = error_of(deployment.post(path, {"model": "gpt-9", "prompt": "x", "messages": MESSAGES}), 404)
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 def test_the_sdk_raises_its_own_errors(sdk, model):
@@ -290,13 +279,17 @@ def test_the_sdk_raises_its_own_errors(sdk, model):
 def test_a_prompt_longer_than_the_context(deployment, prompt):
     error = error_of(deployment.complete(prompt=prompt), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert "2048" in error["message"]
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens. However, your prompt")
+    assert error["message"].endswith("Please reduce the length of the prompt.")
 
 
 @pytest.mark.parametrize("content", ["word " * 4000, "x" * 5_000_000])
 def test_a_conversation_longer_than_the_context(deployment, content):
     error = error_of(deployment.chat(messages=[{"role": "user", "content": content}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens. However, your messages")
+    assert error["message"].endswith("Please reduce the length of the messages.")
 
 
 def test_a_body_beyond_the_limit(deployment):

@@ -174,7 +174,8 @@ class Answer:
                     rest = transcript.finish(choice.ending)
                     text, entries = text + rest.text, entries + rest.entries
                 self._note(choice, text)
-                piece = Piece(text, entries, token_ids)
+                stop_reason = None if reason is None else choice.stop_reason
+                piece = Piece(text, entries, token_ids, stop_reason=stop_reason)
                 if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
                     piece = await self.gateway.text.in_thread(self._behind_prompt, choice, piece)
                 elif opens:

@@ -104,7 +104,7 @@ class ChatShape(Shape):
             reason = self._readers.reason(index, reason)
         elif beside and not contents:
             contents.append(self._chunk_content("", False))
-        pieces = [piece] + [_NOTHING_MORE] * (len(contents) - 1)
+        pieces = [piece] + [_NOTHING_MORE._replace(stop_reason=piece.stop_reason)] * (len(contents) - 1)
         reasons = [None] * (len(contents) - 1) + [reason]
         return b"".join(map(self._chunk, [index] * len(contents), contents, pieces, reasons))
 

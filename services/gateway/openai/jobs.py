@@ -176,13 +176,14 @@ def check_max_tokens(body: GenerationBody, most: int | None, default: int | None
 
 
 def check_prompts(prompts: Sequence[TokenIds], most: int | None, field: str) -> None:
-    """Refuse a prompt that is longer than the operator has it."""
+    """Refuse a prompt that is longer than ``max_prompt_tokens``, in words that clients know from a full context."""
     if most is None:
         return
     for prompt in prompts:
         if len(prompt) > most:
             raise InvalidRequest(
-                f"{field}: the prompt has {len(prompt)} tokens, and this server takes at most {most}; shorten it",
+                f"This model's maximum context length is {most} tokens for prompts on this server. However, your"
+                f" {field} resulted in {len(prompt)} tokens. Please reduce the length of the {field}.",
                 field=field,
                 reason="CONTEXT_LENGTH_EXCEEDED",
             )

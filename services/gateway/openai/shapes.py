@@ -133,6 +133,8 @@ class Shape(ABC):
         if piece.entries and self._token_text is not None:
             logprobs = orjson.dumps(self._logprobs(piece.entries, self._token_text))
         finish = b"null" if reason is None else b'"%b"' % reason.encode()
+        if reason is not None:
+            finish += b',"stop_reason":%b' % orjson.dumps(piece.stop_reason)
         choice = b'[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, content, logprobs, finish)
         if piece.token_ids is not None:
             extras = {"token_ids": piece.token_ids} | self._chunk_extras(index)
@@ -150,6 +152,7 @@ class Shape(ABC):
         logprobs = None if self._token_text is None else self._logprobs(piece.entries, self._token_text)
         content, reason = self._content(choice, piece.text)
         told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        told["stop_reason"] = choice.stop_reason
         if piece.token_ids is not None:
             told |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
         if piece.packed is not None:

@@ -70,7 +70,8 @@ class Ending:
     prefill_s: float
     decode_s: float
     error: errors.TokaError | None
-    stop_string: int | None = None  # which of the request's ended it
+    stop_string: int | None = None  # index of the request's stop string that ended it
+    stop_token: int | None = None  # id of the token that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,7 @@ def _decode_ending(finish: generate_pb2.Finish) -> Ending:
         decode_s=timing.decode_ns * 1e-9,
         error=_ending_error(finish) if reason == "error" else None,
         stop_string=finish.stop_string.index if finish.HasField("stop_string") else None,
+        stop_token=finish.stop_token_id if finish.HasField("stop_token_id") else None,
     )
 
 
