@@ -19,6 +19,9 @@ class GatewayConfig(KeysConfig):
     host: str = Field("127.0.0.1", description="where HTTP is served; 0.0.0.0: for other hosts")
     port: Int = Field(10210, ge=0, le=65535, description="of HTTP; 0: any that is free")
     scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
+    strict_model_names: Bool = Field(
+        False, description="an unknown model name is refused with 404; F: the only served model answers under any name"
+    )
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
     max_prompt_tokens: Int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")

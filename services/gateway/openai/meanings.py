@@ -5,7 +5,7 @@ _REFUSED = "not supported: refused with 400 unless it has its neutral value"
 
 # By name, or by body and name where a name means something else in it.
 MEANINGS = {
-    "model": "left out: the served model; any other name: 404",
+    "model": "a name of the model; left out: the served model; any other name: see strict_model_names=",
     "n": "samples of each prompt, which is computed once",
     "stream": "server-sent events, ended by data: [DONE]",
     "stream_options": "only with stream",

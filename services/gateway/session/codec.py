@@ -48,6 +48,8 @@ class ModelFacts:
     contract_version: str
     prompt_logprobs: bool = False  # whether it has them
     grammars: bool = False  # whether answers can be held to one
+    aliases: tuple[str, ...] = ()  # other names of the model
+    root: str = ""  # hub id or path that it was loaded from; empty if its scheduler does not say
 
     @property
     def can_resume(self) -> bool:
@@ -190,6 +192,8 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         contract_version=model.contract_version,
         prompt_logprobs=model.prompt_logprobs,
         grammars=model.grammars,
+        aliases=tuple(model.aliases),
+        root=model.root,
     )
 
 
