@@ -23,7 +23,7 @@ from services.gateway.anthropic.routes import count_tokens, create_message
 from services.gateway.batch.routes import BATCHABLE, add_routes
 from services.gateway.console.routes import add_console
 from services.gateway.gateway import Gateway
-from services.gateway.http import name_request
+from services.gateway.http import id_in_header, name_request
 from services.gateway.metrics import OTHER_ROUTE, ROUTES
 from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
@@ -147,7 +147,7 @@ class _Application:
                     log.exception("request failed", path=path)
                 response = await _on_error(request, error)
             response.headers.update(limits.headers(key))
-            response.headers[REQUEST_ID] = name_request(scope)
+            response.headers[REQUEST_ID] = id_in_header(scope)
             self._metrics.count_response(path, response.status_code)
             if span is not None:
                 span.answers(response)
@@ -156,7 +156,7 @@ class _Application:
     async def _refuse(self, error: TokaError, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["path"] in ROUTES else OTHER_ROUTE
         response = _error_response(error, scope)
-        response.headers[REQUEST_ID] = name_request(scope)
+        response.headers[REQUEST_ID] = id_in_header(scope)
         self._metrics.count_response(path, response.status_code)
         await response(scope, receive, send)
 
@@ -164,7 +164,7 @@ class _Application:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.count_response(getattr(scope.get("route"), "path", "other"), message["status"])
-                name = (REQUEST_ID.encode(), name_request(scope).encode())
+                name = (REQUEST_ID.encode(), id_in_header(scope).encode())
                 message = {**message, "headers": [*message["headers"], name]}
             await send(message)
 

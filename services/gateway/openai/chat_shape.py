@@ -136,7 +136,7 @@ class ChatShape(Shape):
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return {"reasoning_content": text, "reasoning": text}
             case CallBegun(name):
                 number = self._calls[index] = self._calls.get(index, -1) + 1
                 return {"tool_calls": [{"index": number, **_call(name, "")}]}
@@ -155,7 +155,7 @@ def _message(parts: Parts) -> dict[str, Any]:
         message["content"] = parts.content or None
         message["tool_calls"] = [_call(call.name, call.arguments) for call in parts.calls]
     if parts.reasoning:
-        message["reasoning_content"] = parts.reasoning
+        message["reasoning_content"] = message["reasoning"] = parts.reasoning
     return message
 
 

@@ -25,7 +25,7 @@ _NOT_VARIABLES = (
 )  # fmt: skip
 
 # Members of a message that other servers read, beside text: this one would answer as if they were missing.
-_UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "images", "videos")
+_UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "reasoning", "images", "videos")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -35,6 +35,14 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusals_are_text(cls, part: Any) -> Any:
+        """Replace OpenAI's part of type ``refusal``: the model reads what it said as text."""
+        if isinstance(part, dict) and part.get("type") == "refusal" and "refusal" in part:
+            return {"type": "text", "text": part["refusal"]}
+        return part
 
 
 class CalledFunction(Body):
@@ -79,6 +87,27 @@ class Message(Body):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answers_have_it(cls, message: Any) -> Any:
+        """Take an assistant's message as an answer has it: a refusal, ``content: null``, and vLLM's ``reasoning``.
+
+        A refusal is the text of its message.
+        """
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        taken = dict(message)
+        refusal, reasoning = taken.pop("refusal", None), taken.pop("reasoning", None)
+        if refusal and taken.get("content"):
+            raise ValueError("a message has either 'content' or 'refusal'; leave one of them out")
+        if refusal is not None and not isinstance(refusal, str):
+            raise ValueError("'refusal' is the text of a refusal; send a string, or leave it out")
+        if refusal or ("content" in taken and taken["content"] is None):
+            taken["content"] = refusal or ""
+        if taken.get("reasoning_content") is None and reasoning is not None:
+            taken["reasoning_content"] = reasoning
+        return taken
 
     @field_validator("tool_calls")
     @classmethod
@@ -201,10 +230,10 @@ class ConversationBody(Body):
     def _one_who_goes_on(self) -> "ConversationBody":
         if not self.continue_final_message or not self.messages:
             return self
-        if self.add_generation_prompt is not False:
+        if self.add_generation_prompt:
             raise ValueError(
-                "continue_final_message: the answer goes on with the last message or begins a new one, not both; send"
-                " add_generation_prompt=false with it"
+                "continue_final_message: the answer goes on with the last message or begins a new one, not both; leave"
+                " add_generation_prompt out, or set it to false"
             )
         if self.messages[-1].role != "assistant" or not self.messages[-1].text:
             raise ValueError("continue_final_message: the last message is none of the assistant's with words to go on")
