@@ -126,3 +126,42 @@ def test_usage_in_every_chunk_is_usage(deployment):
     body = {"prompt": "x", "stream": True, "stream_options": alone | {"include_usage": False}}
     error = deployment.post(COMPLETIONS, body).json()["error"]
     assert (error["param"], "include_usage" in error["message"]) == ("stream_options", True)
+
+
+# -- what is wrong, in sentences
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"n": "3"}, "n", "expected a whole number (got '3')"),
+        ({"n": 0}, "n", "expected 1 or more (got 0)"),
+        ({"temperature": 101}, "temperature", "expected 100 or less (got 101)"),
+        ({"top_p": 0}, "top_p", "expected more than 0 (got 0)"),
+        ({"stream": "yes"}, "stream", "expected true or false (got 'yes')"),
+        ({"logit_bias": [1]}, "logit_bias", "expected an object (got [1])"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "expected a list (got 5)"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "expected an object or a string (got 5)"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "expected at least 1 item (got [])"),
+        ({"truncation_side": "top"}, "truncation_side", "expected 'left' or 'right' (got 'top')"),
+        ({"cache_salt": "x" * 300}, "cache_salt", "expected at most 256 characters (got str of length 300)"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence_with_what_is_allowed_and_what_was_given(deployment, body, param, message):
+    for start, path in BOTH:
+        error = deployment.post(path, start | body).json()["error"]
+        assert (error["param"], error["message"]) == (param, f"invalid value for {param!r}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "expected a string or a list (got 5)"),
+        ({"messages": ["x"]}, "messages[0]", "expected an object (got 'x')"),
+        ({"tool_choice": 5}, "tool_choice", "expected 'none', 'auto' or 'required' or an object (got 5)"),
+        ({"documents": ["x"]}, "documents[0]", "expected an object (got 'x')"),
+    ],
+)
+def test_so_is_what_is_wrong_with_a_conversation(deployment, body, param, message):
+    error = deployment.chat(**body).json()["error"]
+    assert (error["param"], error["message"]) == (param, f"invalid value for {param!r}: {message}")

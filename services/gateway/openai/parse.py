@@ -1,7 +1,7 @@
 """Bytes of a request to a validated body; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -9,24 +9,14 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body
-from services.gateway.openai.json_value import shown
 from services.gateway.openai.other_names import rename
+from services.gateway.openai.problems import describe
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
 from services.gateway.text import TextEngine
 
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024
 _LONGEST_HEADER = 1024
-_UNION_STEPS = (
-    "str",
-    "list[TextPart]",
-    "list[InputPart]",
-    "NamedTool",
-    "NamedFunctionTool",
-    "dict[str,any]",
-    "constrained-str",
-    "literal['none','auto','required']",
-)
 
 B = TypeVar("B", bound=Body)
 
@@ -55,7 +45,7 @@ def parse(raw: bytes, kind: type[B]) -> B:
     try:
         body = kind.model_validate(document)
     except ValidationError as error:
-        raise _describe(error, given) from None
+        raise describe(error, given) from None
     if given:
         body.remember(given)
     return body
@@ -89,37 +79,3 @@ def ignored_names(unknown: Sequence[str]) -> dict[str, str]:
 def listed_as_ignored(names: Sequence[str]) -> dict[str, str]:
     """The header that lists ``names``, which are all ASCII."""
     return {IGNORED_HEADER: ",".join(dict.fromkeys(names))[:_LONGEST_HEADER]} if names else {}
-
-
-def _describe(error: ValidationError, given: Mapping[str, str]) -> InvalidRequest:
-    # Of a union's branches the one that got furthest is what the client meant: to the end of a list, or deepest.
-    problems = error.errors(include_url=False)
-    problem = max(problems, key=lambda problem: (problem["type"] == "too_long", len(problem["loc"])))
-    message = problem["msg"].removeprefix("Value error, ")
-    steps = problem["loc"]
-    field = _path((given.get(str(steps[0]), steps[0]), *steps[1:]) if steps else ())
-    if not field:  # a rule about two fields: "field: what is wrong"
-        field, _, message = message.partition(": ")
-        field = given.get(field, field)
-    if problem["type"] == "missing":
-        return InvalidRequest(f"missing required parameter: {field!r}", field=field, reason="MISSING_PARAMETER")
-    given = "" if problem["loc"] == () else f" (got {_short(problem['input'])})"
-    return InvalidRequest(
-        f"invalid value for {field!r}: {message[:1].lower()}{message[1:]}{given}", field=field, reason="INVALID_VALUE"
-    )
-
-
-def _path(steps: tuple[int | str, ...]) -> str:
-    path = ""
-    for step in steps:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step not in _UNION_STEPS and step != "[key]" and not step.startswith("#"):
-            path += f".{step}" if path else step
-    return path
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, (str, list, dict)) and len(value) > 64:
-        return f"{type(value).__name__} of length {len(value)}"
-    return shown(value, 64)

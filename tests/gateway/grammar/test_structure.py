@@ -255,7 +255,7 @@ BAD = [
     ({"structured_outputs": {"grammar": "root ::= " + "(" * 5000}}, "structured_outputs", "nested too deeply"),
     ({"structured_outputs": {"grammar": 'root ::= "\\ud83d"'}}, "structured_outputs", "no character"),
     ({"structured_outputs": {"grammar": 'start: "a'}}, "structured_outputs", "the grammar cannot be followed"),
-    ({"guided_json": 3}, "guided_json", "dictionary"),
+    ({"guided_json": 3}, "guided_json", "expected an object or a string (got 3)"),
     ({"guided_json": "{"}, "guided_json", "cannot be read as JSON"),
     ({"guided_regex": "x" * 300_000}, "guided_regex", "262144"),
     ({"guided_regex": "x", "guided_choice": ["y"]}, "guided_choice", "not with guided_regex"),
