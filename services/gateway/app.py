@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Internal, NotFound, TokaError
 from services.gateway import probes
 from services.gateway.access import admin
+from services.gateway.access.cors import with_cors
 from services.gateway.access.guard import KEY, METRICS
 from services.gateway.anthropic import errors as anthropic_errors
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
@@ -51,8 +52,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(gateway: Gateway) -> ASGIApp:
-    """The application over ``gateway``, whose fleet its owner starts and stops."""
-    return _Application(gateway, _make_api(gateway))
+    """Return the application over ``gateway``, whose fleet its owner starts and stops."""
+    return with_cors(_Application(gateway, _make_api(gateway)), gateway.config.cors_origins)
 
 
 def _make_api(gateway: Gateway) -> FastAPI:

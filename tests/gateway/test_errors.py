@@ -12,6 +12,7 @@ from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED
 from tests.gateway.deployment import PATIENCE_S
 
+JSON = {"content-type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -300,7 +301,26 @@ def test_a_body_beyond_the_limit(deployment):
         for start in range(0, len(big), 1 << 20):
             yield big[start : start + (1 << 20)]
 
-    assert error_of(httpx.post(deployment.url + COMPLETIONS, content=in_chunks(), timeout=PATIENCE_S), 413)
+    assert error_of(
+        httpx.post(deployment.url + COMPLETIONS, content=in_chunks(), headers=JSON, timeout=PATIENCE_S), 413
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize", "/v1/batches", "/v1/chat/completions/batch"],
+)
+def test_a_body_that_is_not_said_to_be_json(deployment, path):
+    for headers in ({"content-type": "text/plain"}, {"content-type": "application/jsonp"}, {}):
+        response = httpx.post(deployment.url + path, content=b"{}", headers=headers, timeout=PATIENCE_S)
+        error = error_of(response, 415)
+        assert (error["code"], "Content-Type: application/json" in error["message"]) == ("unsupported_media_type", True)
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"])
+def test_each_way_to_say_json(deployment, kind):
+    content = b'{"prompt": "x", "max_tokens": 1}'
+    assert httpx.post(deployment.url + COMPLETIONS, content=content, headers={"content-type": kind}).status_code == 200
 
 
 def test_a_path_or_method_that_does_not_exist(deployment):
