@@ -62,6 +62,8 @@ class Answer:
 
     async def _run(self, bounds: Bounds, *, stream: bool) -> Response:
         generation = self.gateway.fleet.generate(self.jobs, streaming=stream)
+        for job in self.jobs:
+            self.gateway.metrics.request_began(job.settings.n, job.max_tokens)
         handed_over = False
         try:
             bounds.begin(generation)

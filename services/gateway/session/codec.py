@@ -74,6 +74,7 @@ class Ending:
     error: errors.TokaError | None
     stop_string: int | None = None  # index of the request's stop string that ended it
     stop_token: int | None = None  # id of the token that ended it
+    preemptions: int = 0  # times that it was put back into its scheduler's queue for its pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ def _decode_ending(finish: generate_pb2.Finish) -> Ending:
         error=_ending_error(finish) if reason == "error" else None,
         stop_string=finish.stop_string.index if finish.HasField("stop_string") else None,
         stop_token=finish.stop_token_id if finish.HasField("stop_token_id") else None,
+        preemptions=timing.preemptions,
     )
 
 
