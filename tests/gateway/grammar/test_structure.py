@@ -7,9 +7,10 @@ from enum import StrEnum
 from typing import Annotated
 
 import pytest
+from huggingface_hub import InferenceClient
 from pydantic import BaseModel, Field
 
-from tests.gateway.deployment import eventually
+from tests.gateway.deployment import PATIENCE_S, eventually
 
 SAY = [{"role": "user", "content": "Say something."}]
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -182,6 +183,20 @@ def test_the_sdk_parses_pydantic_models(sdk, model, shorter):
     answer = sdk.responses.parse(model=model, input="Well?", text_format=Verdict, reasoning={"effort": "none"})
     assert isinstance(answer.output_parsed, Verdict)
     assert answer.text.format.schema_["properties"].keys() == {"mood"}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "value": PERSON},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+    ],
+)
+def test_the_hubs_client_holds_answers_to_a_schema(thinker, shorter, form):
+    client = InferenceClient(base_url=thinker.url + "/v1", api_key="none", timeout=PATIENCE_S)
+    extra = PLAIN | {"logit_bias": shorter["logit_bias"]}
+    answer = client.chat_completion(SAY, response_format=form, seed=3, max_tokens=200, extra_body=extra)
+    assert is_person(answer.choices[0].message.content)
 
 
 def test_responses_have_text_in_a_form(thinker):
