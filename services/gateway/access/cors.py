@@ -9,7 +9,7 @@ from services.gateway.access.guard import CONSOLE
 
 # Headers of answers that a page's script may read.
 _EXPOSED = (
-    "retry-after", "x-request-id", "x-should-retry", "x-toka-ignored-params",
+    "request-id", "retry-after", "x-request-id", "x-should-retry", "x-toka-ignored-params",
     "x-ratelimit-limit-requests", "x-ratelimit-limit-tokens", "x-ratelimit-remaining-requests",
     "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens",
 )  # fmt: skip
