@@ -39,6 +39,7 @@ class SamplingParams:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # left (the default) or right: the side that a longer prompt loses
     add_special_tokens: bool = True  # to prompts of text
     response_format: Mapping[str, Any] | None = None
     structured_outputs: Mapping[str, Any] | None = None

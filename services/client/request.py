@@ -21,7 +21,7 @@ from services.gateway.openai.conversation import check_tools, make_grammar, rend
 from services.gateway.openai.errors import to_body
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_grammar, kept_tokens, make_jobs, make_settings, seed_of
+from services.gateway.openai.jobs import check_grammar, cut, kept_tokens, make_jobs, make_settings, seed_of
 from services.gateway.openai.messages import ConversationBody
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.parse import parse
@@ -185,7 +185,7 @@ def _job(
 ) -> Job:
     params = request.params
     ids = np.asarray(encoded.ids, np.uint32)
-    kept = ids[-(kept_tokens(params.body, facts) or len(ids)) :]
+    kept = cut(ids, kept_tokens(params.body, facts), params.truncation_side)
     seed, chat = params.seed, request.conversation is not None
     if seed is not None:
         key = seed, kept.tobytes()

@@ -5,6 +5,7 @@
     TokaError
     ├── InvalidRequest          the caller can mend it: names the field and the fix   INVALID_ARGUMENT     400
     │   ├── PayloadTooLarge                                                           INVALID_ARGUMENT     413
+    │   ├── UnsupportedMediaType                                                      INVALID_ARGUMENT     415
     │   └── ReusedIdempotencyKey                                                      INVALID_ARGUMENT     422
     ├── Unauthenticated         no key, or a wrong one                                UNAUTHENTICATED      401
     ├── PermissionDenied        the key does not reach so far                         PERMISSION_DENIED    403
@@ -51,6 +52,12 @@ class PayloadTooLarge(InvalidRequest):
     """The request is larger than the service reads."""
 
     reason = "PAYLOAD_TOO_LARGE"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The request's body is not of the type that the service reads."""
+
+    reason = "UNSUPPORTED_MEDIA_TYPE"
 
 
 class ReusedIdempotencyKey(InvalidRequest):

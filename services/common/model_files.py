@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class ModelCard:
     """The facts about a model that the API and the scheduler need."""
 
     name: str
+    aliases: tuple[str, ...]  # its other names, at which it is found as well
+    root: str  # the hub id or path that it was loaded from
     directory: Path
     vocab_size: int
     max_context_tokens: int
@@ -65,8 +68,16 @@ class ModelCard:
     default_top_k: int
 
 
-def read_card(model: str, served_model_name: str | None = None, *, weights: bool = False) -> ModelCard:
+def names_of(model: str, served_names: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return every name of ``model``, the main one first: the ``served_names``, its last part, and itself."""
+    path = model.rstrip("/") or model
+    last = f"tokasaurus-{model}" if model == "builtin" else path.split("/")[-1]
+    return tuple(dict.fromkeys((*served_names, last, path, model)))
+
+
+def read_card(model: str, served_names: Sequence[str] = (), *, weights: bool = False) -> ModelCard:
     """Read ``config.json`` and ``generation_config.json`` of ``model``. Raises ``InvalidRequest``."""
+    name, *aliases = names_of(model, served_names)
     directory = resolve(model, weights=weights)
     config = read_json(directory / "config.json", required=True)
     if not isinstance(config.get("vocab_size"), int):
@@ -77,7 +88,9 @@ def read_card(model: str, served_model_name: str | None = None, *, weights: bool
     # Hugging Face: sampling settings of generation_config count only when sampling is what the model asks for.
     sampling = generation if generation.get("do_sample") else {}
     return ModelCard(
-        name=served_model_name or (f"tokasaurus-{model}" if model == "builtin" else model.rstrip("/").split("/")[-1]),
+        name=name,
+        aliases=tuple(aliases),
+        root=model,
         directory=directory,
         vocab_size=config["vocab_size"],
         max_context_tokens=config.get("max_position_embeddings", 2048),

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Internal, NotFound, TokaError
 from services.gateway import probes
 from services.gateway.access import admin
+from services.gateway.access.cors import with_cors
 from services.gateway.access.guard import KEY, METRICS
 from services.gateway.anthropic import errors as anthropic_errors
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
@@ -23,7 +24,7 @@ from services.gateway.anthropic.routes import count_tokens, create_message
 from services.gateway.batch.routes import BATCHABLE, add_routes
 from services.gateway.console.routes import add_console
 from services.gateway.gateway import Gateway
-from services.gateway.http import name_request
+from services.gateway.http import id_in_header, name_request
 from services.gateway.metrics import OTHER_ROUTE, ROUTES
 from services.gateway.openai import errors
 from services.gateway.openai.chat import create_chat_completion
@@ -47,8 +48,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(gateway: Gateway) -> ASGIApp:
-    """The application over ``gateway``, whose fleet its owner starts and stops."""
-    return _Application(gateway, _make_api(gateway))
+    """Return the application over ``gateway``, whose fleet its owner starts and stops."""
+    return with_cors(_Application(gateway, _make_api(gateway)), gateway.config.cors_origins)
 
 
 def _make_api(gateway: Gateway) -> FastAPI:
@@ -142,7 +143,7 @@ class _Application:
                     log.exception("request failed", path=path)
                 response = await _on_error(request, error)
             response.headers.update(limits.headers(key))
-            response.headers[REQUEST_ID] = name_request(scope)
+            response.headers[REQUEST_ID] = id_in_header(scope)
             self._metrics.count_response(path, response.status_code)
             if span is not None:
                 span.answers(response)
@@ -151,7 +152,7 @@ class _Application:
     async def _refuse(self, error: TokaError, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["path"] in ROUTES else OTHER_ROUTE
         response = _error_response(error, scope)
-        response.headers[REQUEST_ID] = name_request(scope)
+        response.headers[REQUEST_ID] = id_in_header(scope)
         self._metrics.count_response(path, response.status_code)
         await response(scope, receive, send)
 
@@ -159,7 +160,7 @@ class _Application:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.count_response(getattr(scope.get("route"), "path", "other"), message["status"])
-                name = (REQUEST_ID.encode(), name_request(scope).encode())
+                name = (REQUEST_ID.encode(), id_in_header(scope).encode())
                 message = {**message, "headers": [*message["headers"], name]}
             await send(message)
 

@@ -39,9 +39,12 @@ class Fleet:
         timings: Timings,
         dialer: Dialer = PLAIN,
         turn: int | None = None,
+        strict_names: bool = False,
     ) -> None:
+        """``strict_names``: a name that no model has is refused even if a single model is served."""
         self.draining = False
         self._timings = timings
+        self._strict_names = strict_names
         self._router = PrefixRouter(turn)
         self._failover = Failover(self._choose_again, metrics, timings.failover)
         self._changed = asyncio.Event()
@@ -120,9 +123,11 @@ class Fleet:
         return await self._once(lambda: list(self.models.values()))
 
     async def model(self, name: str | None) -> ModelFacts:
-        """The model ``name`` (None: the only one), once a scheduler was ready for it; without failover, once one is.
+        """Return the model ``name`` (None or empty: the only one) once a scheduler was ready for it; without failover,
+        once one is.
 
-        Waits a bounded time for one; then raises ``Unavailable``. Raises ``NotFound`` for a name nobody serves.
+        Waits a bounded time for one; then raises ``Unavailable``. Raises ``NotFound`` for a name that no model has,
+        unless a single model is served and names are not strict: that model is meant then.
         """
 
         def ready() -> ModelFacts | None:
@@ -199,15 +204,18 @@ class Fleet:
                 if self._ready(replica.model.id):
                     replica.hand_over()
 
-    @staticmethod
-    def _look_up(known: dict[str, ModelFacts], name: str | None) -> ModelFacts:
-        if name is None and len(known) == 1:
+    def named(self, name: str) -> ModelFacts | None:
+        """Return the model that has ``name`` as its id or as an alias, or None."""
+        return _named(self.models, name)
+
+    def _look_up(self, known: dict[str, ModelFacts], name: str | None) -> ModelFacts:
+        if name and (facts := _named(known, name)) is not None:
+            return facts
+        if len(known) == 1 and not (name and self._strict_names):
             return next(iter(known.values()))
-        if name is None or name not in known:
-            served = ", ".join(sorted(known))
-            problem = f"the model {name[:200]!r} does not exist" if name is not None else "name a model"
-            raise NotFound(f"{problem}; this server has {served}", field="model", reason="MODEL_NOT_FOUND")
-        return known[name]
+        served = ", ".join(sorted(known))
+        problem = f"the model {name[:200]!r} does not exist" if name else "name a model"
+        raise NotFound(f"{problem}; this server has {served}", field="model", reason="MODEL_NOT_FOUND")
 
     def _ready(self, model: str) -> list[Replica]:
         return [r for r in self.replicas if r.ready and r.model is not None and r.model.id == model]
@@ -216,3 +224,9 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
         self._failover.wake()
+
+
+def _named(known: dict[str, ModelFacts], name: str) -> ModelFacts | None:
+    if name in known:
+        return known[name]
+    return next((facts for facts in known.values() if name in facts.aliases), None)

@@ -51,6 +51,7 @@ class Gateway:
             timings=replace(timings, failover=config.failover_seconds),
             dialer=Dialer.of(config, config.grpc_token_file),
             turn=None if handover is None else handover.index,
+            strict_names=config.strict_model_names,
         )
         replicas = ReplicaMetrics(fleet.replicas, figures=config.replica_metrics)
         registry = make_registry(metrics, replicas, paths, lambda: ",".join(sorted(fleet.models)))

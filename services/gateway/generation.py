@@ -62,6 +62,19 @@ class Choice:
             raise RuntimeError(f"choice {self.index} has not ended")
         return self.ending
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop token id of the request that ended it. None for any other end.
+
+        The model's own end of sequence is such another end, as in vLLM, unless the request has it in stop_token_ids.
+        """
+        ending, settings = self.outcome, self.generation.settings
+        if settings.silent or ending.reason != "stop":
+            return None
+        if ending.stop_string is not None:
+            return settings.stop_strings[ending.stop_string]
+        return ending.stop_token if ending.stop_token in settings.stop_token_ids else None
+
     def take(self) -> tuple[list[int] | np.ndarray, list[TokenLogprob | None]]:
         """The new tokens, less a stop token at the very end: its text is not part of the answer."""
         ids, logprobs = self.new_ids, self.new_logprobs
@@ -105,7 +118,7 @@ class Generation:
         self.began_at = time.perf_counter()
         self.first_token_at: float | None = None
         self._streaming = streaming
-        self._settings = jobs[0].settings if jobs else Settings()
+        self.settings = jobs[0].settings if jobs else Settings()
         self.logprobs = any(job.settings.logprobs for job in jobs)
         self.fed = streaming or self.logprobs  # token by token, by ``feed``; else all come at the end
         self._unaccepted = len(self.calls)
@@ -140,7 +153,7 @@ class Generation:
 
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
-        if not self._settings.silent:
+        if not self.settings.silent:
             choice.new_ids += token_ids  # type: ignore[operator]  # who is fed has a list
             if self.logprobs:  # a message that other requests share may have entries for those who did not ask
                 choice.new_logprobs += [None] * len(token_ids) if logprobs is None else logprobs
@@ -158,7 +171,7 @@ class Generation:
         if choice.late_s:
             ending = _with_what_was_before(ending, choice)
         choice.ending = self._as_asked(ending)
-        if self._settings.silent:
+        if self.settings.silent:
             choice.new_ids = []
         self._unfinished -= 1
         if self._streaming:
@@ -170,7 +183,7 @@ class Generation:
 
     def _as_asked(self, ending: Ending) -> Ending:
         """Whether the answer has its stop in it, and whether there is one, is between the client and the gateway."""
-        settings = self._settings
+        settings = self.settings
         if settings.silent:
             return replace(ending, reason="length", at_stop_token=False, trailing_bytes=0, completion_tokens=0)
         if not settings.include_stop:

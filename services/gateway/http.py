@@ -12,21 +12,25 @@ import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.common.errors import PayloadTooLarge
+from services.common.errors import PayloadTooLarge, UnsupportedMediaType
 from services.common.keys import Key, salted
 from services.common.tracing import HEADER
 from services.gateway.access.guard import KEY, presented_key
 from services.gateway.access.idempotency import read_idempotency_key, seed_of_retries
 from services.gateway.access.lines import Line
-from services.gateway.tracing import TRACEPARENT
+from services.gateway.tracing import REQUEST_ID, TRACEPARENT
+
+log = structlog.get_logger(__name__)
 
 # A client that is still sending may not look for the answer: so much more is read and thrown away first.
 _DISCARD_FACTOR = 4
 
+_JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _FAIRNESS_KEY_DIGITS = 16
-# In the scope of a request: its id.
-_REQUEST_ID = "toka.request_id"
+# In the scope of a request: the id that its client gave it, of visible ASCII characters.
+_CLIENT_REQUEST_ID = "toka.client_request_id"
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/v1/responses": "resp"}
 # In the scope of a request that comes from within: its ``Caller``, there being no headers that say it.
 CALLER = "toka.caller"
@@ -35,10 +39,16 @@ R = TypeVar("R")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body, of at most ``limit`` bytes, whether announced or sent in chunks.
+    """Return the JSON body of a request, of at most ``limit`` bytes, whether announced or sent in chunks.
 
-    Raises ``PayloadTooLarge``, or ``ClientDisconnect`` when the client left before its end.
+    Raises ``UnsupportedMediaType`` if the request does not say that its body is JSON, ``PayloadTooLarge``, and
+    ``ClientDisconnect`` if the client left before the body's end. The type matters to browsers: they send other types
+    across origins without asking first.
     """
+    kind = request.headers.get("content-type", "")
+    if not _JSON_TYPE.fullmatch(kind.partition(";")[0].strip().lower()):
+        given = f"not {kind[:100]!r}" if kind else "and this request has no content type"
+        raise UnsupportedMediaType(f"the body must be JSON, {given}; send the header 'Content-Type: application/json'")
     announced = int(request.headers.get("content-length", 0))
     if announced > limit and "expect" in request.headers:  # it waits for our word before it sends
         raise _too_large(limit)
@@ -57,13 +67,36 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def name_request(scope: MutableMapping[str, Any]) -> str:
-    """The id of a request, its first time a new one: in its answer and the answer's header ``x-request-id``, at
-    schedulers, and in the log lines that this task writes from now on."""
-    if (known := scope.get(_REQUEST_ID)) is None:
+    """Return the id of a request, a new one at the first call.
+
+    It is in the request's answer, at schedulers, and in the log lines that this task writes from now on. Those lines
+    also have the ``client_request_id`` that the request's header ``x-request-id`` gives, if there is one.
+    """
+    if (known := scope.get(REQUEST_ID)) is None:
         prefix = _ID_PREFIXES.get(scope["path"], "req")
-        known = scope[_REQUEST_ID] = f"{prefix}-{secrets.token_hex(16)}"
+        known = scope[REQUEST_ID] = f"{prefix}-{secrets.token_hex(16)}"
         structlog.contextvars.bind_contextvars(request_id=known)
+        if theirs := _client_id(scope):
+            scope[_CLIENT_REQUEST_ID] = theirs
+            structlog.contextvars.bind_contextvars(client_request_id=theirs)
+            log.info("request with an id of its client")
     return known
+
+
+def id_in_header(scope: MutableMapping[str, Any]) -> str:
+    """Return the value of ``x-request-id`` in the answer: the client's own id if it sent one, else ``name_request``."""
+    known = name_request(scope)
+    theirs: str = scope.get(_CLIENT_REQUEST_ID, known)
+    return theirs
+
+
+def _client_id(scope: MutableMapping[str, Any]) -> str:
+    """Return the request's ``x-request-id``, or an empty string if it is missing or malformed."""
+    for name, value in scope.get("headers", ()):
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            return text if _CLIENT_ID.fullmatch(text) else ""
+    return ""
 
 
 class Caller(NamedTuple):

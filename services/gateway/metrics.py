@@ -38,6 +38,8 @@ _KNOWN_LATENCY = (
     1920.0, 7680.0,
 )  # fmt: skip
 _KNOWN_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
+_KNOWN_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_KNOWN_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 OTHER_ROUTE = "other"
 ROUTES = (
     "/v1/messages", "/v1/messages/count_tokens",
@@ -137,6 +139,11 @@ class RequestMetrics:
         )
         self.prompt_tokens = tokens("request_prompt_tokens", "Tokens in a prompt")
         self.generation_tokens = tokens("request_generation_tokens", "Tokens in a sample's answer")
+        self.params_n = histogram("request_params_n", "Samples asked for of a prompt", _KNOWN_SAMPLES, _TOKENS[:15])
+        self.params_max_tokens = tokens("request_params_max_tokens", "Most tokens of an answer, as asked for")
+        self.preemptions = histogram(
+            "request_num_preemptions", "Times a sample was preempted", _KNOWN_PREEMPTIONS, _KNOWN_PREEMPTIONS
+        )
         self._finished = {reason: numbers.take(1) for reason in FINISH_REASONS}
         self._responses = {route: numbers.take(len(_STATUSES)) for route in ROUTES}
         self._disconnects = numbers.take(1)
@@ -152,6 +159,12 @@ class RequestMetrics:
             self.inference_time.observe(ending.prefill_s + ending.decode_s)
             self.prompt_tokens.observe(ending.prompt_tokens)
             self.generation_tokens.observe(ending.completion_tokens)
+            self.preemptions.observe(ending.preemptions)
+
+    def request_began(self, samples: int, max_tokens: int) -> None:
+        """Count a prompt that is sent to a scheduler. ``max_tokens``: of each sample."""
+        self.params_n.observe(samples)
+        self.params_max_tokens.observe(max_tokens)
 
     def count_response(self, route: str, status: int) -> None:
         """An HTTP response begins."""

@@ -9,6 +9,8 @@ from services.common.tracing import HEADER, Tracing, traceparent_of
 
 # In the scope of a request that is traced: what its spans elsewhere have as their parent.
 TRACEPARENT = "toka.traceparent"
+# In the scope of every request: its id.
+REQUEST_ID = "toka.request_id"
 
 
 class RequestSpan:
@@ -29,7 +31,7 @@ class RequestSpan:
     def answers(self, response: Response) -> None:
         """The response is about to be sent."""
         self._span.set_attribute("http.response.status_code", response.status_code)
-        if (request_id := response.headers.get("x-request-id")) is not None:
+        if (request_id := self._scope.get(REQUEST_ID)) is not None:
             self._span.set_attribute("toka.request_id", request_id)
         if response.status_code >= 500:
             self._tracing.fail(self._span, str(response.status_code))

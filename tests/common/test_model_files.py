@@ -3,7 +3,7 @@ import json
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_card, resolve, tokenizer_fingerprint
+from services.common.model_files import names_of, read_card, resolve, tokenizer_fingerprint
 
 
 def write_model(directory, config, generation=None):
@@ -41,7 +41,20 @@ def test_sampling_defaults_come_from_a_generation_config_that_samples(tmp_path):
 def test_a_model_is_named_after_its_directory_unless_told_otherwise(tmp_path):
     model = write_model(tmp_path, {})
     assert read_card(model + "/").name == tmp_path.name
-    assert read_card(model, "served").name == "served"
+    card = read_card(model, ("served", "also"))
+    assert (card.name, card.aliases, card.root) == ("served", ("also", tmp_path.name, model), model)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("meta-llama/Llama-3.2-1B", ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B")),
+        ("/models/Llama/", ("Llama", "/models/Llama", "/models/Llama/")),
+        ("builtin", ("tokasaurus-builtin", "builtin")),
+    ],
+)
+def test_a_model_has_its_last_part_and_itself_as_names(model, names):
+    assert names_of(model) == names
 
 
 @pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere"])

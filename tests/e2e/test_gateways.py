@@ -16,6 +16,7 @@ from bench.server import Server, free_port, serve
 from tests.e2e.test_toka import is_gone, run_toka, wait_for
 
 GATEWAYS = 2
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 COMPLETIONS = 'toka_http_requests_total{route="/v1/completions",status="200"}'
 CLIENTS = 32  # connections; that all of them meet the same gateway has a chance of 1 to 2 billion
 
@@ -66,7 +67,7 @@ class Stream:
         body = json.dumps(
             {"model": "tokasaurus-builtin", "prompt": "x", "max_tokens": tokens, "ignore_eos": True, "stream": True}
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = HEAD % len(body)
         self._socket.sendall((head + body).encode())
         self._received = b""
         while b"data: " not in self._received:
@@ -153,7 +154,7 @@ class Unsent:
         self._socket = socket.create_connection((address.hostname, address.port), timeout=60)
         self.port = self._socket.getsockname()[1]
         self._body = json.dumps({"model": "tokasaurus-builtin", "prompt": "x", "max_tokens": 2}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(self._body)}\r\n\r\n"
+        head = HEAD % len(self._body)
         self._socket.sendall(head.encode())
 
     def finish(self) -> bytes:

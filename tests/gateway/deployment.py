@@ -131,7 +131,8 @@ class Deployment:
 
     def post(self, path: str, body) -> httpx.Response:
         """POST JSON, or bytes as they are."""
-        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        headers = {"content-type": "application/json"}
+        content = {"content": body, "headers": headers} if isinstance(body, bytes) else {"json": body}
         return httpx.post(self.url + path, timeout=PATIENCE_S, **content)
 
     def complete(self, **body) -> httpx.Response:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.gateway.deployment import Deployment, eventually
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
@@ -21,8 +23,7 @@ def send(deployment, **body) -> socket.socket:
     parts = urlsplit(deployment.url)
     connection = socket.create_connection((parts.hostname, parts.port))
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
+    connection.sendall(HEAD % len(content) + content)
     return connection
 
 
@@ -53,6 +54,6 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue(slow):
 def test_a_client_that_leaves_in_the_middle_of_its_body(slow):
     parts = urlsplit(slow.url)
     with socket.create_connection((parts.hostname, parts.port)) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: 1000\r\n\r\n{"prompt":')
+        connection.sendall(HEAD % 1000 + b'{"prompt":')
     eventually(lambda: slow.metric("toka_http_disconnects_total") > 0)
     assert slow.complete(prompt="x", max_tokens=2).status_code == 200

@@ -33,6 +33,26 @@ def lines(deployment: Deployment, service: str, event: str) -> list[dict]:
     return [line for line in events if line["event"] == event]
 
 
+def test_the_callers_id_comes_back_and_is_logged(begin):
+    deployment = begin()
+
+    def ask(name: str, path: str = "/v1/completions", **body) -> httpx.Response:
+        headers = {"x-request-id": name}
+        return httpx.post(deployment.url + path, json=body, headers=headers, timeout=PATIENCE_S)
+
+    answer = ask("caller-1", prompt="x", max_tokens=2)
+    assert answer.headers["x-request-id"] == "caller-1"
+    assert answer.json()["id"].startswith("cmpl-")
+    assert ask("caller-2", prompt="x", max_tokens=-1).headers["x-request-id"] == "caller-2"
+    assert ask("caller-3", "/nowhere").headers["x-request-id"] == "caller-3"
+    assert ask("caller-4", prompt="x", max_tokens=2, stream=True).headers["x-request-id"] == "caller-4"
+    told = lines(deployment, "gateway", "request with an id of its client")
+    assert [line["client_request_id"] for line in told] == [f"caller-{number}" for number in range(1, 5)]
+    assert told[0]["request_id"] == answer.json()["id"]
+    for malformed in ("two words", "x" * 129):
+        assert ask(malformed, prompt="x", max_tokens=2).headers["x-request-id"].startswith("cmpl-")
+
+
 def test_one_id_is_in_the_answer_its_header_and_all_logs_and_no_text_is_in_any(begin, tmp_path):
     (tmp_path / "keys.toml").write_text(f'[[keys]]\nname = "own"\nhash = "{hash_of(KEY)}"\n')
     deployment = begin(api_keys_file=tmp_path / "keys.toml", failover_seconds=0, log_level="DEBUG")

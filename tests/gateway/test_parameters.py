@@ -62,6 +62,38 @@ def test_special_tokens_may_have_text(speaker, tokenizer):
     assert speaker.complete(**body).json()["choices"][0]["text"] == SPEECH
 
 
+# -- what ended an answer
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"stop": ["nope", "three."]}, "three."),
+        ({"stop": ["two"], "include_stop_str_in_output": True}, "two"),
+        ({"max_tokens": 2}, None),
+        ({}, None),  # the model's own end
+        ({"stop_token_ids": [0]}, 0),
+    ],
+)
+def test_an_answer_says_which_stop_string_or_token_ended_it(speaker, body, reason):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        asked = {"prompt": "x", "messages": CHAT, "max_tokens": 50} | body
+        [choice] = speaker.post(path, asked).json()["choices"]
+        assert choice["stop_reason"] == reason
+        *chunks, last = [chunk["choices"][0] for chunk in events(speaker, path, **asked)]
+        assert (last["stop_reason"], last["finish_reason"]) == (reason, choice["finish_reason"])
+        assert all("stop_reason" not in chunk for chunk in chunks)
+    [listed] = speaker.post("/v1/chat/completions/batch", [{"messages": CHAT, "max_tokens": 50} | body]).json()
+    assert listed["choices"][0]["stop_reason"] == reason
+
+
+def test_a_stop_token_of_the_request_is_named(speaker, tokenizer):
+    stop_id = tokenizer.encode(SPEECH, add_special_tokens=False)[4]
+    for extra in ({}, {"include_stop_str_in_output": True}, {"logprobs": 1}):
+        choice = speaker.complete(prompt="x", max_tokens=50, stop_token_ids=[stop_id], **extra).json()["choices"][0]
+        assert choice["stop_reason"] == stop_id
+
+
 # -- token ids
 
 

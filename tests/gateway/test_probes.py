@@ -84,6 +84,15 @@ def test_metrics_have_the_names_that_operators_of_vllm_know(deployment, model):
     assert grown["vllm:generation_tokens_total",] >= 22
     assert grown["vllm:prefix_cache_queries_total",] == grown["vllm:prompt_tokens_total",] + usage["prompt_tokens"]
     assert grown["vllm:prefix_cache_hits_total",] >= usage["prompt_tokens"] - 1  # the sibling's
+    assert grown["vllm:request_params_n_count",] == 2  # this prompt, and the one whose client left
+    assert grown["vllm:request_params_n_sum",] == 3
+    assert grown["vllm:request_params_max_tokens_sum",] == 11 + 16
+    assert (grown["vllm:request_num_preemptions_count",], grown["vllm:request_num_preemptions_sum",]) == (2, 0)
+    assert grown["vllm:iteration_tokens_total_count",] >= 11
+    assert grown["vllm:iteration_tokens_total_sum",] >= 22
+    assert after["vllm:num_requests_waiting_by_reason", "capacity"] == 0
+    assert after["vllm:num_requests_waiting_by_reason", "deferred"] == 0
+    assert after["vllm:cache_config_info",] == 1
     assert after["vllm:num_requests_waiting",] == after["vllm:num_preemptions_total",] == 0
     assert after["vllm:kv_cache_usage_perc",] == after["vllm:gpu_cache_usage_perc",] == 0
 
@@ -94,7 +103,12 @@ def known(deployment) -> dict[tuple[str, ...], float]:
     samples = [sample for family in families for sample in family.samples if sample.name.startswith("vllm:")]
     models = {sample.labels.pop("model_name") for sample in samples}
     assert len(models) == 1
-    reasons = ((sample, sample.labels.get("finished_reason")) for sample in samples if "le" not in sample.labels)
+    named = ("finished_reason", "reason")
+    reasons = (
+        (sample, next(filter(None, map(sample.labels.get, named)), None))
+        for sample in samples
+        if "le" not in sample.labels
+    )
     return {(sample.name, reason) if reason else (sample.name,): sample.value for sample, reason in reasons}
 
 

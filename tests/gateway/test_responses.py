@@ -203,7 +203,7 @@ def test_the_result_of_a_call_is_answered(client, name, qwen):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "climate"}}, "tool_choice"),
         ({"tools": [WEATHER | {"strict": "yes"}]}, "tools[0].strict"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"previous_response_id": "resp_\0"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),

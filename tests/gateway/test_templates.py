@@ -14,10 +14,13 @@ from services.common.errors import InvalidRequest
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.encoder import MAX_CHARACTERS
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.openai.conversation import render
+from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.tokens import tokenize
 from services.gateway.text import TextEngine
 from tests.gateway.parrot import QWEN, make_model
 from tests.gateway.test_errors import error_of
+from tests.gateway.test_streaming import events
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -116,11 +119,6 @@ def test_what_has_no_tokens_or_no_text_is_named(deployment, path, body, param):
     assert error_of(deployment.post(path, body), 400)["param"] == param
 
 
-def test_another_model_is_not_asked(deployment):
-    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
-        assert error_of(deployment.post(path, body | {"model": "gpt-9"}), 404)["code"] == "model_not_found"
-
-
 def test_the_version_is_the_packages(deployment):
     assert httpx.get(deployment.url + "/version").json() == {"version": "0.1.0"}
 
@@ -142,19 +140,22 @@ def test_an_answer_goes_on_with_the_last_message(qwen):
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     assert qwen.chat(**body).json()["choices"][0]["message"]["content"] == ", three."
     assert rendered(qwen, **body).endswith("<|assistant|>One, two")
+    del body["add_generation_prompt"]
+    assert qwen.chat(**body).json()["choices"][0]["message"]["content"] == ", three."
+    assert rendered(qwen, **body).endswith("<|assistant|>One, two")
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True}, "continue_final_message"),  # behind a user's message
         ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"documents": ["x"]}, "documents[0]"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
     ],
 )
@@ -180,6 +181,81 @@ def test_no_effort_turns_thinking_off(qwen):
     message = qwen.chat(messages=messages, reasoning_effort="none").json()["choices"][0]["message"]
     assert message["content"] == "Yes."
     assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "text"),
+    [
+        *((effort, {}, "True") for effort in ("minimal", "low", "medium", "high", "xhigh", "max")),
+        ("none", {}, "False"),
+        (None, {}, "unset"),
+        ("high", {"enable_thinking": False}, "False"),
+    ],
+)
+async def test_an_effort_means_to_think_where_the_template_has_a_switch(tmp_path, effort, given, text):
+    template = "{{ enable_thinking if enable_thinking is defined else 'unset' }}"
+    engine = TextEngine(Tokenizer.load(str(make_model(tmp_path / "m", template))))
+    body = ChatBody(messages=HI, chat_template_kwargs=given)
+    assert (await render(engine, body, max_tokens=None, effort=effort)).text == text
+    engine.stop()
+
+
+def test_the_originals_name_of_template_variables(qwen):
+    hidden = "<think>\n\n</think>\n\n"
+    for name in ("chat_template_kwargs", "apply_chat_template_overrides"):
+        assert text_of(qwen, **{name: {"enable_thinking": False}}).endswith(hidden)
+    assert not text_of(qwen).endswith(hidden)
+
+
+# -- messages as answers have them
+
+
+def text_of(deployment, *messages, **body) -> str:
+    """The prompt of a conversation, by the ids that its answer tells."""
+    body |= {"messages": [*HI, *messages], "max_tokens": 1, "return_token_ids": True}
+    response = deployment.chat(**body)
+    assert response.status_code == 200, response.text
+    return Tokenizer.load("builtin").decode(response.json()["prompt_token_ids"], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": None}, ""),
+        ({"content": None, "refusal": None}, ""),
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+        ({"content": "Yes.", "refusal": None, "reasoning": None}, "Yes."),
+        ({"content": "Yes.", "reasoning": "Hm."}, "<think>Hm.</think>Yes."),
+        ({"content": "Yes.", "reasoning": "Hm.", "reasoning_content": "Hm."}, "<think>Hm.</think>Yes."),
+    ],
+)
+def test_an_assistants_message_is_taken_as_answers_have_it(qwen, message, text):
+    assert f"<|assistant|>{text}<|end|>" in text_of(qwen, {"role": "assistant", **message}, *HI)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": "x", "refusal": "no"}, "messages[0]"),
+        ({"role": "assistant", "content": "x", "refusal": "no"}, "messages[0]"),
+        ({"role": "assistant", "refusal": 5}, "messages[0]"),
+    ],
+)
+def test_a_message_without_words_is_refused(qwen, message, param):
+    assert error_of(qwen.chat(messages=[message]), 400)["param"] == param
+
+
+def test_thoughts_have_both_names(qwen):
+    messages = [{"role": "user", "content": "<think>Hm.</think>Yes."}]
+    message = qwen.chat(messages=messages).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("Hm.", "Hm.", "Yes.")
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(qwen, "/v1/chat/completions", messages=messages)]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "Hm."
 
 
 def test_a_template_for_tools_is_used_with_tools_only(tmp_path):

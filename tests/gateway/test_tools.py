@@ -170,7 +170,7 @@ def test_arguments_that_were_no_json_stay_as_they_were(qwen):
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [PAST_CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
          "messages[0].tool_calls[0].function.arguments"),

@@ -51,6 +51,9 @@ async def test_a_scheduler_tells_its_load_its_forecast_and_where_its_time_goes()
         delivered = len(tokens) + end + 1
         assert figures["toka_generation_tokens_total",] == figures["vllm:generation_tokens_total",] == delivered
         assert figures["vllm:prompt_tokens_total",] == 2 * len(PROMPT)
+        for name in ("vllm:iteration_tokens_total", "toka_iteration_tokens"):
+            assert figures[f"{name}_count",] == figures["toka_steps_total",]
+            assert figures[f"{name}_sum",] == figures["toka_step_tokens_total",] >= len(PROMPT) + delivered - 1
         assert figures["toka_steps_total",] == load.counters.steps > delivered
         assert figures["toka_plans_ahead",] == load.plans_ahead >= 2
         assert figures["toka_step_seconds",] > 0

@@ -1,11 +1,14 @@
 """The flags of a gateway."""
 
+import re
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config.keys import KeysConfig
 from services.common.flags import Bool, Examples, Float, Int, Strings
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
 
 
 class GatewayConfig(KeysConfig):
@@ -19,6 +22,9 @@ class GatewayConfig(KeysConfig):
     host: str = Field("127.0.0.1", description="where HTTP is served; 0.0.0.0: for other hosts")
     port: Int = Field(10210, ge=0, le=65535, description="of HTTP; 0: any that is free")
     scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
+    strict_model_names: Bool = Field(
+        False, description="an unknown model name is refused with 404; F: the only served model answers under any name"
+    )
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
     max_prompt_tokens: Int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
@@ -32,6 +38,9 @@ class GatewayConfig(KeysConfig):
     )
     keep_alive_seconds: Float = Field(
         120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
+    )
+    cors_origins: Strings = Field(
+        (), description="origins whose web pages may call the API, such as https://chat.example.com; *: all"
     )
     http_cert: str | None = Field(None, min_length=1, description="PEM with the certificates of HTTPS")
     http_key: str | None = Field(None, min_length=1, description="PEM with their key")
@@ -64,6 +73,14 @@ class GatewayConfig(KeysConfig):
     reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
         "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
     )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, or * for all")
+        return origins
 
     @model_validator(mode="after")
     def _schedulers_are_verified(self) -> "GatewayConfig":

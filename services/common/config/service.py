@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.grpc import GrpcConfig
-from services.common.flags import Bool, Float
+from services.common.flags import Bool, Float, Strings
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 LogFormat = Literal["auto", "json", "console"]
@@ -17,7 +17,9 @@ class ServiceConfig(GrpcConfig):
 
     model: str = Field("builtin", description="Hugging Face directory or hub id; 'builtin' = the model in this package")
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
-    served_model_name: str | None = Field(None, description="model id in the API; default: the model's directory name")
+    served_model_name: Strings = Field(
+        (), description="names of the model in the API, the main one first; default: the last part of model="
+    )
     log_level: LogLevel = Field("INFO", description="least important log lines that are written")
     log_format: LogFormat = Field(
         "auto", description="of log lines: json, or console for people; auto: console on a terminal, else json"

@@ -3,11 +3,11 @@
 Each figure is read from the one message that has it. Those that operators of vLLM know have its name, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from tokasaurus.scheduler.v1 import observe_pb2
 
@@ -69,6 +69,7 @@ _GAUGES = (
 )
 _COUNTERS = (
     _Counter("toka_steps", "Model steps", "steps"),
+    _Counter("toka_step_tokens", "Tokens of all model steps: prefilled, decoded, and computed again", "step_tokens"),
     _Counter("toka_wasted_steps", "Steps of which every token was for a sample that had ended", "wasted_steps"),
     _Counter("toka_prompt_tokens", "Prompt tokens of accepted requests", "prompt_tokens", ("vllm:prompt_tokens",)),
     _Counter("toka_generation_tokens", "Tokens delivered", "generated_tokens", ("vllm:generation_tokens",)),
@@ -113,6 +114,10 @@ _SECONDS = (
         "toka_device_idle_seconds", "It waited for the host between two steps that were both planned", "device_idle_ns"
     ),
 )
+_STEP_SIZES: dict[str, Collection[int]] = {
+    "toka_iteration_tokens": [2**power for power in range(18)],
+    "vllm:iteration_tokens_total": [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384],
+}
 _STAGES = ("wait", "take", "plan", "send", "report", "deliver")  # of the step loop: loop_<stage>_ns
 
 
@@ -133,7 +138,48 @@ def show(reports: Iterable[Report]) -> Iterator[Metric]:
             for report, value in zip(reports, values, strict=True):
                 family.add_metric([report.model, report.replica], value)
             yield family
-    yield from (_stages(reports), _forecast(reports))
+    yield from (_stages(reports), _forecast(reports), _waiting(reports), _cache(reports))
+    yield from (_step_sizes(reports, name, shown) for name, shown in _STEP_SIZES.items())
+
+
+def _waiting(reports: list[Report]) -> Metric:
+    """vLLM's reasons: ``capacity``, for slots and pages; ``deferred``, here while no worker is ready."""
+    family = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences accepted and not yet running; deferred: no worker is ready",
+        labels=["model_name", "replica", "reason"],
+    )
+    for report in reports:
+        for reason, counts in (("capacity", report.load.ready), ("deferred", not report.load.ready)):
+            value = report.load.waiting_sequences if counts else 0
+            family.add_metric([report.model, report.replica, reason], value)
+    return family
+
+
+def _cache(reports: list[Report]) -> Metric:
+    family = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "1; block_size: tokens in a KV page; num_gpu_blocks: KV pages there are",
+        labels=["model_name", "replica", "block_size", "num_gpu_blocks"],
+    )
+    for report in reports:
+        load = report.load
+        family.add_metric([report.model, report.replica, str(load.page_size), str(load.total_pages)], 1)
+    return family
+
+
+def _step_sizes(reports: list[Report], name: str, shown: Collection[int]) -> Metric:
+    """Return the histogram of tokens in a step, with the bounds ``shown``. Loads count by powers of two."""
+    known = name.startswith("vllm:")
+    labels = ["model_name", "replica"] if known else ["replica"]
+    family = HistogramMetricFamily(name, "Tokens in a model step", labels=labels)
+    for report in reports:
+        upto = list(accumulate(report.load.steps_by_tokens))
+        buckets = [(str(float(2**i)), float(count)) for i, count in enumerate(upto[:-1]) if 2**i in shown]
+        buckets.append(("+Inf", float(upto[-1] if upto else 0)))
+        values = [report.model, report.replica] if known else [report.replica]
+        family.add_metric(values, buckets, report.load.counters.step_tokens)
+    return family
 
 
 def _reader(field: str, scale: float = 1) -> Callable[[observe_pb2.Load], float]:

@@ -175,10 +175,15 @@ def check_unicode(texts: list[str], field: str) -> None:
 
 
 def context_exceeded(prompt_tokens: int | str, max_context_tokens: int, field: str) -> InvalidRequest:
-    """The error for a prompt that leaves no room for an answer."""
+    """Return the error for a prompt that leaves no room for an answer.
+
+    The sentences are OpenAI's: client libraries such as litellm recognise them and shorten the conversation.
+    """
+    what = "messages" if field == "messages" else "prompt"
+    room = ", and the answer needs at least 1" if prompt_tokens == max_context_tokens else ""
     return InvalidRequest(
-        f"this model's context is {max_context_tokens} tokens, prompt and answer together, but the prompt has"
-        f" {prompt_tokens} tokens; shorten the prompt",
+        f"This model's maximum context length is {max_context_tokens} tokens. However, your {what} resulted in"
+        f" {prompt_tokens} tokens{room}. Please reduce the length of the {what}.",
         field=field,
         reason="CONTEXT_LENGTH_EXCEEDED",
     )

@@ -143,7 +143,7 @@ class BatchService:
             blobs.stop()
             raise
         self._store = store
-        pool = config.served_model_name or os.path.basename(config.model.rstrip("/"))
+        pool = next(iter(config.served_model_name), os.path.basename(config.model.rstrip("/")))
         owner = f"{socket.gethostname()}-{os.getpid()}-{new_id('')[:8]}"
         leases, files, responses = Leases(store, owner=owner, pool=pool), Files(store), Responses(store, owner)
         background, conversations, chats, tries = (

@@ -46,6 +46,7 @@ class Answer:
 
         A whole answer does not wait for the acceptance: it would only be woken twice.
         """
+        self.shape.begin(self.jobs)
         if self._settings.return_token_ids:
             self.shape.tell_prompts(self.jobs)
         bounds = Bounds(self.gateway.guard.limits, self.caller, self.jobs)
@@ -61,6 +62,8 @@ class Answer:
 
     async def _run(self, bounds: Bounds, *, stream: bool) -> Response:
         generation = self.gateway.fleet.generate(self.jobs, streaming=stream)
+        for job in self.jobs:
+            self.gateway.metrics.request_began(job.settings.n, job.max_tokens)
         handed_over = False
         try:
             bounds.begin(generation)
@@ -173,7 +176,8 @@ class Answer:
                     rest = transcript.finish(choice.ending)
                     text, entries = text + rest.text, entries + rest.entries
                 self._note(choice, text)
-                piece = Piece(text, entries, token_ids)
+                stop_reason = None if reason is None else choice.stop_reason
+                piece = Piece(text, entries, token_ids, stop_reason=stop_reason)
                 if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
                     piece = await self.gateway.text.in_thread(self._behind_prompt, choice, piece)
                 elif opens:

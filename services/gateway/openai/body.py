@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 
 def _without_nul(value: str) -> str:
@@ -30,3 +30,14 @@ class Body(BaseModel):
 
     nested: ClassVar[tuple[str, ...]] = ()  # fields whose unknown parameters are told, too
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}  # other engines' names -> fields of the same meaning
+
+    _given: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def remember(self, given: dict[str, str]) -> None:
+        """Take note of the names that the client used in place of fields, by field."""
+        self._given = given
+
+    def name_given(self, field: str) -> str:
+        """Return the name under which the client sent ``field``."""
+        return self._given.get(field, field)

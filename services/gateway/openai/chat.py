@@ -20,6 +20,7 @@ from services.gateway.openai.jobs import (
     check_grammar_copies,
     check_max_tokens,
     check_prompts,
+    cut,
     kept_tokens,
     make_jobs,
     make_settings,
@@ -70,7 +71,7 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
     )
     check_grammar_copies(1, body, grammar)
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
-    prompts = [prompt.ids if kept is None else prompt.ids[-kept:]]
+    prompts = [cut(prompt.ids, kept, body.truncation_side)]
     check_prompts(prompts, gateway.config.max_prompt_tokens, "messages")
     jobs = make_jobs(
         caller.request_id,
@@ -99,6 +100,7 @@ async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float)
         asked.facts,
         gateway.text.token_text if asked.settings.logprobs and not asked.settings.packed_logprobs else None,
         include_usage=body.wants_usage,
+        running_usage=body.wants_running_usage,
         make_reader=asked.make_reader,
     )
     answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), started_at, caller)

@@ -75,9 +75,10 @@ class ChatShape(Shape):
         token_text: TokenText | None,
         *,
         include_usage: bool = False,
+        running_usage: bool = False,
         make_reader: MakeReader = lambda: None,
     ) -> None:
-        super().__init__(request_id, facts, token_text, include_usage=include_usage)
+        super().__init__(request_id, facts, token_text, include_usage=include_usage, running_usage=running_usage)
         self._readers = Readers(make_reader)
         self._calls: dict[int, int] = {}  # told of each choice
 
@@ -85,10 +86,11 @@ class ChatShape(Shape):
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         if self._untold:
             self._untold.clear()
-            return self._template_with(self._whole_extras()).fill(delta % index)
-        return self._template.fill(delta % index)
+            return self._fill(self._template_with(self._whole_extras()), index, delta % index)
+        return self._fill(self._template, index, delta % index)
 
     def note(self, index: int, token_ids: TokenIds) -> None:
+        super().note(index, token_ids)
         self._readers.note(index, token_ids)
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
@@ -102,7 +104,7 @@ class ChatShape(Shape):
             reason = self._readers.reason(index, reason)
         elif beside and not contents:
             contents.append(self._chunk_content("", False))
-        pieces = [piece] + [_NOTHING_MORE] * (len(contents) - 1)
+        pieces = [piece] + [_NOTHING_MORE._replace(stop_reason=piece.stop_reason)] * (len(contents) - 1)
         reasons = [None] * (len(contents) - 1) + [reason]
         return b"".join(map(self._chunk, [index] * len(contents), contents, pieces, reasons))
 
@@ -134,7 +136,7 @@ class ChatShape(Shape):
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return {"reasoning_content": text, "reasoning": text}
             case CallBegun(name):
                 number = self._calls[index] = self._calls.get(index, -1) + 1
                 return {"tool_calls": [{"index": number, **_call(name, "")}]}
@@ -153,7 +155,7 @@ def _message(parts: Parts) -> dict[str, Any]:
         message["content"] = parts.content or None
         message["tool_calls"] = [_call(call.name, call.arguments) for call in parts.calls]
     if parts.reasoning:
-        message["reasoning_content"] = parts.reasoning
+        message["reasoning_content"] = message["reasoning"] = parts.reasoning
     return message
 
 

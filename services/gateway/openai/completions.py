@@ -17,6 +17,7 @@ from services.gateway.openai.jobs import (
     check_grammar_copies,
     check_max_tokens,
     check_prompts,
+    cut,
     kept_tokens,
     make_jobs,
     make_settings,
@@ -64,6 +65,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
         facts,
         gateway.text.token_text if body.logprobs is not None and not settings.packed_logprobs else None,
         include_usage=body.wants_usage,
+        running_usage=body.wants_running_usage,
     )
     answer = Answer(
         gateway,
@@ -79,7 +81,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
 
 
 async def _token_ids(gateway: Gateway, body: CompletionBody, facts: ModelFacts) -> Sequence[TokenIds]:
-    """Each prompt, the beginning cut off when that was asked for."""
+    """Return the token ids of each prompt, cut to ``truncate_prompt_tokens``."""
     kept = kept_tokens(body, facts, gateway.config.max_prompt_tokens)
     if _are_texts(body.prompt):
         prompts: Sequence[TokenIds] = await gateway.text.encode(
@@ -90,7 +92,7 @@ async def _token_ids(gateway: Gateway, body: CompletionBody, facts: ModelFacts) 
         )
     else:
         prompts = body.prompt
-    return prompts if kept is None else [prompt[-kept:] for prompt in prompts]
+    return prompts if kept is None else [cut(prompt, kept, body.truncation_side) for prompt in prompts]
 
 
 def _are_texts(prompts: list[str] | list[np.ndarray]) -> "TypeIs[list[str]]":

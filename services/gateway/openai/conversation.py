@@ -54,7 +54,7 @@ async def render(
             variables[name] = value
     text, ids = await engine.encode_chat(
         [message.render() for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         variables=variables,
         max_tokens=max_tokens,
@@ -144,17 +144,19 @@ def _continued(body: ConversationBody) -> str | None:
 
 
 def _thinking(effort: ReasoningEffort | None, known: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
-    """``reasoning_effort`` as the template has it: by that name, or as a switch that ``none`` turns off."""
-    if effort is None or "reasoning_effort" in given:
+    """Return the template's variables for ``reasoning_effort``: that name, and the switch ``enable_thinking``.
+
+    A variable in ``chat_template_kwargs`` wins. Raises ``InvalidRequest`` if the template has neither variable.
+    """
+    if effort is None:
         return {}
-    if "reasoning_effort" in known:
-        return {"reasoning_effort": effort}
-    if effort == "none":
-        return {"enable_thinking": False} if "enable_thinking" in known else {}
-    raise _unsupported(
-        "reasoning_effort",
-        f"this model's chat template takes no reasoning_effort={effort!r}; leave it out, or send 'none'",
-    )
+    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if effort != "none" and not variables.keys() & known:
+        raise _unsupported(
+            "reasoning_effort",
+            f"this model's chat template takes no reasoning_effort={effort!r}; leave it out, or send 'none'",
+        )
+    return {name: value for name, value in variables.items() if name in known and name not in given}
 
 
 def _unsupported(field: str, message: str) -> InvalidRequest:

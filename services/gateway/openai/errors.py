@@ -30,6 +30,7 @@ class _Kind(NamedTuple):
 # The first match counts: subclasses before their bases.
 _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.PayloadTooLarge, _Kind(413, "invalid_request_error")),
+    (errors.UnsupportedMediaType, _Kind(415, "invalid_request_error")),
     (errors.ReusedIdempotencyKey, _Kind(422, "invalid_request_error")),
     (errors.InvalidRequest, _Kind(400, "invalid_request_error")),
     (errors.Unauthenticated, _Kind(401, "authentication_error")),

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
 
 # Tokens of an answer that a prompt cut to the context leaves room for, where nobody said how many.
 UNSAID_ANSWER = 16
+
+Ids = TypeVar("Ids", Sequence[int], np.ndarray, TokenIds)
 
 _U64 = 2**64
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -135,6 +138,13 @@ def kept_tokens(body: GenerationBody, facts: ModelFacts, most: int | None = None
     return kept if kept > 0 else min(room, most or room)
 
 
+def cut(prompt: Ids, kept: int | None, side: str | None) -> Ids:
+    """Return ``kept`` tokens of ``prompt``: the last ones, or the first ones if ``side`` is right. None: all."""
+    if kept is None:
+        return prompt
+    return prompt[:kept] if side == "right" else prompt[-kept:]
+
+
 def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
     """Refuse more choices than one request may have."""
     if prompts * body.samples > max_choices:
@@ -166,13 +176,14 @@ def check_max_tokens(body: GenerationBody, most: int | None, default: int | None
 
 
 def check_prompts(prompts: Sequence[TokenIds], most: int | None, field: str) -> None:
-    """Refuse a prompt that is longer than the operator has it."""
+    """Refuse a prompt that is longer than ``max_prompt_tokens``, in words that clients know from a full context."""
     if most is None:
         return
     for prompt in prompts:
         if len(prompt) > most:
             raise InvalidRequest(
-                f"{field}: the prompt has {len(prompt)} tokens, and this server takes at most {most}; shorten it",
+                f"This model's maximum context length is {most} tokens for prompts on this server. However, your"
+                f" {field} resulted in {len(prompt)} tokens. Please reduce the length of the {field}.",
                 field=field,
                 reason="CONTEXT_LENGTH_EXCEEDED",
             )

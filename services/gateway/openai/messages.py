@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,9 @@ _NOT_VARIABLES = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
 )  # fmt: skip
 
+# Members of a message that other servers read, beside text: this one would answer as if they were missing.
+_UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "reasoning", "images", "videos")
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -32,6 +35,14 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusals_are_text(cls, part: Any) -> Any:
+        """Replace OpenAI's part of type ``refusal``: the model reads what it said as text."""
+        if isinstance(part, dict) and part.get("type") == "refusal" and "refusal" in part:
+            return {"type": "text", "text": part["refusal"]}
+        return part
 
 
 class CalledFunction(Body):
@@ -52,6 +63,8 @@ class CalledFunction(Body):
 class PastCall(Body):
     """A tool call that the model made in an earlier turn."""
 
+    nested: ClassVar[tuple[str, ...]] = ("function",)
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -64,6 +77,8 @@ class PastCall(Body):
 class Message(Body):
     """One turn of a conversation."""
 
+    nested: ClassVar[tuple[str, ...]] = ("content", "tool_calls")
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = None
     content: Annotated[
@@ -72,6 +87,27 @@ class Message(Body):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answers_have_it(cls, message: Any) -> Any:
+        """Take an assistant's message as an answer has it: a refusal, ``content: null``, and vLLM's ``reasoning``.
+
+        A refusal is the text of its message.
+        """
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        taken = dict(message)
+        refusal, reasoning = taken.pop("refusal", None), taken.pop("reasoning", None)
+        if refusal and taken.get("content"):
+            raise ValueError("a message has either 'content' or 'refusal'; leave one of them out")
+        if refusal is not None and not isinstance(refusal, str):
+            raise ValueError("'refusal' is the text of a refusal; send a string, or leave it out")
+        if refusal or ("content" in taken and taken["content"] is None):
+            taken["content"] = refusal or ""
+        if taken.get("reasoning_content") is None and reasoning is not None:
+            taken["reasoning_content"] = reasoning
+        return taken
 
     @field_validator("tool_calls")
     @classmethod
@@ -88,10 +124,14 @@ class Message(Body):
         return content
 
     @model_validator(mode="after")
-    def _no_audio(self) -> "Message":
-        for extra in ("function_call", "audio", "refusal"):
-            if (self.model_extra or {}).get(extra):
-                raise ValueError(f"messages with {extra!r} are not supported by this server yet; leave them out")
+    def _nothing_that_changes_the_answer(self) -> "Message":
+        extras = self.model_extra or {}
+        for name in _UNSUPPORTED_PARTS:
+            if extras.get(name):
+                raise ValueError(f"messages with {name!r} are not supported by this server yet; leave them out")
+        for name in ("prefix", "partial"):
+            if extras.get(name):
+                raise ValueError(f"a message with {name!r} is not continued here; send continue_final_message=true")
         return self
 
     @property
@@ -212,10 +252,10 @@ class ConversationBody(Body):
     def _one_who_goes_on(self) -> "ConversationBody":
         if not self.continue_final_message or not self.messages:
             return self
-        if self.add_generation_prompt is not False:
+        if self.add_generation_prompt:
             raise ValueError(
-                "continue_final_message: the answer goes on with the last message or begins a new one, not both; send"
-                " add_generation_prompt=false with it"
+                "continue_final_message: the answer goes on with the last message or begins a new one, not both; leave"
+                " add_generation_prompt out, or set it to false"
             )
         if self.messages[-1].role != "assistant" or not self.messages[-1].text:
             raise ValueError("continue_final_message: the last message is none of the assistant's with words to go on")

@@ -11,15 +11,15 @@ from services.gateway.session.codec import ModelFacts
 
 
 async def list_models(request: Request) -> Response:
-    """Every model that a scheduler serves; waits for the first."""
+    """List every model that a scheduler serves; wait for the first."""
     gateway: Gateway = request.app.state.gateway
     return response(200, {"object": "list", "data": [_describe(facts) for facts in await gateway.fleet.listed()]})
 
 
 async def get_model(request: Request, model_id: str) -> Response:
-    """A model."""
+    """Return a model by its id or an alias. Raises ``NotFound``."""
     gateway: Gateway = request.app.state.gateway
-    facts = gateway.fleet.models.get(model_id)
+    facts = gateway.fleet.named(model_id)
     if facts is None:
         raise NotFound(f"the model {model_id[:200]!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
     return response(200, _describe(facts))
@@ -32,4 +32,7 @@ def _describe(facts: ModelFacts) -> dict[str, Any]:
         "created": facts.created_unix_s,
         "owned_by": "tokasaurus",
         "max_model_len": facts.max_context_tokens,
+        "root": facts.root or facts.id,
+        "parent": None,
+        "aliases": list(facts.aliases),
     }

@@ -1,7 +1,7 @@
 """Bytes of a request to a validated body; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -9,27 +9,14 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body
-from services.gateway.openai.json_value import shown
+from services.gateway.openai.other_names import rename
+from services.gateway.openai.problems import describe
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
 from services.gateway.text import TextEngine
 
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024
 _LONGEST_HEADER = 1024
-_UNION_STEPS = (
-    "str",
-    "list[TextPart]",
-    "list[InputPart]",
-    "NamedTool",
-    "NamedResponseTool",
-    "AllowedTools",
-    "AllowedResponseTools",
-    "dict[str,any]",
-    "constrained-str",
-    "literal['none','auto','required']",
-)
-# How steps begin that are tags or validators, not names.
-_STEPS_OF_OURS = ("#", "function-")
 
 B = TypeVar("B", bound=Body)
 
@@ -53,11 +40,15 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
     if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
         del document["best_of"]  # the best n of n
+    given = rename(document, kind.other_names)
     refuse_unsupported(document, kind)
     try:
-        return kind.model_validate(document)
+        body = kind.model_validate(document)
     except ValidationError as error:
-        raise describe(error) from None
+        raise describe(error, given) from None
+    if given:
+        body.remember(given)
+    return body
 
 
 def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
@@ -66,12 +57,18 @@ def ignored_header(body: Body, more: Sequence[str] = ()) -> dict[str, str]:
     unknown = [*more]
     known = (HARMLESS, UNSUPPORTED, body.elsewhere)
     unknown += [name for name in body.model_extra or {} if not any(name in names for names in known)]
+    unknown += _unknown_inside(body, "")
+    return ignored_names(unknown)
+
+
+def _unknown_inside(body: Body, path: str) -> Iterator[str]:
+    """Yield the unknown members of the objects in ``body``, each with its path, such as ``messages.content.x``."""
     for name in body.nested:
         value = getattr(body, name)
         for part in value if isinstance(value, list) else [value]:
-            if part is not None:
-                unknown += [f"{name}.{extra}" for extra in part.model_extra or {}]
-    return ignored_names(unknown)
+            if isinstance(part, Body):
+                yield from (f"{path}{name}.{extra}" for extra in part.model_extra or {})
+                yield from _unknown_inside(part, f"{path}{name}.")
 
 
 def ignored_names(unknown: Sequence[str]) -> dict[str, str]:
@@ -82,36 +79,3 @@ def ignored_names(unknown: Sequence[str]) -> dict[str, str]:
 def listed_as_ignored(names: Sequence[str]) -> dict[str, str]:
     """The header that lists ``names``, which are all ASCII."""
     return {IGNORED_HEADER: ",".join(dict.fromkeys(names))[:_LONGEST_HEADER]} if names else {}
-
-
-def describe(error: ValidationError) -> InvalidRequest:
-    """Return ``error`` as one about the parameter at fault."""
-    # Of a union's branches the one that got furthest is what the client meant: to the end of a list, or deepest.
-    problems = error.errors(include_url=False)
-    problem = max(problems, key=lambda problem: (problem["type"] == "too_long", len(problem["loc"])))
-    message = problem["msg"].removeprefix("Value error, ")
-    field = _path(problem["loc"])
-    if not field:  # a rule about two fields: "field: what is wrong"
-        field, _, message = message.partition(": ")
-    if problem["type"] == "missing":
-        return InvalidRequest(f"missing required parameter: {field!r}", field=field, reason="MISSING_PARAMETER")
-    given = "" if problem["loc"] == () else f" (got {_short(problem['input'])})"
-    return InvalidRequest(
-        f"invalid value for {field!r}: {message[:1].lower()}{message[1:]}{given}", field=field, reason="INVALID_VALUE"
-    )
-
-
-def _path(steps: tuple[int | str, ...]) -> str:
-    path = ""
-    for step in steps:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step not in _UNION_STEPS and step != "[key]" and not step.startswith(_STEPS_OF_OURS):
-            path += f".{step}" if path else step
-    return path
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, (str, list, dict)) and len(value) > 64:
-        return f"{type(value).__name__} of length {len(value)}"
-    return shown(value, 64)

@@ -6,7 +6,7 @@ What these do not name is in ``unsupported`` or unknown; unknown parameters end 
 import contextlib
 from array import array
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
@@ -16,6 +16,7 @@ from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import shown
 from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, ToolChoice
+from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 4096
@@ -92,10 +93,17 @@ TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
+
+    @model_validator(mode="after")
+    def _usage_is_wanted(self) -> "StreamOptions":
+        if self.continuous_usage_stats and self.include_usage is False:
+            raise ValueError("continuous_usage_stats needs usage; leave include_usage out, or set it to true")
+        return self
 
 
 class SamplingBody(Body):
@@ -132,7 +140,8 @@ class GenerationBody(GrammarBody, SamplingBody):
 
     # Fields with parameters of their own in them.
     nested: ClassVar[tuple[str, ...]] = ("stream_options", "response_format", "structured_outputs")
-    elsewhere: ClassVar[Mapping[str, Elsewhere]] = {"max_output_tokens": Elsewhere("max_tokens")}
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = SIMILAR
+    other_names: ClassVar[Mapping[str, str]] = SAME
 
     n: Annotated[int, Field(ge=1)] | None = None
     stream_options: StreamOptions | None = None
@@ -144,6 +153,7 @@ class GenerationBody(GrammarBody, SamplingBody):
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     logprobs_in_fingerprint: Annotated[bool, Field(description="packed, in system_fingerprint")] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_some)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -163,7 +173,14 @@ class GenerationBody(GrammarBody, SamplingBody):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and bool(
+            self.stream_options.include_usage or self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage of its choice so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _prompt_logprobs_or_stream(self) -> "GenerationBody":
@@ -243,13 +260,14 @@ class ChatBody(ConversationBody, GenerationBody):
 
     nested = (*GenerationBody.nested, "messages", "tools")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = {
-        **GenerationBody.elsewhere,
+        **SIMILAR_IN_CHAT,
         "include": Elsewhere("logprobs", ([],)),
         "instructions": Elsewhere("a message of the role 'system'"),
         "previous_response_id": Elsewhere("the whole conversation as messages"),
         "reasoning": Elsewhere("reasoning_effort", ({},)),
         "text": Elsewhere("response_format", ({},)),
     }
+    other_names = SAME_IN_CHAT
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -27,11 +28,21 @@ class Shape(ABC):
     chunk_object: str
 
     def __init__(
-        self, request_id: str, facts: ModelFacts, token_text: TokenText | None, *, include_usage: bool = False
+        self,
+        request_id: str,
+        facts: ModelFacts,
+        token_text: TokenText | None,
+        *,
+        include_usage: bool = False,
+        running_usage: bool = False,
     ) -> None:
+        """``include_usage``: a stream ends with its usage. ``running_usage``: each chunk has its choice's so far."""
         self.request_id = request_id
         self._token_text = token_text
         self._include_usage = include_usage
+        self._running_usage = running_usage
+        self._prompt_lengths: list[int] = []  # tokens, by choice; filled in for running usage
+        self._token_counts: Counter[int] = Counter()  # generated so far, by choice; for running usage
         self._prompt_ids: list[list[int]] = []  # of each prompt, when token ids were asked for
         self._prompt_logprobs: list[Any] | None = None  # of the prompt whose choice was written last
         self._packed: dict[int, Packed] = {}  # log-probabilities by choice, when they go into the fingerprint
@@ -50,7 +61,16 @@ class Shape(ABC):
 
     def _template_with(self, extras: dict[str, Any]) -> Template:
         """For a chunk that has ``extras`` beside its choices."""
-        return Template(self._chunk_head | extras, "choices", {"usage": None} if self._include_usage else None)
+        between = {"usage": None} if self._include_usage and not self._running_usage else None
+        return Template(self._chunk_head | extras, "choices", between)
+
+    def _fill(self, template: Template, index: int, choice: bytes) -> bytes:
+        """Return a chunk of ``template`` with ``choice``, and the usage so far of the choice ``index`` if wanted."""
+        if not self._running_usage:
+            return template.fill(choice)
+        prompt, completion = self._prompt_lengths[index], self._token_counts[index]
+        usage = b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
+        return template.fill(choice + usage % (prompt, completion, prompt + completion))
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
@@ -61,6 +81,11 @@ class Shape(ABC):
         self._prompt_ids = [job.prompt_ids.tolist() for job in jobs]
         by_choice = [ids for job, ids in zip(jobs, self._prompt_ids, strict=True) for _ in range(job.settings.n)]
         self._untold = dict(enumerate(by_choice))
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Take note of the requests before the first chunk."""
+        if self._running_usage:
+            self._prompt_lengths = [len(job.prompt_ids) for job in jobs for _ in range(job.settings.n)]
 
     async def settle(self, choices: Sequence[Choice]) -> None:  # noqa: B027 (most have nothing to do)
         """Everything of the answer is there, and ``whole`` or ``ending`` comes next."""
@@ -97,8 +122,10 @@ class Shape(ABC):
         """A chunk with new text, and the finish reason in the last one of its choice."""
         return self._chunk(index, self._chunk_content(piece.text, reason is not None), piece, reason)
 
-    def note(self, index: int, token_ids: TokenIds) -> None:  # noqa: B027 (most need no tokens)
-        """What the next piece of a choice comes from, whether or not its text is held back."""
+    def note(self, index: int, token_ids: TokenIds) -> None:
+        """Take the tokens of a choice's next piece. Their text may be held back for a later piece."""
+        if self._running_usage:
+            self._token_counts[index] += len(token_ids)
 
     def _chunk(self, index: int, content: bytes, piece: Piece, reason: str | None) -> bytes:
         """A chunk with ``content``, and what ``piece`` has beside its text."""
@@ -106,11 +133,13 @@ class Shape(ABC):
         if piece.entries and self._token_text is not None:
             logprobs = orjson.dumps(self._logprobs(piece.entries, self._token_text))
         finish = b"null" if reason is None else b'"%b"' % reason.encode()
+        if reason is not None:
+            finish += b',"stop_reason":%b' % orjson.dumps(piece.stop_reason)
         choice = b'[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, content, logprobs, finish)
         if piece.token_ids is not None:
             extras = {"token_ids": piece.token_ids} | self._chunk_extras(index)
             choice = choice[:-2] + b"," + orjson.dumps(extras)[1:-1] + choice[-2:]
-        return self._template.fill(choice)
+        return self._fill(self._template, index, choice)
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """The chunk after the last, when ``stream_options.include_usage`` asked for it."""
@@ -123,6 +152,7 @@ class Shape(ABC):
         logprobs = None if self._token_text is None else self._logprobs(piece.entries, self._token_text)
         content, reason = self._content(choice, piece.text)
         told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        told["stop_reason"] = choice.stop_reason
         if piece.token_ids is not None:
             told |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
         if piece.packed is not None:

@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     token_ids: list[int] | None = None  # all new ones, also those whose text is held back; None: not asked for
     prompt_logprobs: list[Any] | None = None  # in vLLM's shape; None: not asked for
     packed: Packed | None = None  # log-probabilities of all tokens; None: not asked for
+    stop_reason: str | int | None = None  # with the last piece: the stop string or token id that ended the choice
 
 
 def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: Ending) -> str:

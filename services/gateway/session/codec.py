@@ -48,6 +48,8 @@ class ModelFacts:
     contract_version: str
     prompt_logprobs: bool = False  # whether it has them
     grammars: bool = False  # whether answers can be held to one
+    aliases: tuple[str, ...] = ()  # other names of the model
+    root: str = ""  # hub id or path that it was loaded from; empty if its scheduler does not say
 
     @property
     def can_resume(self) -> bool:
@@ -70,7 +72,9 @@ class Ending:
     prefill_s: float
     decode_s: float
     error: errors.TokaError | None
-    stop_string: int | None = None  # which of the request's ended it
+    stop_string: int | None = None  # index of the request's stop string that ended it
+    stop_token: int | None = None  # id of the token that ended it
+    preemptions: int = 0  # times that it was put back into its scheduler's queue for its pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,8 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         contract_version=model.contract_version,
         prompt_logprobs=model.prompt_logprobs,
         grammars=model.grammars,
+        aliases=tuple(model.aliases),
+        root=model.root,
     )
 
 
@@ -250,6 +256,8 @@ def _decode_ending(finish: generate_pb2.Finish) -> Ending:
         decode_s=timing.decode_ns * 1e-9,
         error=_ending_error(finish) if reason == "error" else None,
         stop_string=finish.stop_string.index if finish.HasField("stop_string") else None,
+        stop_token=finish.stop_token_id if finish.HasField("stop_token_id") else None,
+        preemptions=timing.preemptions,
     )
 
 

@@ -99,7 +99,10 @@ def encode_finish(finish: Finish) -> generate_pb2.Finish:
             cached_prompt_tokens=finish.cached_prompt_tokens,
         ),
         timing=generate_pb2.Timing(
-            queued_ns=finish.queued_ns, prefill_ns=finish.prefill_ns, decode_ns=finish.decode_ns
+            queued_ns=finish.queued_ns,
+            prefill_ns=finish.prefill_ns,
+            decode_ns=finish.decode_ns,
+            preemptions=finish.preemptions,
         ),
     )
     if finish.stop_token_id is not None:

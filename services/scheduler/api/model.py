@@ -13,7 +13,7 @@ from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-CONTRACT_VERSION = "1.8"
+CONTRACT_VERSION = "1.9"
 # Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024
@@ -45,8 +45,8 @@ class ServedModel:
         self._shape = shape
 
     def check_name(self, name: str) -> None:
-        """Empty or the served model's id; else ``NotFound``."""
-        if name and name != self.card.name:
+        """Check that ``name`` is empty or a name of the served model. Raises ``NotFound``."""
+        if name and name != self.card.name and name not in self.card.aliases:
             raise NotFound(f"model {name!r} is not served here; this is {self.card.name!r}", field="model")
 
     def automaton(self, strings: Sequence[str]) -> Automaton:
@@ -79,6 +79,8 @@ class ServedModel:
             contract_version=CONTRACT_VERSION,
             prompt_logprobs=shape.prompt_logprobs,
             grammars=shape.grammars,
+            aliases=self.card.aliases,
+            root=self.card.root,
             default_sampling=generate_pb2.Sampling(
                 temperature=card.default_temperature, top_p=card.default_top_p, top_k=card.default_top_k, min_p=0.0
             ),

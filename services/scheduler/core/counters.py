@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+STEP_SIZES = 19  # steps are counted by their tokens: up to 1, 2, 4, ... 2^17, and more
+
 
 @dataclass
 class Counters:
@@ -34,3 +36,4 @@ class Counters:
     loop_report_ns: int = 0
     loop_deliver_ns: int = 0
     looked_up_prompt_tokens: int = 0
+    step_tokens: int = 0

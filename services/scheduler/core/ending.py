@@ -28,6 +28,7 @@ def finish_of(ending: Ending) -> Finish:
         queued_ns=max(0, started - sample.accepted_ns),
         prefill_ns=max(0, first - started) if first else 0,
         decode_ns=last - first,
+        preemptions=sample.preemptions,
         stop_token_id=ending.stop_token_id,
         stop_string=ending.stop_string,
         error=ending.error,

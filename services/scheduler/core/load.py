@@ -26,6 +26,7 @@ class Load:
     plans_ahead: int = 0
     step_ns: int = 0
     forecast: PagesAhead = ()
+    steps_by_tokens: tuple[int, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
@@ -41,6 +42,7 @@ def read_load(
             outstanding_tokens=state.waiting.tokens,
             ready=ready,
             not_ready_reason=not_ready_reason,
+            steps_by_tokens=tuple(state.steps_by_tokens),
             counters=counters,
         )
     pool = state.pool
@@ -59,5 +61,6 @@ def read_load(
         plans_ahead=state.steps_ahead,
         step_ns=round(step_s * 1e9),
         forecast=forecast,
+        steps_by_tokens=tuple(state.steps_by_tokens),
         counters=counters,
     )

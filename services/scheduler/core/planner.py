@@ -3,6 +3,7 @@
 import numpy as np
 
 from services.scheduler.core.batching import Batching
+from services.scheduler.core.counters import STEP_SIZES
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.onboarding import Onboarding
 from services.scheduler.core.plan import Plan
@@ -67,6 +68,8 @@ class Planner:
         plan.preempted_ids, state.preempted = state.preempted, []
         state.to_release = []
         self._batching.fill(plan, decoding, prefilling, regroup=not hurry)
+        state.counters.step_tokens += plan.tokens
+        state.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
     def _decode(self, plan: Plan) -> np.ndarray:

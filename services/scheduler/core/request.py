@@ -187,6 +187,7 @@ class Finish(NamedTuple):
     queued_ns: int = 0
     prefill_ns: int = 0
     decode_ns: int = 0
+    preemptions: int = 0
     stop_token_id: int | None = None
     stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
     error: TokaError | None = None  # of reason ERROR, or CANCELLED by an operator

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.scheduler.core.counters import Counters
+from services.scheduler.core.counters import STEP_SIZES, Counters
 from services.scheduler.core.lengths import LengthPredictor
 from services.scheduler.core.output import Outbox
 from services.scheduler.core.pages import PagePool
@@ -29,6 +29,7 @@ class State:
         self.requests: dict[str, Request] = {}  # unfinished ones, by id
         self.outbox = Outbox()
         self.counters = Counters()
+        self.steps_by_tokens = [0] * STEP_SIZES  # entry i: steps of at most 2^i tokens, the last one all larger ones
         self.matcher = StopMatcher(token_bytes, vocab_size)
         self.stop_tokens = StopTokens(vocab_size)
         # Requests that something went wrong with, which are ended before anything else happens: what it was.

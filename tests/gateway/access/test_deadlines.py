@@ -108,6 +108,9 @@ def test_the_gateway_keeps_deadlines_where_no_scheduler_does(tmp_path):
         running.stop()
 
 
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
 def test_what_runs_for_a_client_that_stopped_reading_is_cancelled(slow):
     """Log-probabilities fill its buffers."""
     cancelled = slow.metric("toka_sequences_cancelled_total")
@@ -116,7 +119,7 @@ def test_what_runs_for_a_client_that_stopped_reading_is_cancelled(slow):
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((parts.hostname, parts.port))
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(JSON_HEAD % len(body) + body)
         assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
         eventually(lambda: slow.metric("toka_sequences_cancelled_total") == cancelled + 4)
     eventually(lambda: at_rest(slow))

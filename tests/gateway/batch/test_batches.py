@@ -64,7 +64,13 @@ def test_tokens_of_thoughts_are_counted(qwen):
 
 def test_a_bad_body_fails_alone(sdk):
     deep = line("deep", prompt=["PROMPT"]).replace('"PROMPT"', "[" * 300 + "]" * 300)
-    lines = [line("good"), line("hot", temperature=-1), line("stream", stream=True), line("lost", model="other"), deep]
+    lines = [
+        line("good"),
+        line("hot", temperature=-1),
+        line("stream", stream=True),
+        line("long", prompt="x " * 9999),
+        deep,
+    ]
     done = ended(sdk, begin(sdk, lines))
     assert done.status == "completed"
     assert (done.request_counts.completed, done.request_counts.failed) == (1, 4)
@@ -74,11 +80,16 @@ def test_a_bad_body_fails_alone(sdk):
         (line["custom_id"], line["response"]["status_code"], line["response"]["body"]["error"]["param"])
         for line in failed
     ]
-    assert said == [("hot", 400, "temperature"), ("stream", 400, "stream"), ("lost", 404, "model"), ("deep", 400, None)]
+    assert said == [
+        ("hot", 400, "temperature"),
+        ("stream", 400, "stream"),
+        ("long", 400, "prompt"),
+        ("deep", 400, None),
+    ]
 
 
 def test_a_nul_in_the_first_model_fails_that_line_alone(sdk):
-    done = ended(sdk, begin(sdk, [line("bad", model="m\0"), line("good")]))
+    done = ended(sdk, begin(sdk, [line("bad", model="m\0", temperature=-1), line("good", model="other")]))
     assert (done.status, done.model) == ("completed", "m")  # PostgreSQL keeps no NUL
     assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
 

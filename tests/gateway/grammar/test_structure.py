@@ -7,9 +7,10 @@ from enum import StrEnum
 from typing import Annotated
 
 import pytest
+from huggingface_hub import InferenceClient
 from pydantic import BaseModel, Field
 
-from tests.gateway.deployment import eventually
+from tests.gateway.deployment import PATIENCE_S, eventually
 
 SAY = [{"role": "user", "content": "Say something."}]
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -80,6 +81,12 @@ def is_person(text: str) -> bool:
         {"structured_outputs": {"json": json.dumps(PERSON)}},
         {"guided_json": PERSON},
         {"guided_json": json.dumps(PERSON), "guided_decoding_backend": "guidance"},
+        {"response_format": {"type": "json_object", "value": PERSON}},
+        {"response_format": {"type": "json_object", "schema": PERSON}},
+        {"response_format": {"type": "json_schema", "schema": PERSON, "strict": True}},
+        {"response_format": {"type": "json", "value": json.dumps(PERSON)}},
+        {"response_format": {"type": "json_schema", "value": {"name": "person", "schema": PERSON}}},
+        {"json_schema": json.dumps(PERSON)},
     ],
 )
 def test_a_schema_holds_for_every_sample_of_chat_and_completions(thinker, shorter, body):
@@ -109,6 +116,11 @@ def test_any_object(thinker, no_blanks, body):
         ({"guided_regex": r"(yes|no)!"}, r"(yes|no)!"),
         ({"structured_outputs": {"choice": ["red", 'dark "blue"', "grün\n"]}}, 'red|dark "blue"|grün\n'),
         ({"guided_choice": ["1", "2"]}, "[12]"),
+        ({"response_format": {"type": "regex", "value": r"[ab]{2}"}}, "[ab]{2}"),
+        ({"response_format": {"type": "regex", "pattern": r"[ab]{2}"}}, "[ab]{2}"),
+        ({"regex": r"[ab]{2}"}, "[ab]{2}"),
+        ({"ebnf": 'root ::= "x" | "y"'}, "[xy]"),
+        ({"grammar": 'root ::= "x" | "y"'}, "[xy]"),
         ({"structured_outputs": {"grammar": 'start: "x" end\nend: "y" | /[0-9]{1,2}/'}}, "x(y|[0-9]{1,2})"),
         ({"guided_grammar": 'root ::= "x"{1,3} end\nend ::= "y" | "z" [0-9]{1,2}'}, "x{1,3}(y|z[0-9]{1,2})"),
         (
@@ -173,6 +185,20 @@ def test_the_sdk_parses_pydantic_models(sdk, model, shorter):
     assert answer.text.format.schema_["properties"].keys() == {"mood"}
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "value": PERSON},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+    ],
+)
+def test_the_hubs_client_holds_answers_to_a_schema(thinker, shorter, form):
+    client = InferenceClient(base_url=thinker.url + "/v1", api_key="none", timeout=PATIENCE_S)
+    extra = PLAIN | {"logit_bias": shorter["logit_bias"]}
+    answer = client.chat_completion(SAY, response_format=form, seed=3, max_tokens=200, extra_body=extra)
+    assert is_person(answer.choices[0].message.content)
+
+
 def test_responses_have_text_in_a_form(thinker):
     form = {"type": "json_schema", "name": "n", "schema": {"enum": ["one", "two"]}}
     brief = {"store": False, "reasoning": {"effort": "none"}}
@@ -215,7 +241,20 @@ def test_lines_of_a_batch_have_forms_of_their_own(sdk, model, shorter):
 
 BAD = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' is there exactly"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs 'json_schema'"),
+    ({"response_format": {"type": "regex"}}, "response_format", "needs 'value'"),
+    ({"response_format": {"type": "regex", "value": {}}}, "response_format", "send it as a string"),
+    ({"response_format": {"type": "regex", "value": "("}}, "response_format", "unclosed group"),
+    ({"response_format": {"type": "text", "value": {}}}, "response_format", "no meaning with type 'text'"),
+    ({"response_format": {"type": "json", "value": {}, "schema": {}}}, "response_format", "does not go with"),
+    ({"response_format": {"type": "json_object", "shape": {}}}, "response_format", "'shape' is not supported"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "shape": 1}}},
+     "response_format.json_schema", "'shape' is not supported"),
+    ({"structured_outputs": {"regex": "x", "shape": 1}}, "structured_outputs", "'shape' is not supported"),
+    ({"regex": "("}, "regex", "unclosed group"),
+    ({"regex": 3}, "regex", "string"),
+    ({"ebnf": "root ::= (x"}, "ebnf", "GBNF cannot be read"),
+    ({"regex": "x", "guided_regex": "y"}, "regex", "another name of 'guided_regex'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
      "response_format.json_schema.schema", "missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
@@ -231,7 +270,7 @@ BAD = [
     ({"structured_outputs": {"grammar": "root ::= " + "(" * 5000}}, "structured_outputs", "nested too deeply"),
     ({"structured_outputs": {"grammar": 'root ::= "\\ud83d"'}}, "structured_outputs", "no character"),
     ({"structured_outputs": {"grammar": 'start: "a'}}, "structured_outputs", "the grammar cannot be followed"),
-    ({"guided_json": 3}, "guided_json", "dictionary"),
+    ({"guided_json": 3}, "guided_json", "expected an object or a string (got 3)"),
     ({"guided_json": "{"}, "guided_json", "cannot be read as JSON"),
     ({"guided_regex": "x" * 300_000}, "guided_regex", "262144"),
     ({"guided_regex": "x", "guided_choice": ["y"]}, "guided_choice", "not with guided_regex"),

@@ -26,6 +26,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
 
 def post(deployment, body, path="/v1/messages", **headers) -> httpx.Response:
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    headers = {"content-type": "application/json"} | headers
     return httpx.post(deployment.url + path, headers=headers, timeout=PATIENCE_S, **content)
 
 

@@ -32,6 +32,20 @@ def _bounded_choices(value: list[str] | None) -> list[str] | None:
     return value
 
 
+# Choices of vLLM's between libraries that all hold an answer to the same form.
+_BACKENDS = frozenset({"backend", "disable_fallback", "_backend", "_backend_was_auto"})
+
+
+def refuse_extras(body: Body, where: str, harmless: frozenset[str] = frozenset()) -> None:
+    """Raise ``ValueError`` for a member that ``body`` does not have: it could say what the answer has to match.
+
+    A member that is null or false, and one of ``harmless``, changes nothing.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if name not in harmless and value is not None and value is not False:
+            raise ValueError(f"{name[:64]!r} is not supported in {where}; leave it out")
+
+
 class NamedSchema(Body):
     """What a JSON answer is like. It is held to always, ``strict`` or not."""
 
@@ -42,22 +56,84 @@ class NamedSchema(Body):
 
     _schema_is_bounded = field_validator("schema_")(_bounded)
 
+    @model_validator(mode="after")
+    def _nothing_unknown(self) -> "NamedSchema":
+        refuse_extras(self, "json_schema")
+        return self
+
 
 class ResponseFormat(Body):
-    """OpenAI's way."""
+    """``response_format``: OpenAI's types, and the forms of other engines that hold an answer to a schema or a regex.
 
-    type: Literal["text", "json_object", "json_schema"]
+    Text Generation Inference and huggingface_hub write ``{"type": "json", "value": SCHEMA}`` and ``{"type": "regex",
+    "value": REGEX}``. Together and llama.cpp write ``{"type": "json_object", "schema": SCHEMA}``.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = None
+    schema_: Annotated[SchemaOrText | None, Field(alias="schema")] = None
+    value: SchemaOrText | None = None
+    pattern: Text | None = None
+    strict: bool | None = None
+
+    _schema_is_bounded = field_validator("schema_", "value")(_bounded)
 
     @model_validator(mode="after")
-    def _schema_with_its_type(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("'json_schema' is there exactly with type 'json_schema'")
+    def _one_source_that_suits_the_type(self) -> "ResponseFormat":
+        if self.wanted:
+            refuse_extras(self, "response_format", harmless=frozenset({"name", "description"}))
+        given = [name for name in _SOURCES if getattr(self, _SOURCES[name]) is not None]
+        allowed = _ALLOWED[self.type]
+        for name in given:
+            if name not in allowed:
+                raise ValueError(f"{name!r} has no meaning with type {self.type!r}; {_advice(self.type)}")
+        if len(given) > 1:
+            raise ValueError(f"{given[1]!r} does not go with {given[0]!r}; send one of them")
+        if not given and self.type in ("json_schema", "regex"):
+            raise ValueError(f"type {self.type!r} needs {allowed[0]!r}; {_advice(self.type)}")
+        if self.type == "regex" and isinstance(self.value, dict):
+            raise ValueError("'value' with type 'regex' is a regular expression, not an object; send it as a string")
         return self
 
     @property
     def wanted(self) -> bool:
+        """Whether the answer is held to a form."""
         return self.type != "text"
+
+    @property
+    def regex(self) -> str | None:
+        """The regular expression of the whole answer, or None if the answer is JSON or free text."""
+        value = self.pattern if self.pattern is not None else self.value
+        return value if self.type == "regex" and isinstance(value, str) else None
+
+    @property
+    def schema_of_answer(self) -> Schema | str | None:
+        """The JSON Schema of the answer as an object or as text, or None if the answer is not JSON."""
+        if not self.wanted or self.type == "regex":
+            return None
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        given = self.schema_ if self.schema_ is not None else self.value
+        if self.type == "json_schema" and isinstance(given, dict) and "name" in given:
+            inner = given.get("schema")  # Text Generation Inference has OpenAI's named schema here
+            given = inner if isinstance(inner, dict) else given
+        return {"type": "object"} if given is None else given
+
+
+# Members of ``response_format`` that say what the answer matches, with their attributes.
+_SOURCES = {"json_schema": "json_schema", "schema": "schema_", "value": "value", "pattern": "pattern"}
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema", "value"),
+    "json_schema": ("json_schema", "schema", "value"),
+    "json": ("value", "schema"),
+    "regex": ("value", "pattern"),
+}
+
+
+def _advice(kind: str) -> str:
+    allowed = _ALLOWED[kind]
+    return f"send {' or '.join(map(repr, allowed))}" if allowed else "leave it out, or send another type"
 
 
 class StructuredOutputs(Body):
@@ -74,9 +150,7 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredOutputs":
-        for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
-            if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name!r} is not supported by this server; leave it out")
+        refuse_extras(self, "structured_outputs", harmless=_BACKENDS)
         given = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
         if sum(value is not None for value in given) != 1:
             raise ValueError("expected exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar'")

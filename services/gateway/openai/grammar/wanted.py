@@ -37,14 +37,14 @@ class _Asked(NamedTuple):
 
 def _asked(body: GrammarBody) -> _Asked | None:
     if (form := body.response_format) is not None and form.wanted:
-        schema = _ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
-        return _Asked("json_schema", schema, "response_format")
+        return _one_of(form.schema_of_answer, form.regex, None, None, "response_format")
     if (wanted := body.structured_outputs) is not None:
         given = _ANY_OBJECT if wanted.json_object else wanted.json_
         return _one_of(given, wanted.regex, wanted.choice, wanted.grammar, "structured_outputs")
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(body, name) is not None:
-            return _one_of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, name)
+            given = body.name_given(name)
+            return _one_of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, given)
     return None
 
 

@@ -19,7 +19,7 @@ from services.gateway.openai.messages import (
     check_names_differ,
     check_variables,
 )
-from services.gateway.openai.parse import describe
+from services.gateway.openai.problems import describe
 from services.gateway.openai.responses.input_items import Item, messages_of
 from services.gateway.openai.responses.tools import (
     AllowedResponseTools,
@@ -233,7 +233,7 @@ class ResponsesBody(SamplingBody):
         try:
             return self._chat(reasoning, tools)
         except ValidationError as error:  # a rule that is written in terms of chat completions
-            raise describe(error) from None
+            raise describe(error, {}) from None
 
     def _chat(self, reasoning: Reasoning, tools: list[Tool]) -> ChatBody:
         return ChatBody(
