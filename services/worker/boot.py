@@ -214,7 +214,7 @@ def _make_cpu_runner(
 
     page_count = cast(int, config.page_count)  # ``auto`` has a value on CPUs
     cache = make_cache(config, model, page_count)
-    attention = make_attention(cache, model.local.heads, compiled=config.torch_compile)
+    attention = make_attention(cache, model.local.heads, windows=model.windows, compiled=config.torch_compile)
     if group is not None:
         return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
     fused = None

@@ -34,6 +34,22 @@ def test_greedy_tokens_are_those_of_transformers(architecture, length, checkpoin
     assert tokens == greedy(reference(directory), prompt, 20)
 
 
+WINDOWED = {
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+}
+
+
+@pytest.mark.parametrize("length", [5, 77], ids=["answer beyond the window", "prompt beyond the window"])
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_greedy_tokens_behind_a_sliding_window_are_those_of_transformers(
+    architecture, length, checkpoint, reference, runner_for
+):
+    directory, prompt = checkpoint(architecture, **WINDOWED[architecture]), prompt_of(length)
+    (tokens,) = runner_for(directory).generate([prompt], 24, chunk=60)
+    assert tokens == greedy(reference(directory), prompt, 24)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_biases_count_in_decode_steps_too(architecture, checkpoint, reference, runner_for):
     biases = {"attention_bias": True} | ({"mlp_bias": True} if architecture == "llama" else {})
