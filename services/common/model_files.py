@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
 
 BUILTIN = Path(__file__).parent / "builtin_model"
@@ -80,7 +81,7 @@ def read_card(model: str, served_model_name: str | None = None, *, weights: bool
         name=served_model_name or (f"tokasaurus-{model}" if model == "builtin" else model.rstrip("/").split("/")[-1]),
         directory=directory,
         vocab_size=config["vocab_size"],
-        max_context_tokens=config.get("max_position_embeddings", 2048),
+        max_context_tokens=context_length(config),
         eos_token_ids=tuple(sorted(set(eos))),
         default_temperature=float(sampling.get("temperature", 1.0)),
         default_top_p=float(sampling.get("top_p", 1.0)),

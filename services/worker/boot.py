@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import LayerKernels
+from services.worker.layers.rope import describe_scaling
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from services.worker.parallel.errors import ParallelError
@@ -89,6 +90,8 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
     card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
     described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
     max_context = _max_context(config, described.max_context_tokens)
+    described = replace(described, max_context_tokens=max_context)
+    log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     with contextlib.ExitStack() as undo:

@@ -29,6 +29,10 @@ CHECKPOINTS = {
     "qwen3": {"architecture": "qwen3", "tied": True},
     "mistral": {"architecture": "mistral", "sliding_window": 50},
     "windows": {"architecture": "qwen2", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+    "yarn": {
+        "architecture": "qwen3",
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
+    },
 }
 # As in tests/e2e/test_cuda.py.
 BOUNDS = {"float32": (1e-4, 1e-5, 0.99), "bfloat16": (0.25, 0.05, 0.93)}

@@ -114,7 +114,6 @@ def test_rope_settings_of_older_checkpoints_are_read_too(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "needs low_freq_factor, which is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of LlamaForCausalLM, MistralForCausalLM"),

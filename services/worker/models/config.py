@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
 from services.worker.layers.rope import RopeSettings, read_rope
 
@@ -47,7 +48,7 @@ def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: b
         raise InvalidRequest(f"config.json: hidden_act={activation!r} is not supported; only 'silu' is", field="model")
     try:
         heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
-        max_context_tokens = config.get("max_position_embeddings", 2048)
+        max_context_tokens = context_length(config)
         head_dim = config.get("head_dim") or hidden_size // heads
         made = ModelConfig(
             vocab_size=config["vocab_size"],
