@@ -76,6 +76,10 @@ def test_a_model_of_bf16(splits):
     FewCase([33, 1, 140], dtype=torch.bfloat16).check(splits=splits, options=options(32))
 
 
+def test_a_model_of_fp16():
+    FewCase([33, 1, 140], dtype=torch.float16).check(splits=3, options=options(32))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_cache_of_fp8_is_attended_to_as_it_was_rounded(splits):
     FewCase([33, 1, 140], cached=FP8).check_fp8(splits=splits, options=options(32))

@@ -81,6 +81,16 @@ def test_float32_logits_are_those_of_transformers(variant, checkpoint, reference
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_float16_agrees_with_float32_in_log_probabilities(architecture, checkpoint):
+    directory = checkpoint(architecture)
+    token_ids = np.random.default_rng(1).integers(0, 390, 100).tolist()
+    exact = logits_of(directory, token_ids).log_softmax(-1)
+    rounded = logits_of(directory, token_ids, torch.float16).log_softmax(-1)
+    assert (exact.exp() * (exact - rounded)).sum(-1).mean() < 0.0005
+    assert (exact.argmax(-1) == rounded.argmax(-1)).float().mean() > 0.97
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_bfloat16_agrees_with_float32_in_log_probabilities(architecture, checkpoint):
     directory = checkpoint(architecture)
     token_ids = np.random.default_rng(1).integers(0, 390, 100).tolist()
