@@ -16,7 +16,10 @@ BUILTIN = Path(__file__).parent / "builtin_model"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tiktoken.model",
+    "qwen.tiktoken",
     "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
