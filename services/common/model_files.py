@@ -11,6 +11,7 @@ from typing import Any
 
 from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
+from services.common.generation_config import GenerationDefaults, read_generation_defaults
 
 BUILTIN = Path(__file__).parent / "builtin_model"
 TOKENIZER_FILES = (
@@ -64,9 +65,7 @@ class ModelCard:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]  # sorted, without repeats; may be empty
-    default_temperature: float
-    default_top_p: float
-    default_top_k: int
+    defaults: GenerationDefaults
 
 
 def read_card(model: str, served_model_name: str | None = None, *, weights: bool = False) -> ModelCard:
@@ -78,17 +77,13 @@ def read_card(model: str, served_model_name: str | None = None, *, weights: bool
     generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    # Hugging Face: sampling settings of generation_config count only when sampling is what the model asks for.
-    sampling = generation if generation.get("do_sample") else {}
     return ModelCard(
         name=served_model_name or (f"tokasaurus-{model}" if model == "builtin" else model.rstrip("/").split("/")[-1]),
         directory=directory,
         vocab_size=config["vocab_size"],
         max_context_tokens=context_length(config),
         eos_token_ids=tuple(sorted(set(eos))),
-        default_temperature=float(sampling.get("temperature", 1.0)),
-        default_top_p=float(sampling.get("top_p", 1.0)),
-        default_top_k=int(sampling.get("top_k", 0)),
+        defaults=read_generation_defaults(generation),
     )
 
 

@@ -48,6 +48,7 @@ class ModelFacts:
     contract_version: str
     prompt_logprobs: bool = False  # whether it has them
     grammars: bool = False  # whether answers can be held to one
+    default_max_tokens: int | None = None  # tokens of an answer that asks for no other limit; None = no such limit
 
     @property
     def can_resume(self) -> bool:
@@ -189,6 +190,7 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         contract_version=model.contract_version,
         prompt_logprobs=model.prompt_logprobs,
         grammars=model.grammars,
+        default_max_tokens=model.default_max_tokens if model.HasField("default_max_tokens") else None,
     )
 
 

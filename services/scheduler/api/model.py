@@ -13,7 +13,7 @@ from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-CONTRACT_VERSION = "1.8"
+CONTRACT_VERSION = "1.9"
 # Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024
@@ -66,7 +66,7 @@ class ServedModel:
         return automaton
 
     def message(self) -> observe_pb2.Model:
-        card, shape = self.card, self.shape
+        card, shape, defaults = self.card, self.shape, self.card.defaults
         return observe_pb2.Model(
             id=card.name,
             created_unix_s=self.created_unix_s,
@@ -80,6 +80,11 @@ class ServedModel:
             prompt_logprobs=shape.prompt_logprobs,
             grammars=shape.grammars,
             default_sampling=generate_pb2.Sampling(
-                temperature=card.default_temperature, top_p=card.default_top_p, top_k=card.default_top_k, min_p=0.0
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
             ),
+            default_max_tokens=defaults.max_new_tokens,
         )

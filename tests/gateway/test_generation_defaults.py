@@ -1,0 +1,34 @@
+"""Answers of a chat that names no limit are as long as the model's ``generation_config.json`` says."""
+
+import json
+import shutil
+
+import pytest
+
+from services.common.model_files import BUILTIN
+from tests.gateway.deployment import Deployment
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("defaults")
+    model = shutil.copytree(BUILTIN, directory / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1], "max_new_tokens": 5}))
+    started = Deployment(directory, scheduler={"model": model}, gateway={"model": model, "max_output_tokens": 9})
+    started.wait_ready()
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [({}, 5), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 2}, 2), ({"min_tokens": 6}, 6)],
+)
+def test_the_models_limit_counts_where_a_chat_names_none(running, asked, tokens):
+    body = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], **asked}
+    assert running.post("/v1/chat/completions", body).json()["usage"]["completion_tokens"] == tokens
+
+
+def test_completions_keep_the_limit_of_openai(running):
+    answer = running.post("/v1/completions", {"model": "model", "prompt": "Hi"})
+    assert answer.json()["usage"]["completion_tokens"] == 9  # 16, or what the operator allows
