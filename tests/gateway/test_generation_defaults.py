@@ -8,12 +8,14 @@ import pytest
 from services.common.model_files import BUILTIN
 from tests.gateway.deployment import Deployment
 
+GENERATION = {"eos_token_id": [0, 1], "max_new_tokens": 5, "no_repeat_ngram_size": 3, "num_beams": 1}
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     directory = tmp_path_factory.mktemp("defaults")
     model = shutil.copytree(BUILTIN, directory / "model")
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1], "max_new_tokens": 5}))
+    (model / "generation_config.json").write_text(json.dumps(GENERATION))
     started = Deployment(directory, scheduler={"model": model}, gateway={"model": model, "max_output_tokens": 9})
     started.wait_ready()
     yield started
@@ -32,3 +34,9 @@ def test_the_models_limit_counts_where_a_chat_names_none(running, asked, tokens)
 def test_completions_keep_the_limit_of_openai(running):
     answer = running.post("/v1/completions", {"model": "model", "prompt": "Hi"})
     assert answer.json()["usage"]["completion_tokens"] == 9  # 16, or what the operator allows
+
+
+def test_settings_that_are_not_followed_are_named_in_one_line_at_the_start(running):
+    [line] = [line for line in running.scheduler.log.read_text().splitlines() if "not followed" in line]
+    assert "no_repeat_ngram_size=3" in line
+    assert "num_beams" not in line

@@ -12,7 +12,7 @@ from tokasaurus.scheduler.v1 import observe_pb2 as o
 
 TOKENS = g.TokenPrompt(token_ids=PROMPT)
 GENERATION = {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.125, "repetition_penalty": 1.25}
-GENERATION |= {"max_new_tokens": 5, "eos_token_id": [0, 1], "no_repeat_ngram_size": 3}
+GENERATION |= {"max_new_tokens": 5, "eos_token_id": [0, 1]}
 
 
 @pytest.fixture
@@ -48,10 +48,3 @@ async def test_the_models_defaults_are_in_its_description(model):
     expected = g.Sampling(temperature=0.5, top_p=0.75, top_k=20, min_p=0.125, repetition_penalty=1.25)
     assert described.default_sampling == expected
     assert described.default_max_tokens == 5
-
-
-async def test_settings_that_are_not_followed_are_named_in_one_line_at_the_start(model, capsys):
-    async with start(model=model):
-        pass
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "not followed" in line]
-    assert "no_repeat_ngram_size=3" in line

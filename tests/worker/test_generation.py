@@ -51,6 +51,12 @@ def test_greedy_tokens_behind_a_sliding_window_are_those_of_transformers(
     assert tokens == greedy(reference(directory), prompt, 24)
 
 
+def test_a_compiled_model_has_a_window_in_some_of_its_layers(checkpoint, reference, runner_for):
+    directory, prompt = checkpoint("qwen2", **WINDOWED["qwen2"]), prompt_of(33)
+    (tokens,) = runner_for(directory, torch_compile=True).generate([prompt], 12, chunk=25)
+    assert tokens == greedy(reference(directory), prompt, 12)
+
+
 @pytest.mark.parametrize(("dtype", "bounds"), [("float16", (0.06, 0.01, 0.97)), ("bfloat16", (0.25, 0.05, 0.93))])
 def test_shorter_floats_agree_in_log_probabilities(dtype, bounds, checkpoint, reference, runner_for):
     driver = runner_for(dtype=dtype)
