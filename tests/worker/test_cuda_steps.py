@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import memory
 from services.worker.boot import make_cache, make_limits
@@ -42,7 +42,9 @@ CONFIG = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
-FLAGS = WorkerConfig(page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80)
+FLAGS = ChosenWorkerConfig(
+    page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80
+)
 
 
 def make_model(device: torch.device, config: dict = CONFIG) -> DecoderModel:
