@@ -20,7 +20,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    max_tokens: int | None = None  # None: 16 of a completion, all that the context holds of a chat
+    max_tokens: int | None = None  # None: 16 of a completion, of a chat the model's default or the rest of the context
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -21,7 +21,15 @@ from services.gateway.openai.conversation import check_tools, make_grammar, rend
 from services.gateway.openai.errors import to_body
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.jobs import check_grammar, cut, kept_tokens, make_jobs, make_settings, seed_of
+from services.gateway.openai.jobs import (
+    check_grammar,
+    cut,
+    default_max_tokens,
+    kept_tokens,
+    make_jobs,
+    make_settings,
+    seed_of,
+)
 from services.gateway.openai.messages import ConversationBody
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.parse import parse
@@ -191,13 +199,15 @@ def _job(
         key = seed, kept.tobytes()
         seed, repeats[key] = seed_of(seed, repeats[key]), repeats[key] + 1
     most = params.max_tokens
+    if most is None:
+        most = default_max_tokens(params.body, facts) if chat else COMPLETION_TOKENS
     [job] = make_jobs(
         f"llm-{secrets.token_hex(16)}",
         [kept],
         encoded.settings,
         facts,
         field="messages" if chat else "prompt",
-        max_tokens=COMPLETION_TOKENS if most is None and not chat else most,
+        max_tokens=most,
         seed=seed,
     )
     return job

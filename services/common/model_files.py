@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
+from services.common.generation_config import GenerationDefaults, read_generation_defaults
 
 BUILTIN = Path(__file__).parent / "builtin_model"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tiktoken.model",
+    "qwen.tiktoken",
     "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
@@ -63,9 +68,7 @@ class ModelCard:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]  # sorted, without repeats; may be empty
-    default_temperature: float
-    default_top_p: float
-    default_top_k: int
+    defaults: GenerationDefaults
 
 
 def names_of(model: str, served_names: Sequence[str] = ()) -> tuple[str, ...]:
@@ -85,19 +88,15 @@ def read_card(model: str, served_names: Sequence[str] = (), *, weights: bool = F
     generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    # Hugging Face: sampling settings of generation_config count only when sampling is what the model asks for.
-    sampling = generation if generation.get("do_sample") else {}
     return ModelCard(
         name=name,
         aliases=tuple(aliases),
         root=model,
         directory=directory,
         vocab_size=config["vocab_size"],
-        max_context_tokens=config.get("max_position_embeddings", 2048),
+        max_context_tokens=context_length(config),
         eos_token_ids=tuple(sorted(set(eos))),
-        default_temperature=float(sampling.get("temperature", 1.0)),
-        default_top_p=float(sampling.get("top_p", 1.0)),
-        default_top_k=int(sampling.get("top_k", 0)),
+        defaults=read_generation_defaults(generation),
     )
 
 

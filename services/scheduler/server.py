@@ -77,6 +77,8 @@ class SchedulerServer:
         """Listen; returns the real address. Ready (health) once the worker answers."""
         config, loop = self._config, asyncio.get_running_loop()
         card = await asyncio.to_thread(read_card, config.model, config.served_model_name)
+        if card.defaults.ignored:
+            log.warning("generation_config.json: settings that are not followed", settings=list(card.defaults.ignored))
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer or str(card.directory))
         self.model = ServedModel(card, tokenizer, config.max_samples_per_request)
         self._core = Scheduler(

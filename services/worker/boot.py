@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import LayerKernels
+from services.worker.layers.rope import describe_scaling
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from services.worker.parallel.errors import ParallelError
@@ -89,6 +90,8 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
     card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
     described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
     max_context = _max_context(config, described.max_context_tokens)
+    described = replace(described, max_context_tokens=max_context)
+    log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     with contextlib.ExitStack() as undo:
@@ -214,7 +217,7 @@ def _make_cpu_runner(
 
     page_count = cast(int, config.page_count)  # ``auto`` has a value on CPUs
     cache = make_cache(config, model, page_count)
-    attention = make_attention(cache, model.local.heads, compiled=config.torch_compile)
+    attention = make_attention(cache, model.local.heads, windows=model.windows, compiled=config.torch_compile)
     if group is not None:
         return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
     fused = None

@@ -189,7 +189,12 @@ def _assemble(
     more = {"hydragen": True, "max_micro_batches": parts, "grammars": grammars is not None}
     limits = make_limits(config, model, cache.page_count, max_context, **more)
     attention = make_cuda_attention(
-        cache, model.local.heads, model.rotary, dtype=model.dtype, compiled=config.torch_compile
+        cache,
+        model.local.heads,
+        model.rotary,
+        dtype=model.dtype,
+        windows=model.windows,
+        compiled=config.torch_compile,
     )
     device = cache.all_keys.device
     state, sampler, peers = DeviceState.empty(limits, device), None, None

@@ -9,7 +9,7 @@ from services.worker.models.config import ModelConfig
 from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.shares import local_config
 
-FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # of an element
+FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # of an element; float16 takes as much as bfloat16
 _INT32 = 4
 # Kept free for what cannot be measured beforehand: libraries' workspaces, fragments, uploads of unusual size.
 _MARGIN = 1 << 30

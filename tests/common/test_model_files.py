@@ -3,6 +3,7 @@ import json
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.common.generation_config import GenerationDefaults
 from services.common.model_files import names_of, read_card, resolve, tokenizer_fingerprint
 
 
@@ -30,12 +31,43 @@ def test_the_end_of_sequence_set_may_be_one_token_or_none(tmp_path):
     assert read_card(write_model(tmp_path, {"eos_token_id": None})).eos_token_ids == ()
 
 
-def test_sampling_defaults_come_from_a_generation_config_that_samples(tmp_path):
-    model = write_model(tmp_path, {}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20})
-    card = read_card(model)
-    assert (card.default_temperature, card.default_top_p, card.default_top_k) == (0.6, 0.9, 20)
-    model = write_model(tmp_path, {}, {"do_sample": False, "temperature": 0.6})
-    assert read_card(model).default_temperature == 1.0
+def test_sampling_defaults_come_from_the_generation_config(tmp_path):
+    assert read_card(write_model(tmp_path, {})).defaults == GenerationDefaults()
+    content = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    content |= {"max_new_tokens": 2048}
+    for do_sample in ({}, {"do_sample": True}, {"do_sample": None}):
+        card = read_card(write_model(tmp_path, {}, content | do_sample))
+        assert card.defaults == GenerationDefaults(0.6, 0.9, 20, 0.05, 1.1, 2048)
+
+
+def test_a_model_that_does_not_sample_is_greedy_by_default(tmp_path):
+    card = read_card(write_model(tmp_path, {}, {"do_sample": False, "temperature": 0.6, "top_p": 0.9}))
+    assert card.defaults == GenerationDefaults(temperature=0.0, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("content", "ignored"),
+    [
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": [1, 2]}, ("no_repeat_ngram_size=3", "suppress_tokens=[1, 2]")),
+        ({"num_beams": 4, "top_p": 0.5}, ("num_beams=4",)),
+        ({"temperature": -1, "top_k": True, "min_p": "0.1"}, ("temperature=-1", "top_k=True", "min_p=0.1")),
+        ({"top_p": 0, "max_new_tokens": 0}, ("top_p=0", "max_new_tokens=0")),
+        ({"bad_words_ids": [list(range(50))]}, ("bad_words_ids=[[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...",)),
+        ({"a_setting_of_tomorrow": 1}, ("a_setting_of_tomorrow=1",)),
+    ],
+)
+def test_settings_that_are_not_followed_are_named(tmp_path, content, ignored):
+    assert read_card(write_model(tmp_path, {}, content)).defaults.ignored == ignored
+
+
+def test_what_transformers_writes_by_default_is_followed(tmp_path):
+    """Also in the form of older versions, which wrote every setting."""
+    import transformers
+
+    content = transformers.GenerationConfig().to_dict() | {"length_penalty": 1.0, "num_beams": 1, "max_length": 20}
+    content |= {"pad_token_id": 0, "eos_token_id": [1], "transformers_version": "4.38.0", "_from_model_config": True}
+    content |= {"top_k": 50, "do_sample": True, "typical_p": 1.0, "no_repeat_ngram_size": 0, "early_stopping": False}
+    assert read_card(write_model(tmp_path, {}, content)).defaults == GenerationDefaults(top_k=50)
 
 
 def test_a_model_is_named_after_its_directory_unless_told_otherwise(tmp_path):

@@ -24,7 +24,12 @@ CHECKPOINTS = {
 }
 # Largest and mean difference of a log-probability in nats, and the least share of first choices: of random weights,
 # whose choices are close to each other. In float32 a graph, a compiler or a group may change the last bits only.
-BOUNDS = {"float32": (1e-4, 1e-5, 0.99), "bfloat16": (0.25, 0.05, 0.93), "fp8": (2.0, 0.35, 0.7)}
+BOUNDS = {
+    "float32": (1e-4, 1e-5, 0.99),
+    "float16": (0.1, 0.02, 0.96),
+    "bfloat16": (0.25, 0.05, 0.93),
+    "fp8": (2.0, 0.35, 0.7),
+}
 COMPILED = {"torch_compile": "T", "use_cudagraphs": "T", "fail_on_recompile": "T"}
 # What the scheduler takes for worth a group: with fewer samples of the prompt below, it is right to make none.
 HYDRAGEN = {"use_hydragen": "T", "hydragen_min_group_size": 2, "hydragen_min_prefix_len": 16}
@@ -55,6 +60,7 @@ def reference_of(directory) -> torch.nn.Module:
         ("llama", "float32", {"use_cudagraphs": "T"}),
         ("builtin", "bfloat16", COMPILED),
         ("qwen3", "float32", COMPILED),
+        ("llama", "float16", COMPILED),
         ("builtin", "bfloat16", {"quantization": "fp8"}),
         ("aligned", "bfloat16", {"quantization": "fp8"} | COMPILED),
     ],

@@ -25,7 +25,7 @@ async def test_the_model_is_described(service):
     assert (model.id, model.vocab_size, list(model.eos_token_ids)) == ("tokasaurus-builtin", 2048, [0, 1])
     assert model.max_context_tokens == 2048
     assert model.tokenizer_fingerprint == Tokenizer.load("builtin").fingerprint
-    for field in ("temperature", "top_p", "top_k", "min_p"):
+    for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         assert model.default_sampling.HasField(field)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await service.stub.GetModel(o.GetModelRequest(model="x"))

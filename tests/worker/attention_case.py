@@ -22,15 +22,19 @@ TOLERANCE = {
 
 
 class Case:
-    """Decode rows by ``contexts``, then chunks by ``(context, tokens)``; one slot each, on a cache full of noise.
+    """A step of decode rows by ``contexts``, then chunks by ``(context, tokens)``; one slot each, on a cache full of
+    noise.
 
-    ``groups``: (first decode row, rows, prefix pages). ``holes``: padding behind so many decode rows.
+    ``groups``: (first decode row, rows, prefix pages). ``holes``: padding behind so many decode rows. ``window``: of
+    the second layer.
     """
 
     def __init__(
         self, contexts, chunks=(), groups=(), *, heads=4, kv_heads=2, head_dim=16, page=16, padding=0,
         holes=(), dtype=torch.float32, cached=None, norm=False,
+        window=None,
     ):  # fmt: skip
+        self.windows = None, window
         self.heads, self.kv_heads, self.head_dim, self.page = heads, kv_heads, head_dim, page
         counts = np.array([1] * len(contexts) + [tokens for _, tokens in chunks])
         ends = np.array([*contexts, *(context for context, _ in chunks)])
@@ -95,7 +99,9 @@ class Case:
         queries, keys = kernels.rotate(queries, *angles), kernels.rotate(keys, *angles)
         if stored is not None:
             keys, values = (self.of_tokens(pages[layer]) for pages in (stored.keys, stored.values))
-        return PlainAttention(cache).step(self.plain, lambda: None).run(layer, queries, keys, values), cache
+        return PlainAttention(cache, self.windows).step(self.plain, lambda: None).run(
+            layer, queries, keys, values
+        ), cache
 
     def of_tokens(self, pages: torch.Tensor) -> torch.Tensor:
         """The step's tokens of a layer: ``[tokens without padding, kv_heads, head_dim]`` float32."""
@@ -122,11 +128,12 @@ class Case:
         rotary = Rotary.__new__(Rotary)
         rotary.cos, rotary.sin = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
         attention = CudaAttention(
-            cache, self.heads, rotary, dtype=self.dtype, prefixes=backend, chunks=backend, compiled=compiled
-        )
+            cache, self.heads, rotary, dtype=self.dtype, prefixes=backend, chunks=backend, windows=self.windows,
+            compiled=compiled,
+        )  # fmt: skip
         step = attention.prepare(self.batch(), self.plain.page_table, put)
         if splits is not None:
-            step._splits = splits
+            step._splits = [splits] * LAYERS
         norms = (None, None) if self.norms is None else tuple(norm.to(DEVICE) for norm in self.norms)
         return step.run_qkv(layer, self.qkv.to(DEVICE), *norms, 1e-5).cpu(), cache
 

@@ -45,15 +45,26 @@ def batch_of(rows: list[tuple[int, int]], page_size: int) -> AttentionBatch:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48)])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_fast_and_plain_attention_agree(rows, heads, kv_heads, head_dim, page_size):
+    compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("window", [1, 16, 21, 100])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_fast_and_plain_attention_agree_on_windows(rows, window, page_size):
+    compare_fast_and_plain(rows, 4, 2, 16, page_size, windows=(None, window))
+
+
+def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, windows=()) -> None:
     batch = batch_of(rows, page_size)
     tokens = len(batch.positions)
     generator = torch.Generator().manual_seed(1)
     projected = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator)
     queries, keys, values = projected.split((heads, kv_heads, kv_heads), dim=1)
     outputs, caches = [], []
-    for kind in (PlainAttention, lambda cache: FastCpuAttention(cache, heads)):
+    for make in (PlainAttention, lambda cache, windows: FastCpuAttention(cache, heads, windows)):
         cache = filled_cache(batch.page_table.size, page_size, kv_heads, head_dim)
-        step = kind(cache).step(batch, lambda: None)
+        step = make(cache, windows).step(batch, lambda: None)
         outputs.append([step.run(layer, queries, keys, values) for layer in range(2)])
         caches.append(cache)
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=1e-5)
@@ -61,17 +72,20 @@ def test_fast_and_plain_attention_agree(rows, heads, kv_heads, head_dim, page_si
     torch.testing.assert_close(caches[1].values, caches[0].values, atol=0, rtol=0)
 
 
-def test_plain_attention_is_attention():
+@pytest.mark.parametrize("window", [None, 1, 2, 17, 19, 40])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_plain_attention_is_attention(tokens, window):
     """Against the formula, written out for one head."""
-    batch = batch_of([(20, 3)], 16)
+    batch = batch_of([(20, tokens)], 16)
     cache = filled_cache(2, 16, 1, 8)
-    queries, keys, values = torch.randn(3, 3, 1, 8, generator=torch.Generator().manual_seed(2)).unbind(1)
-    output = PlainAttention(cache).step(batch, lambda: None).run(0, queries, keys, values)
+    queries, keys, values = torch.randn(tokens, 3, 1, 8, generator=torch.Generator().manual_seed(2)).unbind(1)
+    output = PlainAttention(cache, (window, window)).step(batch, lambda: None).run(0, queries, keys, values)
     table = batch.page_table[0].tolist()
     all_keys, all_values = (torch.cat([stored[0][page, 0] for page in table]) for stored in (cache.keys, cache.values))
-    for row, context in enumerate((18, 19, 20)):
-        weights = (all_keys[:context] @ queries[row, 0] / 8**0.5).softmax(0)
-        torch.testing.assert_close(output[row], weights @ all_values[:context])
+    for row, context in enumerate(range(21 - tokens, 21)):
+        seen = slice(0 if window is None else max(0, context - window), context)
+        weights = (all_keys[seen] @ queries[row, 0] / 8**0.5).softmax(0)
+        torch.testing.assert_close(output[row], weights @ all_values[seen])
 
 
 def test_scores_far_apart_do_not_overflow():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import memory
 from services.worker.boot import make_cache, make_limits
@@ -42,11 +42,13 @@ CONFIG = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
-FLAGS = WorkerConfig(page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80)
+FLAGS = ChosenWorkerConfig(
+    page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80
+)
 
 
-def make_model(device: torch.device) -> DecoderModel:
-    model = DecoderModel(read_model_config(CONFIG), torch.float32, torch.device("cpu"), TorchKernels())
+def make_model(device: torch.device, config: dict = CONFIG) -> DecoderModel:
+    model = DecoderModel(read_model_config(config), torch.float32, torch.device("cpu"), TorchKernels())
     load_dummy(model, seed=1)
     for parameter in model.parameters():  # logits far enough apart that rounding does not choose
         if parameter.dim() == 2:
@@ -57,20 +59,26 @@ def make_model(device: torch.device) -> DecoderModel:
 
 
 @pytest.fixture(scope="module")
-def plain():
+def config() -> dict:
+    """``config.json`` of the model that both runners have."""
+    return CONFIG
+
+
+@pytest.fixture(scope="module")
+def plain(config):
     """The CPU's runner."""
     from services.worker.attention.plain import PlainAttention
     from services.worker.runner.runner import StepRunner
     from services.worker.runner.shards import ShardThreads
 
-    model = make_model(torch.device("cpu"))
+    model = make_model(torch.device("cpu"), config)
     cache = make_cache(FLAGS, model, FLAGS.page_count)
     limits = make_limits(FLAGS, model, FLAGS.page_count, 256)
-    return Driver(StepRunner(model, cache, PlainAttention(cache), limits, ShardThreads(1)))
+    return Driver(StepRunner(model, cache, PlainAttention(cache, model.windows), limits, ShardThreads(1)))
 
 
 @pytest.fixture
-def cuda():
+def cuda(config):
     """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows, and, of other steps, of what is between
     the attentions of up to ``pieces`` tokens; ``flags``: instead of ``FLAGS``."""
 
@@ -80,11 +88,11 @@ def cuda():
         from services.worker.runner.cuda.state import DeviceState
         from services.worker.sampling.fused import FusedSampler
 
-        model = make_model(DEVICE)
+        model = make_model(DEVICE, config)
         cache = make_cache(flags, model, flags.page_count)
         limits = make_limits(flags, model, flags.page_count, 256, hydragen=True)
         state = DeviceState.empty(limits, DEVICE)
-        attention = make_cuda_attention(cache, 4, model.rotary, dtype=model.embedding.dtype)
+        attention = make_cuda_attention(cache, 4, model.rotary, dtype=model.embedding.dtype, windows=model.windows)
         sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:
@@ -218,43 +226,49 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
 
 @pytest.mark.parametrize(("largest", "pieces", "apart"), [(0, 0, 0), (20, 0, 0), (8, 32, 0), (20, 32, 1)])
 def test_groups_change_nothing(plain, cuda, largest, pieces, apart, monkeypatch):
-    """15 rows over two prefixes, one of them more than a tile, two of no group, one that still reads its prompt.
-
-    ``apart``: graphs cannot have prefixes, and pieces take the steps that do.
-    """
-    from services.worker.attention import triton_spans
+    """``apart``: graphs cannot have prefixes, and pieces take the steps that do."""
     from services.worker.attention.cuda import CudaAttention
     from services.worker.runner.cuda import graphs
 
-    # As with many rows, but quick in the interpreter: tiles of 8 of these rows, and one graph that holds all.
-    monkeypatch.setattr(triton_spans, "span_options", lambda *_: triton_spans.SpanOptions(16, 32, 4, 1))
-    monkeypatch.setattr(graphs, "_FEWEST_GROUPED", 8)
-    monkeypatch.setattr(graphs, "sizes_up_to", lambda largest, smallest: [largest])
+    prepare_groups(monkeypatch)
     if apart:
         monkeypatch.setattr(CudaAttention, "captures_groups", False)
         monkeypatch.setattr(graphs, "_READ_MEANWHILE", 0)
+    assert grouped_tokens(cuda(largest, pieces=pieces), grouped=True) == grouped_tokens(plain, grouped=False)
+
+
+def prepare_groups(monkeypatch) -> None:
+    """Let few rows do as many would, quickly in the interpreter: tiles of 8 rows, and one graph that holds all."""
+    from services.worker.attention import triton_spans
+    from services.worker.runner.cuda import graphs
+
+    monkeypatch.setattr(triton_spans, "span_options", lambda *_: triton_spans.SpanOptions(16, 32, 4, 1))
+    monkeypatch.setattr(graphs, "_FEWEST_GROUPED", 8)
+    monkeypatch.setattr(graphs, "sizes_up_to", lambda largest, smallest: [largest])
+
+
+def grouped_tokens(driver: Driver, *, grouped: bool) -> list:
+    """Return the tokens of 15 rows over two prefixes, one of them more than a tile, two rows of no group, and one row
+    that still reads its prompt."""
     prefixes = [list(range(20, 20 + 2 * PAGE)), list(range(40, 40 + 3 * PAGE))]
-    groups = Groups(np.array([0, 10]), np.array([10, 5]), np.array([2, 3]))
-    outcomes = []
-    for driver, together in ((plain, None), (cuda(largest, pieces=pieces), groups)):
-        driver.reset()
-        leaders = tuple(
-            admission(slot, [*prefix, 1], [8 * slot, 8 * slot + 1, 8 * slot + 2, 8 * slot + 3])
-            for slot, prefix in enumerate(prefixes)
-        )
-        driver.run(admissions=leaders, batch=batch([0, 1], [2 * PAGE + 1, 3 * PAGE + 1]))
-        driver.run(releases=[0, 1], batch=batch([]))
-        admissions = []
-        for row in range(17):
-            which = 0 if row < 10 else 1
-            tokens, shared = prefixes[which], list(range(8 * which, 8 * which + 2 + which))
-            admissions.append(admission(row, [*tokens, 50 + row % 40], [*shared, 20 + row], cached_tokens=len(tokens)))
-        admissions.append(admission(70, range(60, 66), [100, 101]))
-        rows = [*range(17), 70]
-        steps = [driver.run(admissions=tuple(admissions), batch=batch(rows, [1] * 17 + [6]), groups=together)]
-        steps += [driver.run(batch=batch(rows)), driver.run(), driver.run(batch=batch(range(17)))]
-        outcomes.append([step.sampled.token_ids.tolist() for step in steps])
-    assert outcomes[0] == outcomes[1]
+    groups = Groups(np.array([0, 10]), np.array([10, 5]), np.array([2, 3])) if grouped else None
+    driver.reset()
+    leaders = tuple(
+        admission(slot, [*prefix, 1], [8 * slot, 8 * slot + 1, 8 * slot + 2, 8 * slot + 3])
+        for slot, prefix in enumerate(prefixes)
+    )
+    driver.run(admissions=leaders, batch=batch([0, 1], [2 * PAGE + 1, 3 * PAGE + 1]))
+    driver.run(releases=[0, 1], batch=batch([]))
+    admissions = []
+    for row in range(17):
+        which = 0 if row < 10 else 1
+        tokens, shared = prefixes[which], list(range(8 * which, 8 * which + 2 + which))
+        admissions.append(admission(row, [*tokens, 50 + row % 40], [*shared, 20 + row], cached_tokens=len(tokens)))
+    admissions.append(admission(70, range(60, 66), [100, 101]))
+    rows = [*range(17), 70]
+    steps = [driver.run(admissions=tuple(admissions), batch=batch(rows, [1] * 17 + [6]), groups=groups)]
+    steps += [driver.run(batch=batch(rows)), driver.run(), driver.run(batch=batch(range(17)))]
+    return [step.sampled.token_ids.tolist() for step in steps]
 
 
 def test_pages_that_are_too_many_for_a_graph_get_into_the_table(plain, cuda):

@@ -26,7 +26,8 @@ class FewCase(Case):
         output = torch.full((self.tokens, self.heads, self.head_dim), torch.nan, dtype=self.dtype, device=DEVICE)
         few_attention(
             self.qkv.to(DEVICE), batch.token_slots, batch.positions, batch.page_table, tables, norms, 1e-5,
-            cache.keys[layer], cache.values[layer], output, arrivals, splits=splits, options=options,
+            cache.keys[layer], cache.values[layer], output, arrivals, window=self.windows[layer], splits=splits,
+            options=options,
         )  # fmt: skip
         assert not arrivals.any()
         return output.flatten(1).cpu(), cache
@@ -75,6 +76,10 @@ def test_a_model_of_bf16(splits):
     FewCase([33, 1, 140], dtype=torch.bfloat16).check(splits=splits, options=options(32))
 
 
+def test_a_model_of_fp16():
+    FewCase([33, 1, 140], dtype=torch.float16).check(splits=3, options=options(32))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_cache_of_fp8_is_attended_to_as_it_was_rounded(splits):
     FewCase([33, 1, 140], cached=FP8).check_fp8(splits=splits, options=options(32))
@@ -95,10 +100,23 @@ def test_layers_of_a_step_run_one_after_the_other():
     arrivals = torch.zeros(MOST_ROWS * case.kv_heads, dtype=torch.int32, device=DEVICE)
     tables = case.rotary.cos.to(DEVICE), case.rotary.sin.to(DEVICE)
     tokens = batch.token_slots, batch.positions, batch.page_table
-    step = FewRowsStep(cache, case.heads, tables, *tokens, arrivals, splits=2)
+    step = FewRowsStep(cache, case.heads, tables, *tokens, arrivals, case.windows, [2, 2])
     norms = [norm.to(DEVICE) for norm in case.norms]
     for layer in (0, 1):
         expected, stored = case.expected(layer)
         output = step.run_qkv(layer, case.qkv.to(DEVICE), *norms, 1e-5).cpu()
         torch.testing.assert_close(output[case.places], expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(cache.keys[layer].cpu(), stored.keys[layer], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 129, 200])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_of_a_layer_with_a_window_see_their_last_tokens(window, splits):
+    FewCase([*CONTEXTS, 129, 300], window=window, padding=1).check(splits=splits, options=options(16))
+
+
+@pytest.mark.usefixtures("bf16_dots")
+@pytest.mark.parametrize("cached", [None, FP8], ids=["bf16", "fp8"])
+def test_windows_of_a_model_of_bf16(cached):
+    case = FewCase([33, 1, 140], dtype=torch.bfloat16, cached=cached, window=50)
+    case.check(splits=2, options=options(32)) if cached is None else case.check_fp8(splits=2, options=options(32))

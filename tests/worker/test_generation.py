@@ -8,6 +8,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import matmul_cpu
 from services.worker.boot import boot
+from tests.e2e.samples import Sample, agreement
 from tests.worker.driver import Driver, admission, batch
 
 LENGTHS = {"one token": 1, "a page": 16, "a page and one": 17, "several chunks": 77}
@@ -32,6 +33,37 @@ def test_greedy_tokens_are_those_of_transformers(architecture, length, checkpoin
     directory, prompt = checkpoint(architecture), prompt_of(length)
     (tokens,) = runner_for(directory).generate([prompt], 20, chunk=30)
     assert tokens == greedy(reference(directory), prompt, 20)
+
+
+WINDOWED = {
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+}
+
+
+@pytest.mark.parametrize("length", [5, 77], ids=["answer beyond the window", "prompt beyond the window"])
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_greedy_tokens_behind_a_sliding_window_are_those_of_transformers(
+    architecture, length, checkpoint, reference, runner_for
+):
+    directory, prompt = checkpoint(architecture, **WINDOWED[architecture]), prompt_of(length)
+    (tokens,) = runner_for(directory).generate([prompt], 24, chunk=60)
+    assert tokens == greedy(reference(directory), prompt, 24)
+
+
+def test_a_compiled_model_has_a_window_in_some_of_its_layers(checkpoint, reference, runner_for):
+    directory, prompt = checkpoint("qwen2", **WINDOWED["qwen2"]), prompt_of(33)
+    (tokens,) = runner_for(directory, torch_compile=True).generate([prompt], 12, chunk=25)
+    assert tokens == greedy(reference(directory), prompt, 12)
+
+
+@pytest.mark.parametrize(("dtype", "bounds"), [("float16", (0.06, 0.01, 0.97)), ("bfloat16", (0.25, 0.05, 0.93))])
+def test_shorter_floats_agree_in_log_probabilities(dtype, bounds, checkpoint, reference, runner_for):
+    driver = runner_for(dtype=dtype)
+    prompts = [prompt_of(length, length) for length in (1, 17, 200, 60, 33)]
+    driver.generate(prompts, 20, chunk=96, logprobs=True)
+    samples = [Sample(driver.tokens[slot], driver.logprobs[slot]) for slot in range(len(prompts))]
+    agreement(reference(checkpoint()), list(zip(prompts, samples, strict=True))).check(*bounds)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_json
@@ -22,6 +23,7 @@ from tests.checkpoints import LLAMA3_ROPE
 from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
 
 CPU = torch.device("cpu")
+WINDOW = {"use_sliding_window": True, "sliding_window": 40}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tied": True}),
@@ -34,12 +36,15 @@ VARIANTS = {
     "llama-sentencepiece": ("llama", {"tokenizer": "sentencepiece"}),
     "llama-sharded": ("llama", {"sharded": True}),
     "mistral": ("mistral", {}),
-    "mistral-window": ("mistral", {"sliding_window": 300}),  # as many tokens as below
+    "mistral-window": ("mistral", {"sliding_window": 40}),
+    "mistral-window-of-one": ("mistral", {"sliding_window": 1}),
     "mistral-head-dim": ("mistral", {"sliding_window": None, "head_dim": 48}),
     "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", WINDOW | {"max_window_layers": 1}),
     "qwen2-tied-sharded": ("qwen2", {"tied": True, "sharded": True}),
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-window": ("qwen3", WINDOW | {"max_window_layers": 2}),
 }
 
 
@@ -61,7 +66,7 @@ def logits_of(directory, token_ids: list[int], dtype=torch.float32) -> torch.Ten
         page_table=np.arange(pages, dtype=np.int32)[None, ::-1].copy(),
     )
     with torch.inference_mode():
-        step = make_attention(cache, config.heads).step(batch, lambda: None)
+        step = make_attention(cache, config.heads, windows=model.windows).step(batch, lambda: None)
         return model.logits(model(torch.tensor(token_ids), torch.arange(tokens), step))
 
 
@@ -73,6 +78,16 @@ def test_float32_logits_are_those_of_transformers(variant, checkpoint, reference
     with torch.inference_mode():
         expected = reference(directory)(torch.tensor([token_ids])).logits[0]
     torch.testing.assert_close(logits_of(directory, token_ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_float16_agrees_with_float32_in_log_probabilities(architecture, checkpoint):
+    directory = checkpoint(architecture)
+    token_ids = np.random.default_rng(1).integers(0, 390, 100).tolist()
+    exact = logits_of(directory, token_ids).log_softmax(-1)
+    rounded = logits_of(directory, token_ids, torch.float16).log_softmax(-1)
+    assert (exact.exp() * (exact - rounded)).sum(-1).mean() < 0.0005
+    assert (exact.argmax(-1) == rounded.argmax(-1)).float().mean() > 0.97
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
@@ -109,12 +124,11 @@ def test_rope_settings_of_older_checkpoints_are_read_too(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "needs low_freq_factor, which is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of LlamaForCausalLM, MistralForCausalLM"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
-        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "1 entries; expected 'full_att"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked"] * 3}, "3 entries, among them 'chunked'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"intermediate_size": ...}, "intermediate_size is missing"),
@@ -166,26 +180,37 @@ def test_heads_of_qwen3_have_128_values_where_the_config_does_not_say(checkpoint
     assert read_model_config(read_json(changed / "config.json")).head_dim == 128
 
 
+@pytest.mark.parametrize("window", [300, None, ..., 9000])
+def test_every_layer_of_mistral_has_its_window(window, checkpoint, reference, tmp_path):
+    changes = {"sliding_window": window, "max_position_embeddings": 8192}
+    changed = write_config(checkpoint("mistral"), tmp_path, **changes)
+    expected = reference(changed).config.sliding_window
+    made = read_model_config(read_json(changed / "config.json"))
+    assert made.max_context_tokens == 8192
+    assert made.windows == ((expected,) * 3 if expected in (300, 4096) else ())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    ("changes", "limit"),
-    [({"sliding_window": 300}, 300), ({"sliding_window": None}, 8192), ({}, 4096), ({"sliding_window": 9000}, 8192)],
+    "changes",
+    [
+        {"use_sliding_window": False, "sliding_window": 40, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 40},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]},
+    ],
 )
-def test_contexts_of_mistral_end_where_its_window_does(changes, limit, checkpoint, reference, tmp_path):
-    changed = write_config(
-        checkpoint("mistral"), tmp_path, **{"sliding_window": ..., "max_position_embeddings": 8192} | changes
-    )
-    assert read_model_config(read_json(changed / "config.json")).max_context_tokens == limit
-    assert reference(changed).config.sliding_window == changes.get("sliding_window", limit)
-
-
-def test_a_token_behind_the_window_of_mistral_would_see_less(checkpoint, reference):
-    """Why contexts end there, and not one token later."""
-    full, windowed = (checkpoint("mistral", sliding_window=window) for window in (None, 299))
-    token_ids = list(range(5, 305))
-    with torch.inference_mode():
-        expected = reference(windowed)(torch.tensor([token_ids])).logits[0]
-    differs = (logits_of(full, token_ids) - expected).abs().amax(-1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == [299]
+def test_layers_of_qwen_have_the_windows_that_transformers_gives_them(architecture, changes):
+    kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
+    layers = len(changes.get("layer_types", range(30)))
+    config = {"num_hidden_layers": layers, "max_position_embeddings": 8192} | changes
+    theirs = kinds[architecture](**config)
+    expected = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types)
+    written = {"architectures": [f"{architecture.capitalize()}ForCausalLM"], "hidden_size": 64, "vocab_size": 96}
+    written |= {"num_attention_heads": 4, "intermediate_size": 96, **config}
+    assert (read_model_config(written).windows or (None,) * layers) == expected
 
 
 def hidden_of(model, tokens: int, keep=None):

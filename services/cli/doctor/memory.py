@@ -124,7 +124,7 @@ def _sequences(tokens: int, shape: Shape) -> str:
 def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
     """All workers share the host's memory. A page of the cache takes some when it is first written to."""
     config = machine.config
-    item = BFLOAT16 if config.dtype == "bfloat16" else FLOAT32
+    item = FLOAT32 if config.dtype in ("auto", "float32") else BFLOAT16
     asked = config.kv_cache_num_tokens
     if asked == "auto":
         asked = int(next(each.value for each in choices(machine, shape) if each.name == "kv_cache_num_tokens"))

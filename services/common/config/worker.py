@@ -31,7 +31,9 @@ class WorkerConfig(MetricsConfig):
         False, description="other hosts may reach the worker without mTLS: a private network guards it"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a device, else cpu")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of weights, activations and the KV cache; auto: bfloat16 on cuda, float32 on cpu"
+    )
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
     )

@@ -1,8 +1,5 @@
 """A model's tokenizer: text and chats to token ids and back."""
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +10,10 @@ from services.common.errors import InvalidRequest
 from services.common.model_files import read_json, resolve, tokenizer_fingerprint
 from services.common.text.chat_template import ChatTemplate, ChatTemplates, read_chat_templates
 from services.common.text.tokenizer_class import apply_tokenizer_class
+from services.common.text.tokenizer_files import read_backend
 from services.common.text.vocabulary import Vocabulary, read_vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-# A directory with a SentencePiece model only is converted by transformers, in a process of its own: it loads torch.
-_CONVERT = """
-import sys
-from transformers import AutoTokenizer
-AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])
-"""
 
 
 class Tokenizer:
@@ -41,7 +32,7 @@ class Tokenizer:
         """Load from a Hugging Face directory, a hub id, or ``builtin``. Raises ``InvalidRequest``."""
         directory = resolve(model, weights=False)
         special_tokens = _special_tokens(directory)
-        backend = _read_backend(directory)
+        backend = read_backend(directory)
         apply_tokenizer_class(backend, directory)
         model_vocab_size = read_json(directory / "config.json").get("vocab_size", 0)
         vocabulary = read_vocabulary(backend, model_vocab_size)
@@ -91,34 +82,6 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` standing alone, as the tokenizer's own decoder gives it."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-def _read_backend(directory: Path) -> tokenizers.Tokenizer:
-    if not (directory / "tokenizer.json").exists():
-        if not (directory / "tokenizer.model").exists():
-            raise InvalidRequest(
-                f"{directory} has neither tokenizer.json nor tokenizer.model: name a directory with tokenizer=",
-                field="tokenizer",
-            )
-        with tempfile.TemporaryDirectory() as converted:
-            _convert_sentencepiece(directory, converted)
-            return _read_backend(Path(converted))
-    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _convert_sentencepiece(directory: Path, target: str) -> None:
-    command = [sys.executable, "-c", _CONVERT, str(directory), target]
-    outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if outcome.returncode != 0 or not Path(target, "tokenizer.json").exists():
-        reason = outcome.stderr.strip().splitlines()[-1:] or ["no tokenizer.json was written"]
-        raise InvalidRequest(
-            f"{directory} has only tokenizer.model, and converting it failed: {reason[0]}; install transformers and"
-            " sentencepiece, or save the tokenizer as tokenizer.json",
-            field="tokenizer",
-        )
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:

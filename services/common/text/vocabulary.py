@@ -65,7 +65,7 @@ def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) 
         if entry is None:
             token_bytes[token] = to_bytes(piece)
         elif not entry["special"] or entry["content"] in _MARKS:
-            token_bytes[token] = piece.encode()
+            token_bytes[token] = to_bytes(piece) if to_bytes is _sentencepiece else piece.encode()
     names = {token: entry["content"] for token, entry in added.items() if entry["special"]}
     return Vocabulary(token_bytes, frozenset(names), names)
 
@@ -102,6 +102,12 @@ def _byte_level(piece: str) -> bytes:
         return bytes(alphabet[character] for character in piece)
     except KeyError:  # a token outside the byte alphabet stands for itself
         return piece.encode()
+
+
+def byte_level_text(token: bytes) -> str:
+    """Return ``token`` as a byte-level BPE writes it, one character a byte."""
+    characters = {byte: character for character, byte in _byte_level_alphabet().items()}
+    return "".join([characters[byte] for byte in token])
 
 
 @cache

@@ -21,6 +21,7 @@ from services.gateway.openai.jobs import (
     check_max_tokens,
     check_prompts,
     cut,
+    default_max_tokens,
     kept_tokens,
     make_jobs,
     make_settings,
@@ -52,8 +53,8 @@ class Asked(NamedTuple):
 async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
     """What ``body`` asks of the schedulers. Raises ``TokaError``."""
     check_choices(1, body, gateway.config.max_choices)
-    max_tokens = check_max_tokens(body, gateway.config.max_output_tokens)
     facts = await gateway.fleet.model(body.model)
+    max_tokens = check_max_tokens(body, gateway.config.max_output_tokens, default_max_tokens(body, facts))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     kept = kept_tokens(body, facts, gateway.config.max_prompt_tokens)
     tools = check_tools(gateway.formats, body, body.tool_choice)

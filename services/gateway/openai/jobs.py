@@ -175,6 +175,13 @@ def check_max_tokens(body: GenerationBody, most: int | None, default: int | None
     return asked
 
 
+def default_max_tokens(body: GenerationBody, facts: ModelFacts) -> int | None:
+    """Return the most tokens of an answer if the request does not say, or None for the rest of the context. A request
+    for more tokens at least raises the model's default."""
+    most = facts.default_max_tokens
+    return None if most is None else max(most, body.min_tokens or 0)
+
+
 def check_prompts(prompts: Sequence[TokenIds], most: int | None, field: str) -> None:
     """Refuse a prompt that is longer than ``max_prompt_tokens``, in words that clients know from a full context."""
     if most is None:

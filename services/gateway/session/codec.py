@@ -50,6 +50,7 @@ class ModelFacts:
     grammars: bool = False  # whether answers can be held to one
     aliases: tuple[str, ...] = ()  # other names of the model
     root: str = ""  # hub id or path that it was loaded from; empty if its scheduler does not say
+    default_max_tokens: int | None = None  # tokens of an answer that asks for no other limit; None = no such limit
 
     @property
     def can_resume(self) -> bool:
@@ -195,6 +196,7 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         grammars=model.grammars,
         aliases=tuple(model.aliases),
         root=model.root,
+        default_max_tokens=model.default_max_tokens if model.HasField("default_max_tokens") else None,
     )
 
 

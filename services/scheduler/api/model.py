@@ -66,7 +66,7 @@ class ServedModel:
         return automaton
 
     def message(self) -> observe_pb2.Model:
-        card, shape = self.card, self.shape
+        card, shape, defaults = self.card, self.shape, self.card.defaults
         return observe_pb2.Model(
             id=card.name,
             created_unix_s=self.created_unix_s,
@@ -82,6 +82,11 @@ class ServedModel:
             aliases=self.card.aliases,
             root=self.card.root,
             default_sampling=generate_pb2.Sampling(
-                temperature=card.default_temperature, top_p=card.default_top_p, top_k=card.default_top_k, min_p=0.0
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
             ),
+            default_max_tokens=defaults.max_new_tokens,
         )

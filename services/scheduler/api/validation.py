@@ -8,6 +8,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from services.common.errors import InvalidRequest
+from services.common.generation_config import GenerationDefaults
 from services.common.packed import read_fixed32, read_float
 from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
 from services.scheduler.api.model import ServedModel
@@ -69,7 +70,7 @@ def read_request(
         request_id=message.request_id or f"req-{_random.getrandbits(128):032x}",
         tokens=tokens,
         sampling=_sampling(message, model, n),
-        max_tokens=_max_tokens(stopping),
+        max_tokens=_max_tokens(stopping, model.card.defaults),
         min_tokens=_min_tokens(stopping),
         stop_token_ids=_stop_tokens(stopping, model),
         automaton=model.automaton(strings) if strings else None,
@@ -90,10 +91,10 @@ def read_request(
 
 
 def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int) -> SamplingSettings:
-    sampling, card = message.sampling, model.card
-    temperature = _number(sampling, "temperature", card.default_temperature)
-    top_p = _number(sampling, "top_p", card.default_top_p)
-    min_p = _number(sampling, "min_p", 0.0)
+    sampling, defaults = message.sampling, model.card.defaults
+    temperature = _number(sampling, "temperature", defaults.temperature)
+    top_p = _number(sampling, "top_p", defaults.top_p)
+    min_p = _number(sampling, "min_p", defaults.min_p)
     # Written so that NaN fails.
     if not 0 <= temperature <= 100:
         raise InvalidRequest(f"temperature is {temperature:g}: expected 0 to 100", field="sampling.temperature")
@@ -101,7 +102,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int)
         raise InvalidRequest(f"top_p is {top_p:g}: expected more than 0 and at most 1", field="sampling.top_p")
     if not 0 <= min_p <= 1:
         raise InvalidRequest(f"min_p is {min_p:g}: expected 0 to 1", field="sampling.min_p")
-    repetition, frequency, presence = _penalties(sampling)
+    repetition, frequency, presence = _penalties(sampling, defaults)
     bias_tokens, bias_values = _logit_bias(sampling, model, n)
     logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
     most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
@@ -121,7 +122,7 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int)
     settings = SamplingSettings(
         temperature=temperature,
         top_p=top_p,
-        top_k=_number(sampling, "top_k", card.default_top_k),
+        top_k=_number(sampling, "top_k", defaults.top_k),
         min_p=min_p,
         seed=sampling.seed if sampling.HasField("seed") else _random.getrandbits(64),
         logprobs=logprobs,
@@ -154,9 +155,10 @@ def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
     return grammar_text(message.sampling.grammar)
 
 
-def _penalties(sampling: generate_pb2.Sampling) -> tuple[float, float, float]:
-    """Repetition, frequency and presence; the comparisons are such that NaN fails."""
-    repetition = _number(sampling, "repetition_penalty", 1.0)
+def _penalties(sampling: generate_pb2.Sampling, defaults: GenerationDefaults) -> tuple[float, float, float]:
+    """Return the repetition, frequency and presence penalties. Raises ``InvalidRequest``."""
+    repetition = _number(sampling, "repetition_penalty", defaults.repetition_penalty)
+    # Written so that NaN fails.
     if not _LEAST_REPETITION <= repetition <= _MOST_REPETITION:
         raise InvalidRequest(
             f"repetition_penalty is {repetition:g}: expected {_LEAST_REPETITION:g} to {_MOST_REPETITION:g}, 1 = off",
@@ -199,9 +201,11 @@ def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel, n: int) -> 
     return tokens, values
 
 
-def _max_tokens(stopping: generate_pb2.Stopping) -> int | None:
+def _max_tokens(stopping: generate_pb2.Stopping, defaults: GenerationDefaults) -> int | None:
+    """Return the most tokens of a sample; None = the rest of the context."""
     if not stopping.HasField("max_tokens"):
-        return None
+        most = defaults.max_new_tokens
+        return None if most is None else max(most, stopping.min_tokens)
     if stopping.max_tokens < 1:
         raise InvalidRequest("max_tokens is 0: expected at least 1", field="stopping.max_tokens")
     return stopping.max_tokens

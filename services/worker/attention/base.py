@@ -8,6 +8,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from services.worker.kv_cache import KvCache
+from services.worker.models.config import Windows
+
 
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -22,6 +25,11 @@ class AttentionBatch:
     row_starts: np.ndarray  # [rows] int64, index of the row's first token in this shard
     row_counts: np.ndarray  # [rows] int64, tokens
     page_table: np.ndarray  # [max_slots, max_pages] int32
+
+
+def layer_windows(windows: Windows, cache: KvCache) -> Windows:
+    """Return ``windows`` with an entry for each layer of ``cache``; empty means that no layer has a window."""
+    return windows or (None,) * len(cache.keys)
 
 
 class AttentionStep(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from services.worker.attention import flashinfer_spans, triton_few
-from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep
+from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep, layer_windows
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.spans import Spans
@@ -22,6 +22,7 @@ from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.kv_cache import KvCache
 from services.worker.layers.rotary import Rotary
+from services.worker.models.config import Windows
 
 Put = Callable[[np.ndarray], torch.Tensor]
 
@@ -52,8 +53,9 @@ class PlannedSpans(Protocol):
         values: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        window: int | None = None,
     ) -> None:
-        """Shapes in ``triton_spans``."""
+        """Attend; the shapes are in ``triton_spans``."""
 
 
 class CudaAttention:
@@ -68,16 +70,21 @@ class CudaAttention:
         dtype: torch.dtype | None = None,
         prefixes: str | None = None,
         chunks: str | None = None,
+        windows: Windows = (),
         compiled: bool = False,
     ) -> None:
         """``dtype``: the model's; None = the cache's. ``prefixes`` and ``chunks``: of ``SPAN_BACKENDS``; None = the
-        fastest, and triton where FlashInfer is not to be had. ``compiled``: for a model under torch.compile."""
+        fastest that is installed. ``windows``: of the layers in ``cache``; () = no layer has one. ``compiled``: for a
+        model under torch.compile."""
         self.cache, self.heads, self.tables = cache, heads, (rotary.cos, rotary.sin)
+        self.windows = layer_windows(windows, cache)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
         cached = cache.keys[0].dtype
         self.dtype = dtype or cached
         if self.dtype != cached or not flashinfer_spans.available(self.head_dim, cached):
             prefixes = chunks = "triton"
+        if any(self.windows):
+            chunks = "triton"  # FlashInfer's plans would be one for each window
         prefixes, chunks = prefixes or fastest_spans(self.head_dim), chunks or fastest_spans(self.head_dim)
         self.backends = {"prefixes": prefixes, "chunks": chunks}
         self._workspace: torch.Tensor | None = None
@@ -95,10 +102,16 @@ class CudaAttention:
     @property
     def captures_groups(self) -> bool:
         """Whether steps with shared prefixes can be captured: their back end plans nothing on the host."""
-        return isinstance(self._groups, TritonSpans)
+        return self.shares_prefixes and isinstance(self._groups, TritonSpans)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether any layer reads shared prefixes once for a group. Layers with a window read their own tokens only."""
+        return None in self.windows
 
     def bytes_saved(self, groups: Spans) -> int:
-        """That a layer need not read of keys and values, since rows of ``groups`` share prefixes."""
+        """Return the bytes of keys and values that a layer without a window does not read because rows of ``groups``
+        share prefixes."""
         tokens = int(((groups.counts.astype(np.int64) - 1) * groups.contexts).sum())
         saved: int = tokens * 2 * self.kv_heads * self.head_dim * self.cache.keys[0].dtype.itemsize
         return saved
@@ -112,18 +125,25 @@ class CudaAttention:
         return self._groups.tiles(groups)  # type: ignore[union-attr]  # as of ``captures_groups``
 
     def splits(self, rows: int, longest: int) -> int:
-        """Programs that share a row of one token in a step of ``rows`` such rows."""
+        """Return the number of programs that share a row of one token in a step of ``rows`` such rows, in a layer
+        whose rows attend to at most ``longest`` tokens."""
         if rows <= self._few_rows:
             return triton_few.choose_splits(max(1, rows), self.kv_heads, longest, self.head_dim)
         return choose_splits(rows, self.kv_heads, longest)
+
+    def layer_splits(self, rows: int, longest: int) -> list[int]:
+        """Return ``splits`` of each layer in a step whose longest context has ``longest`` tokens."""
+        return [self.splits(rows, min(longest, window or longest)) for window in self.windows]
 
     def prepare_captured(self, batch: CudaBatch, tiles: torch.Tensor | None) -> RotatingAttentionStep:
         """A step of rows of one token under capture: all that changes between replays is in tensors. ``tiles``: of the
         groups, beside ``batch.prefix_tokens``."""
         if tiles is None and batch.decodes <= self._few_rows:
             tokens = batch.token_slots, batch.positions, batch.page_table
-            splits = self.splits(batch.decodes, batch.longest)
-            return self.active(FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, splits))
+            splits = self.layer_splits(batch.decodes, batch.longest)
+            return self.active(
+                FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, self.windows, splits)
+            )
         groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)  # type: ignore[union-attr]
         return self.active(CudaAttentionStep(self, batch, groups, None))
 
@@ -182,7 +202,7 @@ class CudaAttentionStep(PlacedAttentionStep):
     ) -> None:
         super().__init__(attention.heads * attention.head_dim)
         self._attention, self._batch, self._groups, self._chunks = attention, batch, groups, chunks
-        self._splits = attention.splits(batch.decodes, batch.longest)
+        self._splits = attention.layer_splits(batch.decodes, batch.longest)
 
     def run_into(
         self,
@@ -201,13 +221,14 @@ class CudaAttentionStep(PlacedAttentionStep):
         norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # both or neither
         tokens = (batch.token_slots, batch.positions, batch.page_table)
         rotate_and_store(qkv, *tokens, attention.tables, norms, eps, queries, keys, values, output)
-        prefix = None
-        if self._groups is not None:
+        prefix, window, splits = None, attention.windows[layer_index], self._splits[layer_index]
+        if self._groups is not None and window is None:
             found = qkv.new_empty((decodes, *shape[1:]))
             lse = torch.empty((decodes, attention.heads), dtype=torch.float32, device=qkv.device)
             self._groups.run(queries[:decodes], keys, values, found, lse)
             prefix = PrefixState(batch.prefix_tokens, found, lse)  # type: ignore[arg-type]  # there are groups
         if decodes:
-            decode_attention(queries, keys, values, *tokens, output, rows=decodes, prefix=prefix, splits=self._splits)
+            paged = queries, keys, values, *tokens
+            decode_attention(*paged, output, rows=decodes, prefix=prefix, window=window, splits=splits)
         if self._chunks is not None:
-            self._chunks.run(queries, keys, values, output, None)
+            self._chunks.run(queries, keys, values, output, None, window)

@@ -9,29 +9,37 @@ from services.worker.attention.compiled import TraceableAttention
 from services.worker.attention.plain import PlainAttention
 from services.worker.kv_cache import KvCache
 from services.worker.layers.rotary import Rotary
+from services.worker.models.config import Windows
 
 if TYPE_CHECKING:
     from services.worker.attention.cuda import CudaAttention
 
 
-def make_attention(cache: KvCache, heads: int, *, compiled: bool = False) -> AttentionBackend:
-    """The fastest backend for the cache's device and dtype; ``compiled``: for a model under torch.compile."""
+def make_attention(cache: KvCache, heads: int, *, windows: Windows = (), compiled: bool = False) -> AttentionBackend:
+    """Return the fastest backend for the cache's device and dtype. ``windows``: of the layers in ``cache``;
+    ``compiled``: for a model under torch.compile."""
     if compiled:
-        return TraceableAttention(make_attention(cache, heads))
+        return TraceableAttention(make_attention(cache, heads, windows=windows))
     keys = cache.keys[0]
     if keys.device.type == "cpu" and keys.dtype == torch.float32:
         # Compilers are imported where they are used: numba here, triton below.
         from services.worker.attention.fast_cpu import FastCpuAttention
 
-        return FastCpuAttention(cache, heads)
-    return PlainAttention(cache)
+        return FastCpuAttention(cache, heads, windows)
+    return PlainAttention(cache, windows)
 
 
 def make_cuda_attention(
-    cache: KvCache, heads: int, rotary: Rotary, *, dtype: torch.dtype | None = None, compiled: bool = False
+    cache: KvCache,
+    heads: int,
+    rotary: Rotary,
+    *,
+    dtype: torch.dtype | None = None,
+    windows: Windows = (),
+    compiled: bool = False,
 ) -> "CudaAttention":
-    """For a cache on CUDA; ``rotary``: the model's, because this attention rotates by itself; ``dtype``: the model's,
-    None = the cache's."""
+    """Return the backend for a cache on CUDA. ``rotary``: the model's, because this attention rotates by itself;
+    ``dtype``: the model's, None = the cache's; ``windows``: of the layers in ``cache``."""
     from services.worker.attention.cuda import CudaAttention
 
-    return CudaAttention(cache, heads, rotary, dtype=dtype, compiled=compiled)
+    return CudaAttention(cache, heads, rotary, dtype=dtype, windows=windows, compiled=compiled)

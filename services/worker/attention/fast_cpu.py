@@ -5,20 +5,22 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep
-from services.worker.attention.kernels import kernels, score_rows
-from services.worker.attention.plain import attend, gather
+from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, layer_windows
+from services.worker.attention.kernels import first_tokens, kernels, score_rows
+from services.worker.attention.plain import attend_paged
 from services.worker.kv_cache import KvCache
+from services.worker.models.config import Windows
 
 # From so many tokens on, copying a row's context for a matrix product beats going through it once for each token.
 LONG_ROW = 48
 
 
 class FastCpuAttention(AttentionBackend):
-    """Compiles on creation, for ``heads`` query heads on ``cache``."""
+    """A backend for ``heads`` query heads on ``cache``, compiled on creation."""
 
-    def __init__(self, cache: KvCache, heads: int) -> None:
-        self.cache, self.heads = cache, heads
+    def __init__(self, cache: KvCache, heads: int, windows: Windows = ()) -> None:
+        """``windows``: of the layers in ``cache``; () = no layer has one."""
+        self.cache, self.heads, self.windows = cache, heads, layer_windows(windows, cache)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
         self.group = heads // self.kv_heads
         self.kernels = kernels(self.head_dim, self.group, cache.page_size)
@@ -30,6 +32,8 @@ class FastCpuAttention(AttentionBackend):
 
 
 class FastCpuStep(AttentionStep):
+    """A step of ``FastCpuAttention``."""
+
     def __init__(self, backend: FastCpuAttention, batch: AttentionBatch, stored: Callable[[], object]) -> None:
         self._backend, self._batch, self._stored = backend, batch, stored
         size, long = backend.cache.page_size, batch.row_counts >= LONG_ROW
@@ -42,12 +46,13 @@ class FastCpuStep(AttentionStep):
                 pages = batch.page_table[batch.row_slots[row], : -(-context // size)].astype(np.int64)
                 self._long.append((start, end, context, torch.from_numpy(pages)))
         self._slots, self._lengths = batch.token_slots[self._tokens], batch.positions[self._tokens] + 1
+        self._firsts = {window: first_tokens(self._lengths, window) for window in set(backend.windows)}
         longest = int(self._lengths.max(initial=1))
         self._scores = np.empty((score_rows(backend.group), longest), np.float32)
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         backend, batch = self._backend, self._batch
-        key_pages, value_pages = backend.key_pages[layer], backend.value_pages[layer]
+        key_pages, value_pages, window = backend.key_pages[layer], backend.value_pages[layer], backend.windows[layer]
         backend.kernels.store(
             keys.numpy(),
             values.numpy(),
@@ -66,6 +71,7 @@ class FastCpuStep(AttentionStep):
                 value_pages,
                 self._tokens,
                 self._slots,
+                self._firsts[window],
                 self._lengths,
                 batch.page_table,
                 self._scores,
@@ -73,7 +79,6 @@ class FastCpuStep(AttentionStep):
             )
         attended = torch.from_numpy(output)
         for start, end, context, pages in self._long:
-            key_context = gather(backend.cache.keys[layer], pages, context)
-            value_context = gather(backend.cache.values[layer], pages, context)
-            attended[start:end] = attend(queries[start:end], key_context, value_context).flatten(1)
+            caches = backend.cache.keys[layer], backend.cache.values[layer]
+            attended[start:end] = attend_paged(queries[start:end], *caches, pages, context, window).flatten(1)
         return attended

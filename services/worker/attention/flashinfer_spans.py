@@ -43,12 +43,16 @@ class PlannedWrapper(NamedTuple):
         values: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        window: int | None = None,
     ) -> None:
-        """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32.
+        """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32. Raises
+        ``ValueError`` for a ``window``: these plans are for all tokens.
 
         ``queries`` and ``output [tokens, heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
         head_dim]``, contiguous and of one dtype. Rows between spans may be written, too.
         """
+        if window is not None:
+            raise ValueError("attention with a sliding window needs the triton backend")
         rows, wanted = self.rows, lse is not None
         if isinstance(rows, slice):
             part = None if lse is None else lse[rows]

@@ -25,7 +25,7 @@ _LOG2_E = 1.4426950408889634
 
 class Kernels(NamedTuple):
     """``store(keys, values, key_pages, value_pages, slots, positions, page_table)`` and ``attend(queries, key_pages,
-    value_pages, tokens, slots, lengths, page_table, scores, output)``; shapes in the functions below."""
+    value_pages, tokens, slots, firsts, lengths, page_table, scores, output)``; shapes in the functions below."""
 
     store: Callable[..., None]
     attend: Callable[..., None]
@@ -40,6 +40,11 @@ def kernels(head_dim: int, group: int, page_size: int) -> Kernels:
 def score_rows(group: int) -> int:
     """Rows of float32 scratch that ``attend`` needs, each as long as the longest context."""
     return 2 * group
+
+
+def first_tokens(lengths: np.ndarray, window: int | None) -> np.ndarray:
+    """Return the first token that each last token of ``lengths [tokens]`` int64 attends to; None = no window."""
+    return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
 
 
 def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
@@ -64,8 +69,9 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
     c4, c5, c6 = np.float32(0.00961817033), np.float32(0.00133336), np.float32(0.000154697)
     one, lowest = np.float32(1), np.float32(-120)
 
-    def attend(queries, key_pages, value_pages, tokens, slots, lengths, page_table, scores, output):
-        """``output[t]`` for each ``t`` of ``tokens``, which sees the first ``lengths[i]`` tokens of ``slots[i]``.
+    def attend(queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scores, output):
+        """Write ``output[t]`` for each ``t`` of ``tokens``, which attends to tokens ``firsts[i]`` to ``lengths[i] - 1``
+        of ``slots[i]``.
 
         ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scores [2 * group, the
         largest length or more]`` float32 scratch; ``output [.., heads * head_dim]``.
@@ -75,13 +81,14 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
         sums = np.empty((group, head_dim), np.float32)
         inverse = np.empty(group, np.float32)
         for index in range(tokens.shape[0]):
-            token, slot, length = tokens[index], slots[index], lengths[index]
+            token, slot, first, length = tokens[index], slots[index], firsts[index], lengths[index]
+            begin = first // page_size * page_size
             for head in range(key_pages.shape[1]):
                 for g in range(group):
                     for i in range(head_dim):
                         query[g, i] = queries[token, head * group + g, i] * scale
                         sums[g, i] = 0
-                done = 0
+                done = begin
                 while done < length:
                     page = page_table[slot, done // page_size]
                     if done + page_size < length:
@@ -89,7 +96,7 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                         for offset in range(page_size):
                             for i in range(0, head_dim, _LINE):
                                 prefetch(key_pages, following, head, offset, i)
-                    for offset in range(min(page_size, length - done)):
+                    for offset in range(max(first - done, 0), min(page_size, length - done)):
                         for g in range(group):
                             score = np.float32(0)
                             for i in range(head_dim):
@@ -97,10 +104,10 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                             scores[g, done + offset] = score
                     done += page_size
                 for g in range(group):
-                    largest = scores[g, 0]
-                    for t in range(length):
+                    largest = scores[g, first]
+                    for t in range(first, length):
                         largest = max(largest, scores[g, t])
-                    for t in range(length):
+                    for t in range(first, length):
                         # 2**x = 2**floor(x) through the exponent's bits, times 2**f by a polynomial.
                         x = max(scores[g, t] - largest, lowest)
                         whole = np.floor(x)
@@ -109,12 +116,12 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                         bits[group + g, t] = (np.int32(whole) + np.int32(127)) << np.int32(23)
                         scores[g, t] = power
                     total = np.float32(0)
-                    for t in range(length):
+                    for t in range(first, length):
                         weight = scores[g, t] * scores[group + g, t]
                         scores[g, t] = weight
                         total += weight
                     inverse[g] = one / total
-                done = 0
+                done = begin
                 while done < length:
                     page = page_table[slot, done // page_size]
                     if done + page_size < length:
@@ -122,7 +129,7 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                         for offset in range(page_size):
                             for i in range(0, head_dim, _LINE):
                                 prefetch(value_pages, following, head, offset, i)
-                    for offset in range(min(page_size, length - done)):
+                    for offset in range(max(first - done, 0), min(page_size, length - done)):
                         for g in range(group):
                             weight = scores[g, done + offset]
                             for i in range(head_dim):
@@ -132,5 +139,5 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                     for i in range(head_dim):
                         output[token, (head * group + g) * head_dim + i] = sums[g, i] * inverse[g]
 
-    signature = numba.void(_VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _INDICES, _PAGE_TABLE, _MATRIX, _MATRIX)
+    signature = numba.void(_VIEW, _PAGES, _PAGES, *(_INDICES,) * 4, _PAGE_TABLE, _MATRIX, _MATRIX)
     return compile_function(attend, signature, constants=(head_dim, group, page_size))

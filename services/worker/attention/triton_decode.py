@@ -113,7 +113,7 @@ def _page_ids(table, start, end, PAGE: tl.constexpr, PAGES: tl.constexpr):
     return tl.load(table + start // PAGE + pages, start + pages * PAGE < end, other=0)
 
 
-@triton.jit(do_not_specialize=["splits", "table_stride"])
+@triton.jit(do_not_specialize=["splits", "table_stride", "window"])
 def _attend(
     queries,
     keys,
@@ -128,6 +128,7 @@ def _attend(
     lse,
     table_stride,
     splits,
+    window,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -136,12 +137,14 @@ def _attend(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     PREFIX: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
     PAIRS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Grid ``(rows * kv_heads, splits)``: the heads of a row next to each other, as they are in memory. ``PAIRS``: keys
-    are of fp8, values too, and come as pairs of them in int16, ``[page_count, kv_heads, page_size, head_dim // 2]``."""
+    """Grid ``(rows * kv_heads, splits)``: the heads of a row are next to each other in memory. ``WINDOWED``: a row
+    attends to its last ``window`` tokens; it has no ``PREFIX`` then. ``PAIRS``: keys and values are of fp8, and values
+    come as pairs in int16, ``[page_count, kv_heads, page_size, head_dim // 2]``."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM  # of values, in elements
@@ -159,6 +162,10 @@ def _attend(
     slot = tl.load(token_slots + row)
     end = tl.load(positions + row) + 1
     begin = 0
+    if WINDOWED:
+        # Tiles start where pages do, or parts of pages: the first may hold tokens before the window.
+        first = tl.maximum(end - window, 0)
+        begin = first // SPAN * SPAN
     if PREFIX:
         begin = tl.load(prefix_tokens + row)
     query = tl.load(queries + heads, (members < GROUP)[:, None], other=0.0)
@@ -193,6 +200,8 @@ def _attend(
         upper_sums = sums
     for start in range(begin, end, TILE):
         seen = tokens < end - start
+        if WINDOWED:
+            seen = seen & (tokens >= first - start)
         # Page ids are read once a page and a tile ahead, and an address is one multiplication and addition: all but the
         # page is in ``keys`` and ``values``.
         page = tl.reshape(tl.broadcast_to(following.to(tl.int64)[:, None], (PAGES, SPAN)), (TILE,))
@@ -271,15 +280,17 @@ def decode_attention(
     *,
     rows: int | None = None,
     prefix: PrefixState | None = None,
+    window: int | None = None,
     splits: int = 1,
     options: DecodeOptions | None = None,
 ) -> None:
-    """Attend each of the first ``rows`` (None = all) queries to its slot's tokens 0 to ``positions``, into ``output``.
+    """Attend each of the first ``rows`` (None = all) queries to its slot's tokens 0 to ``positions``, into ``output``;
+    with a ``window``, to the last ``window`` of these tokens.
 
     ``queries`` and ``output [.., heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
     head_dim]``, all contiguous and of one dtype, or keys and values of fp8; ``token_slots`` (-1 = padding: its output
     stays as it is) and ``positions [..]``, ``page_table [max_slots, max_pages]`` int32.
-    Tokens of a row's ``prefix`` are not read again.
+    Tokens of a row's ``prefix`` are not read again; a step with a ``window`` has none.
     ``splits``: 1 to ``MAX_SPLITS`` programs share a row, and from 2 on another kernel merges what they found.
     """
     rows = queries.shape[0] if rows is None else rows
@@ -294,10 +305,10 @@ def decode_attention(
     pairs = keys.dtype == FP8 and queries.dtype != torch.float32
     _attend[(rows * kv_heads, splits)](
         queries, keys, values.view(torch.int16) if pairs else values, token_slots, positions, page_table, *state,
-        target, lse, page_table.stride(0), splits, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
+        target, lse, page_table.stride(0), splits, window or 0, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
         COLUMNS=max(_SMALLEST_COLUMNS, triton.next_power_of_2(heads // kv_heads)), HEAD_DIM=head_dim, PAGE=page_size,
-        TILE=options.tile, PREFIX=prefix is not None, SPLIT=splits > 1, PAIRS=pairs, ASSEMBLY=_ASSEMBLY,
-        num_warps=options.warps, num_stages=options.stages,
+        TILE=options.tile, PREFIX=prefix is not None, WINDOWED=window is not None, SPLIT=splits > 1, PAIRS=pairs,
+        ASSEMBLY=_ASSEMBLY, num_warps=options.warps, num_stages=options.stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(rows * heads,)](

@@ -5,6 +5,7 @@ norm, rotation, storing and attention, and the last of the programs that share a
 Cached keys and values are on their way before the projection is known. Softmax is in base 2.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from services.worker.attention.triton_store import rounded
 from services.worker.kv_cache import KvCache
 from services.worker.layers.fp8 import LARGEST
 from services.worker.layers.triton_overlap import overlapping, overlaps
+from services.worker.models.config import Windows
 
 MOST_ROWS = 16
 _LOG2_E = 1.4426950408889634
@@ -64,12 +66,14 @@ class FewRowsStep(RotatingAttentionStep):
         positions: torch.Tensor,
         page_table: torch.Tensor,
         arrivals: torch.Tensor,
-        splits: int,
+        windows: Windows,
+        splits: Sequence[int],
     ) -> None:
-        """``tables``: cosines and sines as of ``Rotary``. ``arrivals``: of ``no_arrivals``. The others as in
-        ``few_attention``."""
+        """``tables``: cosines and sines as of ``Rotary``. ``arrivals``: of ``no_arrivals``. ``windows`` and ``splits``:
+        of each layer. The others as in ``few_attention``."""
         self._cache, self._heads, self._tables = cache, heads, tables
-        self._tokens, self._arrivals, self._splits = (token_slots, positions, page_table), arrivals, splits
+        self._tokens, self._arrivals = (token_slots, positions, page_table), arrivals
+        self._windows, self._splits = windows, splits
 
     def run_qkv(
         self,
@@ -84,7 +88,17 @@ class FewRowsStep(RotatingAttentionStep):
         norms: tuple[torch.Tensor, torch.Tensor] | None
         norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # both or neither
         few_attention(
-            qkv, *self._tokens, self._tables, norms, eps, keys, values, output, self._arrivals, splits=self._splits
+            qkv,
+            *self._tokens,
+            self._tables,
+            norms,
+            eps,
+            keys,
+            values,
+            output,
+            self._arrivals,
+            window=self._windows[layer_index],
+            splits=self._splits[layer_index],
         )
         return output.flatten(1)
 
@@ -149,7 +163,7 @@ def _merge(partial, lse, output, first, sharing, GROUP: tl.constexpr, GROUP_PADD
     tl.store(target, (sums / total[:, None]).to(output.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize=["splits", "table_stride"])
+@triton.jit(do_not_specialize=["splits", "table_stride", "window"])
 def _attend(
     qkv,
     token_slots,
@@ -167,6 +181,7 @@ def _attend(
     arrivals,
     table_stride,
     splits,
+    window,
     eps,
     scale,
     HEADS: tl.constexpr,
@@ -177,12 +192,14 @@ def _attend(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     NORM: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid ``(rows * kv_heads, splits)``. The first program of a row and head also stores the row's own token."""
+    """Grid ``(rows * kv_heads, splits)``. The first program of a row and head also stores the row's own token.
+    ``WINDOWED``: a row attends to its last ``window`` tokens, its own included."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
     if OVERLAP:
@@ -194,8 +211,10 @@ def _attend(
     inside = (members < GROUP)[:, None]
     target = output + (row * HEADS + head * GROUP) * HEAD_DIM
     # By the row's own length, which only the device knows: splits of a short row may have nothing to do.
-    share = tl.maximum(tl.cdiv(tl.cdiv(position, TILE), splits), 1) * TILE if SPLIT else tl.maximum(position, 1)
-    sharing = tl.maximum(tl.cdiv(position, share), 1)
+    oldest = tl.maximum(position + 1 - window, 0) if WINDOWED else 0
+    cached = position - oldest
+    share = tl.maximum(tl.cdiv(tl.cdiv(cached, TILE), splits), 1) * TILE if SPLIT else tl.maximum(cached, 1)
+    sharing = tl.maximum(tl.cdiv(cached, share), 1)
     if (slot < 0) | (split >= sharing):
         if OVERLAP:
             gdc_wait()
@@ -204,7 +223,7 @@ def _attend(
             tl.store(target + members[:, None] * HEAD_DIM + dims[None, :], nothing, inside)
         return
 
-    begin = split * share
+    begin = oldest + split * share
     end = tl.minimum(position, begin + share)
     table = page_table + slot.to(tl.int64) * table_stride
     head_place = head * (PAGE * HEAD_DIM)
@@ -271,6 +290,7 @@ def few_attention(
     output: torch.Tensor,
     arrivals: torch.Tensor,
     *,
+    window: int | None = None,
     splits: int,
     options: FewOptions | None = None,
 ) -> None:
@@ -289,9 +309,9 @@ def few_attention(
     q_norm, k_norm = norms or (qkv, qkv)
     _attend[(rows * kv_heads, splits)](
         qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, keys, values, output, partial, lse, arrivals,
-        page_table.stride(0), splits, eps, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
+        page_table.stride(0), splits, window or 0, eps, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
         GROUP_PADDED=max(_SMALLEST_DOT, merged), GROUP_MERGED=merged, HEAD_DIM=head_dim, PAGE=page_size, TILE=tile,
-        NORM=norms is not None, SPLIT=splits > 1,
+        NORM=norms is not None, WINDOWED=window is not None, SPLIT=splits > 1,
         AT_ONCE=max(1, min(_MOST_SPLITS, _MERGED // (merged * head_dim))), LARGEST=LARGEST, OVERLAP=overlap,
         num_warps=warps, num_stages=1, **overlapping(overlap),
     )  # fmt: skip

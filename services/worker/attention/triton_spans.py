@@ -35,11 +35,12 @@ def span_options(head_dim: int, dtype: torch.dtype) -> SpanOptions:
 
 @triton.jit
 def _go_through(
-    sums, peak, total, query, keys, values, table, head_place, dims, bounds, begin, end, scale,
+    sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, begin, end, scale,
     PAGE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax's state after keys ``begin`` to ``end - 1``; unless ``MASKED`` every row sees all of them and they
-    fill whole tiles."""
+    """Return the softmax's state after keys ``begin`` to ``end - 1``. Unless ``MASKED``, every row sees all of them and
+    they fill whole tiles; else a row sees those before its bound and, if ``WINDOWED``, from its first on."""
     for start in range(begin, end, KEYS):
         tokens = start + tl.arange(0, KEYS)
         if MASKED:
@@ -56,7 +57,10 @@ def _go_through(
             value = tl.load(values + tile)
         scores = tl.dot(query, tl.trans(as_dtype(key, query.dtype)), input_precision="ieee") * scale
         if MASKED:
-            scores = tl.where((tokens[None, :] < bounds[:, None]) & inside[None, :], scores, float("-inf"))
+            seen = (tokens[None, :] < bounds[:, None]) & inside[None, :]
+            if WINDOWED:
+                seen = seen & (tokens[None, :] >= firsts[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
@@ -67,7 +71,7 @@ def _go_through(
     return sums, peak, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _attend(
     queries,
     keys,
@@ -77,6 +81,7 @@ def _attend(
     output,
     lse,
     table_stride,
+    window,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -87,9 +92,10 @@ def _attend(
     KEYS: tl.constexpr,
     FIELDS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Grid ``(tiles * kv_heads,)``."""
+    """Grid ``(tiles * kv_heads,)``. ``WINDOWED``, of causal tiles: each token attends to its last ``window`` tokens."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
     fields = tiles + (tl.program_id(0) // KV_HEADS) * FIELDS
@@ -103,21 +109,33 @@ def _attend(
     places = (first + token).to(tl.int64) * HEADS + head * GROUP + member
     dims = tl.arange(0, HEAD_DIM)
     query = tl.load(queries + places[:, None] * HEAD_DIM + dims[None, :], inside[:, None], other=0.0)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    # In a window, a row may see no key of the first tile, and the difference of two infinities is no number.
+    peak = tl.full((ROWS,), -1e30 if WINDOWED else float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD_DIM), tl.float32)
 
     table = page_table + slot.to(tl.int64) * table_stride
     head_place = head * (PAGE * HEAD_DIM)
     bounds = bound + token if CAUSAL else bound + token * 0
+    firsts = bounds
+    begin = 0
     whole = bound // KEYS * KEYS
+    if WINDOWED:
+        # Keys from the first token's first to the last token's first are seen by some rows only.
+        firsts = tl.maximum(bounds - window, 0)
+        start = tl.maximum(bound - window, 0) // KEYS * KEYS
+        begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, whole)
+        sums, peak, total = _go_through(
+            sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, start, begin, scale,
+            PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, True,
+        )  # fmt: skip
     sums, peak, total = _go_through(
-        sums, peak, total, query, keys, values, table, head_place, dims, bounds, 0, whole, scale,
-        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, False,
+        sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, begin, whole, scale,
+        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, False, WINDOWED,
     )  # fmt: skip
     sums, peak, total = _go_through(
-        sums, peak, total, query, keys, values, table, head_place, dims, bounds, whole, end, scale,
-        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True,
+        sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, whole, end, scale,
+        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, WINDOWED,
     )  # fmt: skip
     result = (sums / total[:, None]).to(output.dtype.element_ty)
     tl.store(output + places[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None])
@@ -140,8 +158,10 @@ class PlannedTiles(NamedTuple):
         values: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        window: int | None = None,
     ) -> None:
-        """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32.
+        """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32. With a ``window``,
+        which only causal spans may have, each token attends to its last ``window`` tokens.
 
         ``queries`` and ``output [tokens, heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
         head_dim]``, contiguous and of one dtype, or keys and values of fp8.
@@ -151,10 +171,10 @@ class PlannedTiles(NamedTuple):
         options = self.options
         _attend[(len(self.tiles) * kv_heads,)](
             queries, keys, values, self.tiles, self.page_table, output, output if lse is None else lse,
-            self.page_table.stride(0), _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
+            self.page_table.stride(0), window or 0, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
             GROUP_PADDED=triton.next_power_of_2(heads // kv_heads), HEAD_DIM=head_dim, PAGE=page_size,
-            ROWS=options.rows, KEYS=options.keys, FIELDS=TILE_FIELDS, CAUSAL=self.causal, LSE=lse is not None,
-            num_warps=options.warps, num_stages=options.stages,
+            ROWS=options.rows, KEYS=options.keys, FIELDS=TILE_FIELDS, CAUSAL=self.causal,
+            WINDOWED=window is not None, LSE=lse is not None, num_warps=options.warps, num_stages=options.stages,
         )  # fmt: skip
 
 

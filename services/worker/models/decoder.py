@@ -14,7 +14,7 @@ from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.mlp import Mlp
 from services.worker.layers.rotary import Rotary
-from services.worker.models.config import ModelConfig
+from services.worker.models.config import ModelConfig, Windows
 from services.worker.models.vocabulary import Vocabulary
 from services.worker.parallel.exchange import ALONE, Exchange
 from services.worker.parallel.ranks import ALONE as ONE_RANK
@@ -177,6 +177,7 @@ class DecoderModel(nn.Module):
         self.local = local_config(config, ranks, len(own))  # sizes of what is here
         self.first, self.last = own.start == 0, own.stop == config.layers
         self._own, self._everywhere = own, frozenset[str]()
+        self.windows: Windows = config.windows[own.start : own.stop]
         with torch.device(device), _default_dtype(dtype):
             self.layers = DecoderLayers(
                 DecoderLayer(self.local, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0) for _ in own

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, layer_windows
 from services.worker.attention.kernels import kernels, score_rows
 from services.worker.compiled_cpu import compile_function
 from services.worker.kv_cache import KvCache
@@ -22,8 +22,9 @@ from services.worker.models.decoder import DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _PAGES = numba.float32[:, :, :, :, ::1]
+_NO_WINDOW = 1 << 62  # more tokens than any context has
 _SIGNATURE = numba.void(
-    *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
+    *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
     *(numba.uint64[:, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
 )
 
@@ -42,6 +43,7 @@ class FusedDecoder:
         layers = list(model.layers)
         linears = [(each.attention.qkv, each.attention.output, each.mlp.gate_up, each.mlp.down) for each in layers]
         self._weights = np.array([[linear.weight.data_ptr() for linear in four] for four in linears], np.uint64)
+        self._windows = np.array([_NO_WINDOW if each is None else each for each in layer_windows(model.windows, cache)])
         self._biases = [_rows([four[index].bias for four in linears]) for index in range(4)]
         self._norms = np.stack([_rows([each.attention_norm, each.mlp_norm]) for each in layers])
         self._head_norms = np.stack([_rows([each.attention.q_norm, each.attention.k_norm]) for each in layers])
@@ -56,6 +58,7 @@ class FusedDecoder:
             x.numpy(),
             cos,
             sin,
+            self._windows,
             batch.token_slots,
             batch.positions,
             batch.page_table,
@@ -84,14 +87,15 @@ def _make_forward(config: ModelConfig, page_size: int) -> Any:
     qkv_bias, output_bias, mlp_bias = config.qkv_bias, config.output_bias, config.mlp_bias
 
     def forward(
-        x, cos, sin, slots, positions, table, keys, values,
+        x, cos, sin, windows, slots, positions, table, keys, values,
         weights, norms, head_norms, qkv_biases, output_biases, gate_up_biases, down_biases, scores,
     ):  # fmt: skip
         """``x [tokens, hidden_size]`` in place, from embeddings to what the last norm reads.
 
-        ``cos``/``sin [tokens, head_dim]``; ``slots``, ``positions [tokens]``; ``keys``/``values [layers, pages,
-        kv_heads, page_size, head_dim]``; ``weights [layers, 4]`` addresses; ``norms [layers, 2, hidden_size]``;
-        ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` as for ``attend``.
+        ``cos``/``sin [tokens, head_dim]``; ``windows [layers]``; ``slots``, ``positions [tokens]``; ``keys``/``values
+        [layers, pages, kv_heads, page_size, head_dim]``; ``weights [layers, 4]`` addresses; ``norms [layers, 2,
+        hidden_size]``; ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` as for
+        ``attend``.
         """
         tokens, turned = x.shape[0], heads + kv_heads
         order, lengths = np.arange(tokens), positions + 1
@@ -121,7 +125,8 @@ def _make_forward(config: ModelConfig, page_size: int) -> Any:
                         qkv[token, head, i] = low * cos[token, i] + high * sin[token, i]
                         qkv[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
             store(qkv[:, heads:turned], qkv[:, turned:], keys[layer], values[layer], slots, positions, table)
-            attend(qkv[:, :heads], keys[layer], values[layer], order, slots, lengths, table, scores, attended)
+            firsts = np.maximum(lengths - windows[layer], 0)
+            attend(qkv[:, :heads], keys[layer], values[layer], order, slots, firsts, lengths, table, scores, attended)
             matmul(attended, weights[layer, 1], x, np.float32(1))
             if output_bias:
                 x += output_biases[layer]

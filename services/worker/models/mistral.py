@@ -1,17 +1,15 @@
 """Mistral (dense)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from services.worker.models.config import ModelConfig, read_decoder
 
-# What transformers takes for ``sliding_window`` where the config does not say; null is none.
+# The value that transformers takes for ``sliding_window`` if the config leaves it out; null means full attention.
 _DEFAULT_WINDOW = 4096
 
 
 def read_mistral(config: Mapping[str, Any]) -> ModelConfig:
-    """As Llama without biases. A token that attends to a window of the ones before it attends to all of them while
-    there are no more: so contexts end where the window does."""
-    made, window = read_decoder(config), config.get("sliding_window", _DEFAULT_WINDOW)
-    return made if window is None else replace(made, max_context_tokens=min(made.max_context_tokens, window))
+    """Return the description of a Mistral model: as Llama without biases, and every layer has the sliding window."""
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    return read_decoder(config, windows=(window,) * config.get("num_hidden_layers", 0))

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.config import ModelConfig, read_decoder, refuse_sliding_window
+from services.worker.models.config import ModelConfig, read_decoder, read_qwen_windows
 
 
 def read_qwen2(config: Mapping[str, Any]) -> ModelConfig:
-    """q, k and v always have a bias, which the config does not say; nothing else has one."""
-    refuse_sliding_window(config)
-    return read_decoder(config, qkv_bias=True)
+    """Return the description of a Qwen 2 model: q, k and v always have a bias, and nothing else has one."""
+    return read_decoder(config, windows=read_qwen_windows(config), qkv_bias=True)

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.config import ModelConfig, read_decoder, refuse_sliding_window
+from services.worker.models.config import ModelConfig, read_decoder, read_qwen_windows
 
 
 def read_qwen3(config: Mapping[str, Any]) -> ModelConfig:
-    """q and k are normed for each head; ``head_dim``, 128 where it is not stated, is not ``hidden_size / heads``."""
-    refuse_sliding_window(config)
+    """Return the description of a Qwen 3 model: q and k are normed for each head, and ``head_dim`` is 128 unless the
+    config states it."""
     bias = bool(config.get("attention_bias", False))
-    return read_decoder({"head_dim": 128} | dict(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    windows = read_qwen_windows(config)
+    return read_decoder({"head_dim": 128} | dict(config), windows, qkv_bias=bias, output_bias=bias, qk_norm=True)

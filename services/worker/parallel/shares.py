@@ -54,8 +54,8 @@ def vocabulary_of(config: ModelConfig, ranks: Ranks) -> tuple[Share, int]:
 
 
 def local_config(config: ModelConfig, ranks: Ranks, layers: int) -> ModelConfig:
-    """The sizes of what a rank has: ``layers`` layers, its heads and columns, and its rows of the vocabulary with those
-    that mean nothing. ``hidden_size`` and ``head_dim`` are the whole model's."""
+    """Return the sizes of a rank's share: ``layers`` layers, its heads and columns, and its rows of the vocabulary
+    including padding. ``hidden_size``, ``head_dim`` and ``windows`` are the whole model's."""
     rows, more = vocabulary_of(config, ranks)
     return replace(
         config,

@@ -39,6 +39,9 @@ _CHUNK_ROWS = 64
 _SCORED_ELEMENTS = 16 * 1024 * 1024
 _ENTRIES, _COLUMNS, _TOKENS = 256, 1024, 256  # of one program
 
+# Low bits that are zero in a float32 which was a number of this type.
+EMPTY_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+
 
 class FusedSampler:
     """Owned by the compute thread; ``run`` may be captured in a CUDA graph when ``SampleRows.plain``."""
@@ -133,7 +136,7 @@ class FusedSampler:
             find_lowest[(cut,)](
                 logits, truncated.rows, scales, truncated.top_k, truncated.top_p, truncated.log_min_p,
                 self._peaks, self._sums, bounds, self._lowest, stride, self._vocab, self._blocks,
-                WIDTH=self._width, SHIFT=16 if logits.dtype == torch.bfloat16 else 0, num_warps=4,
+                WIDTH=self._width, SHIFT=EMPTY_BITS[logits.dtype], num_warps=4,
             )  # fmt: skip
             self._summarise(logits, cut, truncated.rows, scales=scales, lowest=bounds, masked=masked)
         pick[(count,)](

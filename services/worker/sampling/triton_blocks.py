@@ -24,7 +24,7 @@ def blocks_per_program(rows: int, blocks: int) -> int:
 
 @triton.jit(do_not_specialize=["per_program"])
 def summarise(
-    logits,  # [n, vocab] bf16 or fp32, rows `stride` apart
+    logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     rows,  # [programs] int32, rows of `logits` and `scales`; unused unless MAPPED
     scales,  # [n] fp32, one over the temperature; 0 = greedy
     lowest,  # [programs] fp32, scaled logits below it do not count; unused unless TRUNCATED
@@ -68,10 +68,11 @@ def summarise(
                     tl.store(sums + place, tl.sum(tl.where(values * scale < bound, 0.0, powers)))
         else:
             columns = block * _BLOCK + offsets
-            # Beyond the vocabulary stands what is never largest and adds nothing, but is finite.
-            values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=-1e30).to(tl.float32)
-            if MASKED:
-                values = tl.where(columns < vocab, values, float("-inf"))
+            inside = columns < vocab
+            values = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+            # Columns beyond the vocabulary are never the largest and add nothing. Unless masked rows are allowed, they
+            # must be finite, which this number is in float32 only.
+            values = tl.where(inside, values, float("-inf") if MASKED else -1e30)
             peak = tl.max(values)
             base = peak
             if MASKED:

@@ -11,7 +11,7 @@ _BLOCK = tl.constexpr(NOISE_BLOCK)
 
 @triton.jit
 def pick(
-    logits,  # [n, vocab] bf16 or fp32, rows `stride` apart
+    logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     scales,  # [n] fp32, one over the temperature; 0 = greedy
     keys,  # [n, 2] int32, of the noise
     lowest,  # [n] fp32, scaled logits below it cannot be drawn; unused unless TRUNCATED
@@ -55,7 +55,7 @@ def pick(
 
 @triton.jit(do_not_specialize_on_alignment=["logprobs"])  # part of a larger array
 def look_up(
-    logits,  # [n, vocab] bf16 or fp32, rows `stride` apart
+    logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     rows,  # [programs] int32, rows of `logits` and `token_ids`
     token_ids,  # [n] int32
     peaks,  # [programs, blocks] fp32, as `summarise` left them with UNSCALED

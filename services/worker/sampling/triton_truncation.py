@@ -22,7 +22,7 @@ _LOWEST_FINITE = tl.constexpr(-3.3e38)
 
 @triton.jit
 def find_lowest(
-    logits,  # [n, vocab] bf16 or fp32, rows `stride` apart
+    logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     rows,  # [programs] int32, rows of `logits` and `scales`
     scales,  # [n] fp32, one over the temperature; 0 (greedy) = nothing to cut
     top_k,  # [programs] int32, 0 = off
@@ -36,7 +36,7 @@ def find_lowest(
     vocab,
     blocks,
     WIDTH: tl.constexpr,  # blocks, rounded up to a power of two
-    SHIFT: tl.constexpr,  # low bits that are the same in every float32 of the logits' type: 16 for bf16, 0 for fp32
+    SHIFT: tl.constexpr,  # low bits that are zero in every float32 of the logits' type, see ``EMPTY_BITS``
 ):
     """Grid ``(programs,)``. Equal logits stand or fall together."""
     program = tl.program_id(0).to(tl.int64)

@@ -18,6 +18,7 @@ MODELS = {
     "biases": ("llama", SIZES | {"attention_bias": True, "mlp_bias": True}),
     "few key heads": ("llama", SIZES | {"num_key_value_heads": 2}),
     "mistral": ("mistral", SIZES),
+    "windows": ("qwen2", SIZES | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 3}),
     "qwen2": ("qwen2", SIZES | {"tied": True}),
     "qwen3": ("qwen3", SIZES),
 }
@@ -25,7 +26,7 @@ GRIDS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 CASES = [
     *[("llama", *grid) for grid in GRIDS],
     *[(name, *grid) for name in ("qwen2", "qwen3") for grid in GRIDS[:2]],
-    *[("biases", 2, 1), ("few key heads", 4, 1), ("tied", 2, 2), ("mistral", 2, 2)],
+    *[("biases", 2, 1), ("few key heads", 4, 1), ("tied", 2, 2), ("mistral", 2, 2), ("windows", 1, 2)],
 ]
 # Where there are ranks to shard over, both ways to exchange.
 CASES = [(*case, sharded) for case in CASES for sharded in (False, True) if case[1] > 1 or not sharded]

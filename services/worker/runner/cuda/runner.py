@@ -208,7 +208,8 @@ class CudaRunner:
             if plan.batch is not None:
                 self._batch, self._cut = plan.batch, plan.micro_batch_rows
             self._groups = self._groups if plan.groups is None else plan.groups
-            self._parts = standing(self._batch, self._groups, self._cut, self.limits.page_size)
+            groups = self._groups if self._attention.shares_prefixes else NO_GROUPS
+            self._parts = standing(self._batch, groups, self._cut, self.limits.page_size)
         return PageChanges.joined(parts)
 
     def _run_nothing(self, plan: Plan, place: Place, changes: PageChanges) -> CudaStep:

@@ -1,0 +1,92 @@
+"""The defaults that a model's ``generation_config.json`` gives to requests."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """The values of parameters that a request leaves out, named as in the file. Read-only: any thread may use it."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None  # tokens of an answer; None = the rest of the context
+    ignored: tuple[str, ...] = ()  # ``name=value`` of settings that would change answers and are not followed
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_integer(value)
+
+
+# The values that a request may have, too.
+_ALLOWED: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: _is_number(value) and 0 <= value <= 100,
+    "top_p": lambda value: _is_number(value) and 0 < value <= 1,
+    "top_k": lambda value: _is_integer(value) and 0 <= value < 2**31,
+    "min_p": lambda value: _is_number(value) and 0 <= value <= 1,
+    "repetition_penalty": lambda value: _is_number(value) and 0.01 <= value <= 100,
+    "max_new_tokens": lambda value: _is_integer(value) and 1 <= value < 2**31,
+}
+# Settings that change no answer of a decoder: how transformers computes, what it returns, and what is read elsewhere.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "_from_model_config"),
+        *("use_cache", "cache_implementation", "cache_config", "return_dict_in_generate", "output_attentions"),
+        *("output_hidden_states", "output_scores", "output_logits", "return_legacy_cache", "disable_compile"),
+        *("compile_config", "num_return_sequences", "low_memory", "decoder_start_token_id"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "is_assistant"),
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit"),
+        *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "generation_kwargs", "encoder_outputs"),
+        # A length of prompt and answer together, which transformers writes as 20 by default and few readers follow.
+        "max_length",
+    }
+)
+# Values of the other settings that leave them off.
+_OFF: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "early_stopping": False,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    "token_healing": False,
+    "guidance_scale": 1.0,
+    "top_h": None,
+    "penalty_alpha": 0.0,
+}
+_LONGEST_VALUE = 40  # characters of a value in the log
+
+
+def read_generation_defaults(content: Mapping[str, Any]) -> GenerationDefaults:
+    """Return the defaults in ``content``, a ``generation_config.json``. As in transformers, ``do_sample: false`` is
+    greedy, and null is as good as absent. Values that no request may have are ignored by name."""
+    values: dict[str, Any] = {}
+    ignored = []
+    for name, value in content.items():
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if name in _ALLOWED and _ALLOWED[name](value):
+            values[name] = value
+        elif name not in _OFF or value != _OFF[name]:
+            text = str(value)
+            ignored.append(f"{name}={text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + '...'}")
+    if content.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return GenerationDefaults(**values, ignored=tuple(ignored))

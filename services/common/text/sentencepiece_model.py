@@ -1,0 +1,137 @@
+"""A SentencePiece model (``tokenizer.model``) as a ``tokenizers.Tokenizer``.
+
+Texts become the tokens that the sentencepiece library gives (Kudo and Richardson 2018), for models of the kinds BPE and
+Unigram. These differ:
+
+* A combining mark behind a character that the model's normalization replaces may be lost (a limit of ``tokenizers``).
+* In models with symbols of their own (``user_defined_symbols``), texts are cut at the symbols before spaces are looked
+  at: a text that begins with a symbol has no space mark before it, and spaces that begin or end a text have one mark
+  more or less.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import tokenizers
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+_MARK = "▁"  # stands for a space
+_UNIGRAM, _BPE = 1, 2  # ``TrainerSpec.ModelType``
+_KINDS = {_UNIGRAM: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # ``ModelProto.SentencePiece.Type``
+# Added to the lowest score for pieces that must never be chosen.
+_NEVER = -1e4
+
+# The fields that are read of sentencepiece_model.proto (proto2): name, number, type, default.
+_FIELDS = {
+    "Piece": [("piece", 1, "STRING", ""), ("score", 2, "FLOAT", "0"), ("type", 3, "INT32", "1")],
+    "Trainer": [
+        ("model_type", 3, "INT32", "1"),
+        ("treat_whitespace_as_suffix", 24, "BOOL", "false"),
+        ("byte_fallback", 35, "BOOL", "false"),
+        ("unk_id", 40, "INT32", "0"),
+    ],
+    "Normalizer": [
+        ("precompiled_charsmap", 2, "BYTES", ""),
+        ("add_dummy_prefix", 3, "BOOL", "true"),
+        ("remove_extra_whitespaces", 4, "BOOL", "true"),
+        ("escape_whitespaces", 5, "BOOL", "true"),
+    ],
+}
+_PARTS = [("pieces", 1, "Piece"), ("trainer", 2, "Trainer"), ("normalizer", 3, "Normalizer")]
+
+
+def read_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a model file's ``content``. Raises ``ValueError`` if it is no such model, or one that a
+    ``tokenizers.Tokenizer`` cannot express."""
+    model: Any = _model_class()()  # its fields are described at run time
+    try:
+        model.ParseFromString(content)
+    except message.DecodeError as error:
+        raise ValueError("it is not a SentencePiece model") from error
+    if not model.pieces:
+        raise ValueError("it is not a SentencePiece model: it has no pieces")
+    trainer, rules = model.trainer, model.normalizer
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        raise ValueError(f"SentencePiece models of kind {_KINDS.get(trainer.model_type)!r} are not supported")
+    if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:
+        raise ValueError("SentencePiece models whose pieces do not begin with the space mark are not supported")
+    made = tokenizers.Tokenizer(_unigram(model) if trainer.model_type == _UNIGRAM else _bpe(model))
+    symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
+    made.normalizer = normalizers.Sequence(list(_normalizers(rules, cut=bool(symbols))))
+    if symbols:
+        scheme = "first" if rules.add_dummy_prefix else "never"
+        made.pre_tokenizer = pre_tokenizers.Metaspace(_MARK, prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(" ", left=1)] if rules.add_dummy_prefix else []
+    made.decoder = decoders.Sequence([decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    made.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
+    special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL)]
+    made.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    return made
+
+
+def _bpe(model: Any) -> models.BPE:
+    """Return the model whose merges are all pairs of pieces that make another piece, best score first."""
+    ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
+    # Symbols are found before anything is merged; unknown, control and byte pieces never come of a merge.
+    normal = {piece.piece: piece.score for piece in model.pieces if piece.type == 1}
+    merges = []
+    for piece, score in normal.items():
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        found = [pair for pair in pairs if pair[0] in normal and pair[1] in normal]
+        found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(-score, pair) for pair in found]
+    merges.sort(key=lambda merge: merge[0])
+    return models.BPE(
+        vocab=ids,
+        merges=[pair for _, pair in merges],
+        unk_token=model.pieces[model.trainer.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=model.trainer.byte_fallback,
+    )
+
+
+def _unigram(model: Any) -> models.Unigram:
+    never = min(piece.score for piece in model.pieces) + _NEVER
+    unusable = (_UNUSED, _CONTROL)
+    vocabulary = [(piece.piece, never if piece.type in unusable else piece.score) for piece in model.pieces]
+    return models.Unigram(vocabulary, model.trainer.unk_id, model.trainer.byte_fallback)
+
+
+def _normalizers(rules: Any, *, cut: bool) -> Iterator[normalizers.Normalizer]:
+    """Yield what is done to a text. ``cut``: to what is between symbols, where a pre-tokenizer marks the spaces, and
+    prefixes only the part at the begin of a text."""
+    if rules.precompiled_charsmap:
+        yield normalizers.Precompiled(rules.precompiled_charsmap)
+    if rules.remove_extra_whitespaces:
+        yield normalizers.Replace(Regex(" {2,}"), " ")
+    if not cut:
+        if rules.remove_extra_whitespaces:
+            yield normalizers.Replace(Regex(r"\A | \z"), "")
+        if rules.add_dummy_prefix:
+            yield normalizers.Prepend(_MARK)
+        yield normalizers.Replace(" ", _MARK)
+
+
+@cache
+def _model_class() -> type[message.Message]:
+    """Return the message class of a model, in a pool of its own: the sentencepiece package registers its own one."""
+    file = descriptor_pb2.FileDescriptorProto(name="tokasaurus/sentencepiece.proto", package="tokasaurus.sentencepiece")
+    file.syntax = "proto2"
+    for name, fields in _FIELDS.items():
+        described = file.message_type.add(name=name)
+        for field, number, kind, default in fields:
+            value = descriptor_pb2.FieldDescriptorProto.Type.Value(f"TYPE_{kind}")
+            added = described.field.add(name=field, number=number, type=value, label=1)
+            if default:
+                added.default_value = default
+    whole = file.message_type.add(name="Model")
+    for field, number, part in _PARTS:
+        label = 3 if field == "pieces" else 1
+        kind_name = f".{file.package}.{part}"
+        whole.field.add(name=field, number=number, type=11, label=label, type_name=kind_name)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.Model"))

@@ -1,0 +1,85 @@
+"""A tiktoken vocabulary (lines of base64 bytes and a rank) as a ``tokenizers.Tokenizer``."""
+
+import base64
+import binascii
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from services.common.text.vocabulary import byte_level_text
+
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The published splitting rules, which the file does not contain: Llama 3 takes up to three digits, Qwen one.
+LLAMA3_WORDS = rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}"
+QWEN_WORDS = rf"{_LETTERS}\p{{N}}{_REST}"
+
+_LLAMA3_RANKS, _QWEN_RANKS = 128_000, 151_643
+# As of Llama 3.1; those behind them are reserved.
+_LLAMA3_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+_QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def read_tiktoken(content: bytes, *, qwen: bool) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file's ``content``, without special tokens. ``qwen``: split texts as Qwen does, after
+    NFC. Raises ``ValueError`` if the content is not such a vocabulary."""
+    ranks = _read_ranks(content)
+    merges = []
+    for token, rank in ranks.items():
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        found = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        found.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(rank, pair) for pair in found]
+    merges.sort(key=lambda merge: merge[0])
+    texts = {token: byte_level_text(token) for token in ranks}
+    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+    pairs = [(texts[left], texts[right]) for _, (left, right) in merges]
+    # As in tiktoken, a word that is a token is not put together from its parts.
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=True))
+    if qwen:
+        made.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(QWEN_WORDS if qwen else LLAMA3_WORDS), behavior="isolated")
+    byte_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([words, byte_alphabet])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _read_ranks(content: bytes) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"line {number} is not a token in base64 and its rank") from error
+    if not ranks:
+        raise ValueError("it has no tokens")
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("its ranks are not the numbers from 0 on")
+    return ranks
+
+
+def special_tokens(ranks: int) -> list[str]:
+    """Return the special tokens that the models with ``ranks`` tokens were published with, in the order of their ids,
+    which begin at ``ranks``; empty for other models. Neither file names them."""
+    if ranks == _LLAMA3_RANKS:
+        known = dict(enumerate(_LLAMA3_SPECIAL))
+        return [known.get(place) or f"<|reserved_special_token_{place - 8}|>" for place in range(256)]
+    if ranks == _QWEN_RANKS:
+        return [*_QWEN_SPECIAL, *(f"<|extra_{place}|>" for place in range(205))]
+    return []
