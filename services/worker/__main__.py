@@ -6,6 +6,7 @@ from services.common.config import WorkerConfig
 from services.common.process import Stop, run_service
 from services.common.pulse import Pulse
 from services.worker.caches import keep_compiled_code_in
+from services.worker.progress import BootProgress
 
 # It may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
 BOOT_S = 1800.0
@@ -26,11 +27,13 @@ def main() -> None:
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
     async with Pulse(config, "compute thread", BOOT_S) as pulse:
-        if _compiles(config):
-            keep_compiled_code_in(config.compile_cache_dir)
-        from services.worker.server import serve  # loads torch, and compilers behind it
+        progress = BootProgress.of(config)
+        with progress.phase("imports"):
+            if _compiles(config):
+                keep_compiled_code_in(config.compile_cache_dir)
+            from services.worker.server import serve  # loads torch, and compilers behind it
 
-        await serve(config, stop, on_serving=pulse.serving)
+        await serve(config, stop, on_serving=pulse.serving, progress=progress)
 
 
 def _compiles(config: WorkerConfig) -> bool:
