@@ -81,7 +81,6 @@ async def test_without_a_worker_there_is_no_service_yet():
     ("shape", "flags", "reason"),
     [
         ({"vocab_size": 100}, {}, "start both with the same model"),
-        ({"hydragen": False}, {"use_hydragen": True}, "flag use_hydragen=T: the worker, on .*, has no shared-prefix"),
         ({"max_micro_batches": 1}, {"pp_size": 2}, "start both with the same pp_size"),
     ],
 )
@@ -92,6 +91,16 @@ async def test_a_first_worker_that_can_never_be_used_ends_the_start_with_the_rea
         await asyncio.wait_for(serve(config, asyncio.Event()), 30)
     assert worker.streams == 0
     await worker.stop()
+
+
+async def test_a_worker_without_shared_prefix_attention_gets_no_groups():
+    worker = FakeWorker(FakeShape(hydragen=False))
+    flags = {"use_hydragen": True, "hydragen_min_group_size": 2, "hydragen_min_prefix_len": 16}
+    async with start(worker=worker, **flags) as service:
+        prompt = g.TokenPrompt(token_ids=[60] * 1024)
+        samples = await service.generate(tokens=prompt, n=128, stopping=g.Stopping(max_tokens=30))
+        assert {len(sample.tokens) for sample in samples.values()} == {30}
+        assert (await service.load()).counters.hydragen_rows == 0
 
 
 async def test_a_link_that_cannot_go_on_ends_the_scheduler_with_the_reason(monkeypatch):

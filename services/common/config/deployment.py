@@ -43,11 +43,6 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
     @model_validator(mode="after")
     def _refuse_what_a_cpu_has_not(self) -> "DeploymentConfig":
         """A flag is honoured or refused, never ignored."""
-        if self.use_hydragen is True and self.device == "cpu":
-            raise ValueError(
-                "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
-                " the flag out, or use device=cuda"
-            )
         if self.async_tp_threshold is not None and self.device == "cpu":
             raise ValueError(
                 f"flag async_tp_threshold={self.async_tp_threshold}: only on cuda, and device is cpu; leave it out, or"
