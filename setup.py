@@ -28,8 +28,10 @@ COMMANDS = {
     ],
     "launcher": [
         "toka = services.launcher.toka:main",
+        "tksrs = services.launcher.toka:main",
         "toka-compose = services.launcher.compose:main",
         "toka-ping = services.launcher.ping:main",
+        "tksrs-ping = services.launcher.ping:main",
         "toka-download = services.launcher.download:main",
         "toka-run-batch = services.launcher.run_batch:main",
     ],

@@ -48,7 +48,6 @@ from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import SlotGrammars, load_grammars
 
-MAX_TOP_LOGPROBS = 20
 # More parts of a step than any schedule for a pipeline has.
 _MAX_MICRO_BATCHES = 128
 # What all workers of a replica must have alike: they run the same plans.
@@ -185,7 +184,7 @@ def make_limits(
         max_tokens_per_step=config.max_tokens_per_forward,
         max_context_tokens=min(max_context, page_count * config.page_size),
         vocab_size=model.config.vocab_size,
-        max_top_logprobs=MAX_TOP_LOGPROBS,
+        max_top_logprobs=config.max_top_logprobs,
         **more,
     )
 
