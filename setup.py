@@ -27,8 +27,8 @@ COMMANDS = {
         "toka-workers = services.worker.ranks:main",
     ],
     "launcher": [
-        "toka = services.launcher.toka:main",
-        "tksrs = services.launcher.toka:main",
+        "toka = services.launcher.__main__:main",
+        "tksrs = services.launcher.__main__:main",
         "toka-compose = services.launcher.compose:main",
         "toka-ping = services.launcher.ping:main",
         "tksrs-ping = services.launcher.ping:main",
