@@ -25,7 +25,7 @@ class Doing:
 
 @dataclass(frozen=True)
 class ProgressFile:
-    """A file that holds the phase of the moment. Written by one process and read by another."""
+    """A file that holds the phase of the moment. Made and removed by the process that reads it, written by another."""
 
     path: Path
 
@@ -35,12 +35,15 @@ class ProgressFile:
         path = environment.get(PROGRESS_FILE)
         return None if path is None else cls(Path(path))
 
-    def write(self, what: str, usual_s: float | None) -> None:
-        """Replace the phase. A file that cannot be written is no reason to stop a start."""
+    def write(self, what: str, usual_s: float | None) -> bool:
+        """Replace the phase. Returns False if the file is gone, since no process reads it, or cannot be written."""
         temporary = self.path.with_suffix(".new")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps({"what": what, "since": time.time(), "usual_s": usual_s}))
-            os.replace(temporary, self.path)
+            if self.path.exists():
+                temporary.write_text(json.dumps({"what": what, "since": time.time(), "usual_s": usual_s}))
+                os.replace(temporary, self.path)
+                return True
+        return False
 
     def read(self) -> Doing | None:
         """Return the phase, or None if nothing has been written yet."""

@@ -42,7 +42,7 @@ class BootProgress:
     """Reports the phases of one start. Used by one thread at a time.
 
     Each phase is a log line with ``usually_s``, the seconds that it took at the last start with the same flags. With a
-    ``ProgressFile``, which the display of ``toka`` reads, the line goes there instead.
+    ``ProgressFile`` that the display of ``toka`` reads, it goes there instead.
     """
 
     def __init__(
@@ -79,8 +79,7 @@ class BootProgress:
 
     def _say(self, name: Phase) -> None:
         usual_s = self._usual_s.get(name)
-        if self._file is not None:
-            self._file.write(_DOING[name], usual_s)
+        if self._file is not None and self._file.write(_DOING[name], usual_s):
             return
         usually = {"first_start": True} if usual_s is None else {"usually_s": round(usual_s, 1)}
         log.info(_DOING[name], phase=name, **usually)

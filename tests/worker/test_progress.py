@@ -84,6 +84,7 @@ def test_the_file_keeps_the_newest_starts(tmp_path):
 
 def test_with_a_display_phases_go_there_and_not_to_the_log(tmp_path):
     file = ProgressFile(tmp_path / "worker-0.progress")
+    file.path.touch()
     with capture_logs() as lines:
         progress = BootProgress(StartTimes(config_of(tmp_path)), file)
         with progress.phase("weights"):
@@ -92,3 +93,11 @@ def test_with_a_display_phases_go_there_and_not_to_the_log(tmp_path):
     assert (doing.what, doing.usual_s) == ("loading weights", None)
     assert file.read().what == READY
     assert [line["event"] for line in lines] == ["started"]
+
+
+def test_a_worker_that_starts_again_behind_the_display_reports_to_the_log(tmp_path):
+    file = ProgressFile(tmp_path / "worker-0.progress")
+    with capture_logs() as lines, BootProgress(file=file).phase("weights"):
+        pass
+    assert [line["event"] for line in lines] == ["loading weights"]
+    assert not file.path.exists()
