@@ -14,7 +14,7 @@ import torch
 from services.common import model_files
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.worker import matmul_cpu, weights
+from services.worker import weights
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
@@ -218,6 +218,7 @@ def _make_cpu_runner(
     grammars: SlotGrammars | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
+    from services.worker import matmul_cpu  # loads numba, as do these
     from services.worker.layers.fast_cpu import FastCpuKernels
     from services.worker.models.fused_cpu import FusedDecoder
 

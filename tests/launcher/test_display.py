@@ -67,7 +67,7 @@ def test_a_log_line_takes_the_place_of_the_lines_and_after_the_end_stands_alone(
 
 
 def test_only_workers_report_to_it(tmp_path):
-    children = plan_children(load(DeploymentConfig, ["dp_size=2"], {}), tmp_path)
+    children = plan_children(load(DeploymentConfig, ["dp_size=2", "gateways=1"], {}), tmp_path)
     _, reporting = StartDisplay.of(children, tmp_path)
     assert [child.name for child in reporting] == [child.name for child in children]
     assert {child.role for child in reporting if PROGRESS_FILE in child.environment} == {"worker"}

@@ -105,3 +105,8 @@ def test_the_flag_bounds_the_top_logprobs_that_a_step_returns(checkpoint, most):
     runner = boot(WorkerConfig(**flags, torch_num_threads=1)).runner
     assert runner.limits.max_top_logprobs == most
     runner.close()
+
+
+def test_numba_is_not_loaded_before_a_cpu_needs_it():
+    code = "import sys, services.worker.server; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
