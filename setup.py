@@ -27,9 +27,11 @@ COMMANDS = {
         "toka-workers = services.worker.ranks:main",
     ],
     "launcher": [
-        "toka = services.launcher.toka:main",
+        "toka = services.launcher.__main__:main",
+        "tksrs = services.launcher.__main__:main",
         "toka-compose = services.launcher.compose:main",
         "toka-ping = services.launcher.ping:main",
+        "tksrs-ping = services.launcher.ping:main",
         "toka-download = services.launcher.download:main",
         "toka-run-batch = services.launcher.run_batch:main",
     ],

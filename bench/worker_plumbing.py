@@ -95,7 +95,7 @@ class StepLoop:
     def worker_answered(self, stream: WorkerStream, answer: Answer) -> None:
         self._inbox.put((stream, answer))
 
-    def worker_lost(self, stream: WorkerStream, reason: str) -> None:
+    def worker_lost(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:
         print(f"worker lost: {reason}", file=sys.stderr)
 
     def worker_missing(self, reason: str) -> None:

@@ -18,6 +18,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from services.common.config.flag import as_text
+from services.common.config.original import ORIGINAL
 from services.gateway.app import make_app
 from services.gateway.gateway import Gateway
 from services.gateway.session.client import Timings
@@ -71,7 +72,7 @@ def _cell(text: str) -> str:
 
 
 def flags_page() -> str:
-    """Every flag of every program."""
+    """Return the page with every flag of every program."""
     common = ServiceConfig.model_fields.keys()
     groups = {"All programs": [name for name in DeploymentConfig.model_fields if name in common]}
     for program, kind in _PROGRAMS.items():
@@ -83,7 +84,10 @@ def flags_page() -> str:
     for title, names in groups.items():
         rows = [_flag_row(name, schemas[name]) for name in names]
         text += f"\n## {title}\n\n" + table(("flag", "default", "values", "meaning"), rows)
-    return text
+    others = [(f"`{name}`", each.meaning) for name, each in ORIGINAL.items()]
+    return (
+        text + "\n## Of the original Tokasaurus\n\n" + table(("flag", "counterpart, or what happens instead"), others)
+    )
 
 
 def _flag_row(name: str, schema: Mapping[str, Any]) -> tuple[str, ...]:

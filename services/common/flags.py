@@ -8,6 +8,7 @@ import ast
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -20,12 +21,37 @@ class FlagError(Exception):
     """A flag is wrong. The message names it, what was expected, and the nearest right one."""
 
 
+@dataclass(frozen=True)
+class Translation:
+    """A flag of another program that is accepted: the flags it stands for, and what happens instead of it."""
+
+    meaning: str  # the counterpart, or what happens instead; for the reader of a note and of the documentation
+    to: Callable[[str], Mapping[str, str]]  # value -> flags of this program. Raises ValueError with the reason
+    counterpart: str | None = None  # the flag it stands for; None = it has none
+    silent: bool = False  # no note is printed
+
+    def note(self, name: str, value: str) -> str | None:
+        """Return the line to print when ``name=value`` was given, or None if the flag takes effect."""
+        if self.counterpart is not None or self.silent:
+            return None
+        return f"flag {name}={value} of the original Tokasaurus has no effect: {self.meaning}"
+
+
 class Config(BaseModel):
     """Base of every config: frozen, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     examples: ClassVar[Examples] = ()  # of its usage
     never_given: ClassVar[frozenset[str]] = frozenset()  # flags that it has, and refuses
+    translations: ClassVar[Mapping[str, Translation]] = {}  # flags of another program that it accepts
+    shorthands: ClassVar[Mapping[str, str]] = {}  # arguments that stand for another one
+
+    @classmethod
+    def known(cls) -> list[str]:
+        """Return the names of all flags: its own, then those it accepts from another program."""
+        fields = cls.model_fields
+        accepted = cls.translations.items()
+        return [*fields, *(name for name, each in accepted if each.counterpart is None or each.counterpart in fields)]
 
 
 C = TypeVar("C", bound=Config)
@@ -153,9 +179,53 @@ def build(kind: type[C], values: Mapping[str, Any]) -> C:
 
 
 def load(kind: type[C], arguments: Sequence[str], environment: Mapping[str, str]) -> C:
-    """The config of one program: defaults, then the environment, then the command line."""
-    names = list(kind.model_fields)
-    return build(kind, read_environment(environment, names) | split_arguments(arguments, names))
+    """Return the config of one program: defaults, then the environment, then the command line."""
+    from_environment, from_arguments = _given(kind, arguments, environment)
+    return build(kind, _translate(kind, from_environment) | _translate(kind, from_arguments))
+
+
+def notes(kind: type[Config], arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each given flag of another program that has no effect here."""
+    from_environment, from_arguments = _given(kind, arguments, environment)
+    given = from_environment | from_arguments
+    found = (kind.translations[name].note(name, value) for name, value in given.items() if name in kind.translations)
+    return [note for note in found if note is not None]
+
+
+def _given(
+    kind: type[Config], arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the flags of the environment and of the command line. "None" is a flag without a value, as in the
+    original Tokasaurus."""
+    names = kind.known()
+    spelt_out = [kind.shorthands.get(argument, argument) for argument in arguments]
+    given = read_environment(environment, names), split_arguments(spelt_out, names)
+    for values in given:
+        for name in [name for name, value in values.items() if value == "None" and _may_be_none(kind, name)]:
+            del values[name]
+    return given
+
+
+def _may_be_none(kind: type[Config], name: str) -> bool:
+    field = kind.model_fields.get(name)
+    return field is None or (not field.is_required() and field.default is None)
+
+
+def _translate(kind: type[Config], given: Mapping[str, str]) -> dict[str, str]:
+    """Return ``given`` with flags of another program replaced by the flags they stand for."""
+    values = {name: value for name, value in given.items() if name not in kind.translations}
+    for name in [name for name in given if name in kind.translations]:
+        try:
+            meant = kind.translations[name].to(given[name])
+        except ValueError as error:
+            raise FlagError(f"flag {name}={given[name]}: {error}") from error
+        for counterpart, value in meant.items():
+            if values.setdefault(counterpart, value) != value:
+                raise FlagError(
+                    f"flag {name}={given[name]} means {counterpart}={value}, and"
+                    f" {counterpart}={values[counterpart]} is given, too: leave one of them out"
+                )
+    return values
 
 
 def _describe(problem: Any) -> str:

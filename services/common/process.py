@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 
@@ -94,8 +94,8 @@ async def _until_signalled(config: K, serve: Callable[[K, Stop], Coroutine[Any, 
     await serve(config, stop)
 
 
-def end_now(status: int) -> None:
-    """End the process with ``status``, whatever runs in it; what it has said is written."""
+def end_now(status: int) -> NoReturn:
+    """Exit with ``status`` whatever runs in the process. What it has written is flushed."""
     last_words()
     os._exit(status)
 

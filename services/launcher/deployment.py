@@ -54,7 +54,9 @@ def plan_children(config: ChosenDeploymentConfig, runtime_dir: Path, gpus: Seque
         chosen = {"scheduler_listen": address, "worker_addresses": sockets, "metrics_port": port}
         flags = _flags(SchedulerConfig, config, chosen)
         schedulers.append(ChildSpec(f"scheduler-{replica}", "scheduler", address, flags, dialer=dialer))
-    flags = _flags(GatewayConfig, config, {"scheduler_addresses": tuple(child.address for child in schedulers)})
+    addresses = tuple(child.address for child in schedulers)
+    level = config.gateway_log_level or config.log_level
+    flags = _flags(GatewayConfig, config, {"scheduler_addresses": addresses, "log_level": level})
     scheme = "http" if config.http_cert is None else "https"
     url = f"{scheme}://{_reachable(config.host)}:{config.port}"
     handovers = [Handover(str(runtime_dir), index, config.gateways) for index in range(config.gateways)]

@@ -2,6 +2,7 @@
 
 import ssl
 import sys
+import time
 
 import httpx
 from pydantic import Field
@@ -22,15 +23,23 @@ class PingConfig(Config):
     n: Int = Field(1, ge=1, description="samples")
     chat: Bool = Field(False, description="send the prompt as a chat message")
     timeout_s: Float = Field(300.0, gt=0)
+    retries: Int = Field(0, ge=0, le=100, description="times to connect again if the server cannot be reached")
+    hide: Bool = Field(False, description="print how long the samples took, not their text")
     api_key: str | None = Field(None, min_length=1, description="better in the environment, as TOKA_API_KEY")
     https: Bool = False
     ca: str | None = Field(None, min_length=1, description="PEM of who signed the server's certificate, with https=T")
 
 
 def main() -> None:
+    """Send the request and print the answer. Exits with status 1 and the reason if there is none."""
     config = from_command_line(PingConfig)
     try:
-        for text in ping(config):
+        started = time.monotonic()
+        texts = ping(config)
+        if config.hide:
+            print(f"{len(texts)} samples in {time.monotonic() - started:.2f} s")
+            return
+        for text in texts:
             print(text)
     except httpx.HTTPStatusError as error:
         _fail(f"the server answered {error.response.status_code}: {error.response.text}")
@@ -39,14 +48,13 @@ def main() -> None:
 
 
 def ping(config: PingConfig) -> list[str]:
-    """The text of each sample. Raises ``httpx.HTTPError``."""
+    """Return the text of each sample. Raises ``httpx.HTTPError``."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     base_url = f"{'https' if config.https else 'http'}://{host}:{config.port}/v1"
     headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
     verify = ssl.create_default_context(cafile=config.ca)
-    with httpx.Client(
-        base_url=base_url, timeout=config.timeout_s, headers=headers, verify=verify, trust_env=False
-    ) as client:
+    transport = httpx.HTTPTransport(verify=verify, retries=config.retries)
+    with httpx.Client(base_url=base_url, timeout=config.timeout_s, headers=headers, transport=transport) as client:
         served = client.get("/models").raise_for_status().json()["data"]
         # A server that has no model yet says itself what it waits for.
         model = config.model or (served[0]["id"] if served else None)

@@ -67,7 +67,7 @@ def main() -> None:
             sys.argv[index] = f"{name}={argument}"
     config = from_command_line(RunBatchConfig)
     given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in sys.argv[1:]}
-    theirs = sorted(given & set(DeploymentConfig.model_fields))
+    theirs = sorted(given & set(DeploymentConfig.known()))
     if config.url is not None and theirs:
         _exit(2, f"flag {theirs[0]}: the server at url={config.url} has its own; leave one of them out")
     if config.ca is not None and not (config.url or "").startswith("https:"):

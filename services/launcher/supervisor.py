@@ -66,12 +66,25 @@ class Death:
         return "".join(f"\n  {line}" for line in self.last_lines)
 
 
+def write_plainly(line: bytes) -> None:
+    """Write a line to stderr."""
+    sys.stderr.buffer.write(line)
+    sys.stderr.buffer.flush()
+
+
 class Child:
     """One child, a process at a time. Owned by the supervisor's asyncio loop."""
 
-    def __init__(self, spec: ChildSpec, listener: socket.socket | None = None) -> None:
-        """``listener``: a gateway's, which it shares with this process."""
+    def __init__(
+        self,
+        spec: ChildSpec,
+        listener: socket.socket | None = None,
+        forward: Callable[[bytes], None] = write_plainly,
+    ) -> None:
+        """``listener``: a gateway's, which it shares with this process. ``forward`` writes a line of the child's
+        stderr."""
         self.spec = spec
+        self._forward = forward
         self._listener = listener
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
@@ -154,8 +167,7 @@ class Child:
     async def _forward_errors(self, stderr: asyncio.StreamReader) -> None:
         """Pass the child's stderr on, and keep its end for the reason."""
         while line := await _read_line(stderr):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            self._forward(line)
             self._last_lines.append(line.decode(errors="replace").rstrip())
 
 
@@ -224,15 +236,17 @@ async def supervise(
     stop: Stop,
     on_ready: Callable[[], Awaitable[None]],
     drain_s: float = 0.0,
+    forward: Callable[[bytes], None] = write_plainly,
 ) -> None:
     """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve. Each gateway gets one of
     ``listeners``, which are closed before the gateways are ended: whoever connects from then on shall hear of it.
 
     Raises ``Unavailable`` with the reason when a unit dies before it ever served. Ends gateways first and workers last;
-    what they have to do may go on for ``drain_s`` seconds in all.
+    what they have to do may go on for ``drain_s`` seconds in all. ``forward`` writes each line of the children's
+    stderr.
     """
     waiting = iter(listeners)
-    children = [Child(spec, next(waiting) if spec.handover is not None else None) for spec in specs]
+    children = [Child(spec, next(waiting) if spec.handover is not None else None, forward) for spec in specs]
     units = [Unit(members) for members in _together(children)]
     runs = [asyncio.create_task(unit.run()) for unit in units]
     announce = asyncio.create_task(_announce(children, on_ready))

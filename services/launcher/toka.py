@@ -1,9 +1,11 @@
 """``toka key=value ...``: a whole deployment on one host, as supervised child processes."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from services.common.model_files import read_card
 from services.common.process import Stop, run_service, unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
+from services.launcher.display import StartDisplay
 from services.launcher.settings import Setting, choose_gateways, read_settings
-from services.launcher.supervisor import supervise
+from services.launcher.supervisor import supervise, write_plainly
 
 ADDRESSES = "scheduler_addresses"
 
@@ -60,15 +63,23 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
             if listeners
             else _short_banner(card.name, schedulers)
         )
+        display, write = None, write_plainly
+        if sys.stderr.isatty() and config.log_format == "console":
+            display, children = StartDisplay.of(children, Path(runtime_dir))
+            opened.callback(display.close)
+            opened.callback(asyncio.create_task(display.run()).cancel)
+            write = display.write
 
         async def announce() -> None:
+            if display is not None:
+                display.close()
             try:
                 print(await read_settings(given, Setting("gateways", str(count), reason), children[0]))
             except grpc.aio.AioRpcError as error:  # the worker is restarted at this moment
                 log.info("settings are not known", reason=error.details())
             print(banner, flush=True)
 
-        await supervise(children, listeners, stop, announce, config.drain_seconds)
+        await supervise(children, listeners, stop, announce, config.drain_seconds, write)
 
 
 def _check_may_write(record_plans: str) -> None:

@@ -118,8 +118,8 @@ class EngineLoop:
     def worker_answered(self, stream: WorkerStream, answer: Answer) -> None:
         self.post(lambda: self._take_result(stream, answer))
 
-    def worker_lost(self, stream: WorkerStream, reason: str) -> None:
-        self.post(lambda: self._detach(stream, reason))
+    def worker_lost(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:
+        self.post(lambda: self._detach(stream, reason, stopping=stopping))
 
     def worker_missing(self, reason: str) -> None:
         self.post(lambda: self._readiness.miss(reason))
@@ -236,7 +236,8 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.connected(stream.info, stream.plans_in_flight)
 
-    def _detach(self, stream: WorkerStream, reason: str) -> None:
+    def _detach(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:
+        """Take the worker of ``stream`` off the core. ``stopping``: the scheduler itself ended the stream."""
         if stream is not self._stream:
             return
         self._stream = None
@@ -245,7 +246,8 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.disconnected(reason)
         self._core.state.counters.worker_restarts += 1
-        log.warning("worker lost", reason=reason, waiting=len(self._core.state.waiting), suspects=self._core.suspects)
+        facts = {"waiting": len(self._core.state.waiting), "suspects": self._core.suspects}
+        (log.info if stopping else log.warning)("worker lost", reason=reason, **facts)
 
     def _abandon(self, stream: WorkerStream, reason: str) -> None:
         """End a connection that is of no use; the link begins a new one, to this worker or to its successor."""

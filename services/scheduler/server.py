@@ -193,10 +193,7 @@ class SchedulerServer:
                 " with the same pp_size"
             )
         if self._config.use_hydragen is True and not info.hydragen:
-            raise ValueError(
-                f"flag use_hydragen=T: the worker, on {info.device}, has no shared-prefix attention, only those on cuda"
-                " have; leave the flag out"
-            )
+            log.warning("use_hydragen=T has no effect: the worker has no shared-prefix attention", device=info.device)
         if policy.micro_batches > max(1, info.max_micro_batches):
             raise ValueError(
                 f"pp_size={self._config.pp_size} pp_num_buffer_stages={self._config.pp_num_buffer_stages} cut a step"

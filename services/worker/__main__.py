@@ -1,11 +1,15 @@
 """``toka-worker flag=value ...``"""
 
+import gc
 import os
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from services.common.config import WorkerConfig
-from services.common.process import Stop, run_service
+from services.common.process import Stop, end_now, run_service, unless_stopped
 from services.common.pulse import Pulse
 from services.worker.caches import keep_compiled_code_in
+from services.worker.progress import BootProgress
 
 # It may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
 BOOT_S = 1800.0
@@ -26,11 +30,26 @@ def main() -> None:
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
     async with Pulse(config, "compute thread", BOOT_S) as pulse:
+        progress = BootProgress.of(config)
+        with progress.phase("imports"):
+            # In a thread: a signal must not wait until torch is loaded.
+            serve = await unless_stopped(lambda: _load_libraries(config), stop)
+        if serve is None:
+            end_now(0)  # the thread cannot be interrupted, and the interpreter would not end beside it
+        await serve(config, stop, on_serving=pulse.serving, progress=progress)
+
+
+def _load_libraries(config: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Load torch and the compilers behind it. Returns ``services.worker.server.serve``. Raises ``InvalidRequest``."""
+    gc.disable()  # imports make a million objects and hardly a cycle
+    try:
         if _compiles(config):
             keep_compiled_code_in(config.compile_cache_dir)
-        from services.worker.server import serve  # loads torch, and compilers behind it
-
-        await serve(config, stop, on_serving=pulse.serving)
+        from services.worker.server import serve
+    finally:
+        gc.enable()
+    gc.freeze()  # later collections do not look at modules again
+    return serve
 
 
 def _compiles(config: WorkerConfig) -> bool:

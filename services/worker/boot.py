@@ -14,7 +14,7 @@ import torch
 from services.common import model_files
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.worker import matmul_cpu, weights
+from services.worker import weights
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
@@ -40,6 +40,7 @@ from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.parallel.shares import local_config, refuse_unshareable
 from services.worker.parallel.stage_runner import StageRunner
 from services.worker.parallel.stages import layers_of
+from services.worker.progress import BootProgress
 from services.worker.refusals import refuse_what_a_cpu_has_not
 from services.worker.rehearsal import PLAIN, decodes, every_feature, mixed, step
 from services.worker.runner.base import Runner
@@ -48,7 +49,6 @@ from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import SlotGrammars, load_grammars
 
-MAX_TOP_LOGPROBS = 20
 # More parts of a step than any schedule for a pipeline has.
 _MAX_MICRO_BATCHES = 128
 # What all workers of a replica must have alike: they run the same plans.
@@ -74,12 +74,17 @@ class Booted:
     choices: tuple[Choice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
-def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None = None) -> Booted:
+def boot(
+    config: WorkerConfig,
+    on_lost: Callable[[ParallelError], None] | None = None,
+    progress: BootProgress | None = None,
+) -> Booted:
     """Load and warm up; run in the thread that will run the steps. Raises ``InvalidRequest`` naming flag and fix.
 
     ``on_lost`` is called, in whatever thread, when the replica cannot go on, from the moment its workers have met: a
-    rank may wait for another for ever.
+    rank may wait for another for ever. ``progress`` reports the phases.
     """
+    progress = progress or BootProgress()
     started = time.perf_counter()
     device = _device(config)
     if device.type == "cpu":
@@ -95,7 +100,8 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     with contextlib.ExitStack() as undo:
-        group = _join_replica(config, ranks, device, dtype, described.head_dim)
+        with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
+            group = _join_replica(config, ranks, device, dtype, described.head_dim)
         if group is not None:
             undo.callback(group.close)
             if on_lost is not None:
@@ -110,11 +116,12 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
         model = DecoderModel(
             described, dtype, device, kernels, linear, adds_in_product=adds_in_product, ranks=ranks, layers=layers
         )
-        if dummy:
-            weights.load_dummy(model, seed=0)
-        else:
-            tied = described.tied_embeddings
-            weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
+        with progress.phase("weights"):
+            if dummy:
+                weights.load_dummy(model, seed=0)
+            else:
+                tied = described.tied_embeddings
+                weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         grammars = _load_grammars(config, card, group)
         if chosen.torch_compile:
@@ -123,13 +130,15 @@ def boot(config: WorkerConfig, on_lost: Callable[[ParallelError], None] | None =
             if device.type == "cuda":
                 from services.worker.boot_cuda import make_runner  # loads Triton
 
-                runner: Runner = make_runner(chosen, model, max_context, group, grammars)
+                runner: Runner = make_runner(chosen, model, max_context, group, grammars, progress)
             else:
-                runner = _make_cpu_runner(chosen, model, kernels, threads, max_context, group, grammars)
+                with progress.phase("compile" if chosen.torch_compile else "rehearsal"):
+                    runner = _make_cpu_runner(chosen, model, kernels, threads, max_context, group, grammars)
         mark_ready()
         if config.fail_on_recompile:
             forbid_recompilation()
         undo.pop_all()
+    progress.finish()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
     choices = _with_cache_size(choices, runner.limits)
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
@@ -178,7 +187,7 @@ def make_limits(
         max_tokens_per_step=config.max_tokens_per_forward,
         max_context_tokens=min(max_context, page_count * config.page_size),
         vocab_size=model.config.vocab_size,
-        max_top_logprobs=MAX_TOP_LOGPROBS,
+        max_top_logprobs=config.max_top_logprobs,
         **more,
     )
 
@@ -212,6 +221,7 @@ def _make_cpu_runner(
     grammars: SlotGrammars | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
+    from services.worker import matmul_cpu  # loads numba, as do these
     from services.worker.layers.fast_cpu import FastCpuKernels
     from services.worker.models.fused_cpu import FusedDecoder
 

@@ -22,6 +22,7 @@ from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
 from services.worker.parallel.group import MOST_SENDS, RankGroup
 from services.worker.parallel.ranks import ALONE
+from services.worker.progress import BootProgress
 from services.worker.refusals import refuse_fp8_cache, refuse_sizes_of_cuda
 from services.worker.runner.cuda.peers import Peers
 from services.worker.runner.cuda.runner import CudaRunner
@@ -45,16 +46,19 @@ def make_runner(
     max_context: int,
     group: RankGroup | None = None,
     grammars: SlotGrammars | None = None,
+    progress: BootProgress | None = None,
 ) -> CudaRunner:
     """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice.
 
     All ranks of ``group`` call it, and run the same steps: what they run follows from the flags alone."""
+    progress = progress or BootProgress()
     device = model.device
     exchanges = _exchanges(config, model, group)
     _refuse_sizes(config, model)
     if group is not None:
         group.wait_for_all()
-    peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
+    with progress.phase("compile" if config.torch_compile else "memory"):
+        peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
     bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model).itemsize)
     free, total = torch.cuda.mem_get_info(device)
     graphs = graph_bytes(config, model.local, model.dtype.itemsize)
@@ -69,7 +73,8 @@ def make_runner(
     try:
         cache = make_cache(config, model, pages)
         runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
-        _rehearse(runner, config, model, exchanges)
+        with progress.phase("rehearsal"):
+            _rehearse(runner, config, model, exchanges, progress)
         return runner
     except Exception as error:
         runner = None  # else the end of this process would wait for ever: see there
@@ -208,7 +213,13 @@ def _assemble(
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
 
 
-def _rehearse(runner: CudaRunner, config: ChosenWorkerConfig, model: DecoderModel, exchanges: Exchanges) -> None:
+def _rehearse(
+    runner: CudaRunner,
+    config: ChosenWorkerConfig,
+    model: DecoderModel,
+    exchanges: Exchanges,
+    progress: BootProgress,
+) -> None:
     """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
     limits = runner.limits
     plans: Iterable[Plan]
@@ -221,7 +232,8 @@ def _rehearse(runner: CudaRunner, config: ChosenWorkerConfig, model: DecoderMode
         skinny = SkinnyDecoder(model) if suits(model) else None
         torch.cuda.empty_cache()  # a capture cannot: it would find no memory beside what is kept for later
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
-        runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens)
+        with progress.phase("graphs"):
+            runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens)
         taken, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
         log.info("graphs captured", gib=_gib(taken), seconds=round(seconds, 1))
         for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):

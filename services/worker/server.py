@@ -12,7 +12,7 @@ import structlog
 from services.common.config import WorkerConfig
 from services.common.errors import Internal
 from services.common.metrics.server import serve_metrics
-from services.common.process import Stop, collect_seldom, end_now
+from services.common.process import Stop, collect_seldom, end_now, own_name
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
 from services.common.tracing import Tracing
@@ -22,6 +22,7 @@ from services.worker.compilation import kernel_compilations, recompilations
 from services.worker.engine import Engine
 from services.worker.metrics import WorkerMetrics
 from services.worker.parallel.errors import ParallelError
+from services.worker.progress import BootProgress
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
@@ -39,13 +40,15 @@ async def serve(
     listening: "asyncio.Future[str] | None" = None,
     load: Callable[[], Booted] | None = None,
     on_serving: Callable[[Callable[[], bool]], None] = lambda progresses: None,
+    progress: BootProgress | None = None,
 ) -> None:
     """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
     ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for. ``on_serving`` is called
-    when that is done, with what tells whether there was progress since it was asked last."""
+    when that is done, with what tells whether there was progress since it was asked last. ``progress`` reports the
+    phases of the start."""
     ranks = {"toka.dp_rank": config.dp_rank, "toka.tp_rank": config.tp_rank, "toka.pp_rank": config.pp_rank}
     tracing = Tracing.of(config, "toka-worker", **ranks)
-    engine = Engine(load or (lambda: boot(config, engine.end)), tracing)
+    engine = Engine(load or (lambda: boot(config, engine.end, progress)), tracing)
     metrics = WorkerMetrics(engine, config)
     try:
         async with serve_metrics(config, metrics):
@@ -103,7 +106,8 @@ async def _serve(
         engine.stop()
         if booted.done():  # a step in progress may end; a model that is still loading goes with the process
             await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
-        if config.tp_size * config.pp_size > 1:
+        # A thread that loads a model cannot be interrupted, and the interpreter would abort beside it.
+        if config.tp_size * config.pp_size > 1 or (own_name() and not booted.done()):
             _exit_past_connections(0 if stopped else getattr(sys.exception(), "exit_status", 1))
         for future in (booted, ended):
             if not future.cancel():
@@ -111,8 +115,8 @@ async def _serve(
 
 
 def _exit_past_connections(status: int) -> None:
-    """Have the process end with ``status`` as soon as the main thread is done. The interpreter would take connections
-    to other ranks down, which wait for threads that wait for ranks which may be lost."""
+    """Make the process exit with ``status`` as soon as the main thread is done. The interpreter would close connections
+    to other ranks first, and block on threads that wait for ranks which may be lost."""
 
     atexit.register(end_now, status)  # called before that, and when the reason is logged
 

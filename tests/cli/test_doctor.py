@@ -252,7 +252,6 @@ def test_a_finding_is_a_line_and_no_port_is_called_free_that_is_not():
     [
         ({"use_cudagraphs": True}, None, "flag use_cudagraphs=T: only on cuda"),
         ({"kv_cache_dtype": "fp8"}, None, "flag kv_cache_dtype=fp8: only on cuda"),
-        ({"use_hydragen": True}, None, "flag use_hydragen=T: only on cuda"),
         ({"page_size": 24}, 80, "flag page_size=24: on cuda it must be a power of two"),
     ],
 )
@@ -262,6 +261,13 @@ def test_a_flag_that_the_device_has_not_fails_as_the_start_does(flags, gib, sent
     assert found.level is Level.FAIL
     assert sentence in found.text
     assert found.fix
+
+
+def test_shared_prefixes_on_a_cpu_are_a_warning(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = only("flags", use_hydragen=True)
+    assert found.level is Level.WARN
+    assert "flag use_hydragen=T: has no effect" in found.text
 
 
 def test_heads_that_cuda_has_no_kernels_for_fail(tmp_path):

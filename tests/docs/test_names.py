@@ -14,9 +14,9 @@ from services.common.flags import arithmetic
 from tests.docs.pages import ROOT, blocks, pages, prose
 
 PAGES = pages()
-SCRIPTS = set(re.findall(r'"(toka[\w-]*) = ', (ROOT / "setup.py").read_text()))
+SCRIPTS = set(re.findall(r'"((?:toka|tksrs)[\w-]*) = ', (ROOT / "setup.py").read_text()))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-FLAGS = set(DeploymentConfig.model_fields)
+FLAGS = set(DeploymentConfig.known())
 SERVICES = {"toka", "toka-gateway", "toka-scheduler", "toka-worker", "toka-workers"}  # whose flags are all in FLAGS
 PROGRAMS = {
     "toka-bench": "services.cli.bench.app",

@@ -1,6 +1,7 @@
 """The one-host deployment as its user sees it: real processes, started, crashed and stopped."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -215,6 +216,14 @@ def test_ping_prints_the_answer(builtin_server, chat):
     command = [sys.executable, "-m", "services.launcher.ping", f"port={port}", f"chat={chat}", "max_tokens=8"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=True)
     assert outcome.stdout.strip()
+
+
+def test_ping_hides_the_answer_if_asked(builtin_server):
+    port = builtin_server.base_url.rpartition(":")[2]
+    flags = (f"port={port}", "max_tokens=8", "n=3", "hide=T", "retries=1")
+    command = [sys.executable, "-m", "services.launcher.ping", *flags]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"3 samples in \d+\.\d\d s\n", outcome.stdout)
 
 
 def test_ping_says_when_nobody_answers():

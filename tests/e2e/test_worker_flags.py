@@ -53,10 +53,9 @@ def test_fp8_runs_on_a_cpu_as_a_reference(checkpoint):
         assert answer(server)
 
 
-def test_shared_prefixes_on_a_cpu_end_the_start_with_the_reason(checkpoint):
-    """Said by the scheduler when it meets the worker: until then nobody knows that it is on a CPU."""
-    said = refused(f"model={checkpoint}", "device=auto", "use_hydragen=T", CUDA_VISIBLE_DEVICES="")
-    assert "flag use_hydragen=T: the worker, on cpu, has no shared-prefix attention" in said
+def test_a_deployment_with_shared_prefixes_serves_on_a_cpu(checkpoint):
+    with serve(model=checkpoint, device="cpu", use_hydragen=True, hydragen_min_group_size=129) as server:
+        assert answer(server)
 
 
 def test_a_directory_for_compiled_code_that_cannot_be_written_is_refused(checkpoint):

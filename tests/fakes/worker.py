@@ -64,6 +64,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.deaths = 0
         self.traces: PrefillTraces | None = None
         self.incarnation_id = uuid.uuid4().hex
+        self.asked = 0  # calls of GetWorkerInfo
+        self._loading = False
         self._open = asyncio.Event()  # answers go out while it is set
         self._open.set()
         self._permits = 0
@@ -75,13 +77,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     # -- lifetime
 
-    async def start(self, address: str = "127.0.0.1:0") -> str:
-        """Listen; returns the real address."""
+    async def start(self, address: str = "127.0.0.1:0", *, loading: bool = False) -> str:
+        """Listen; returns the real address. ``loading``: it is not ready until ``load``."""
+        self._loading = loading
         self._server = RpcServer(SERVICE)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc_server)
         self.address = await self._server.start(address)
-        await self._server.set_ready(True)
+        await self._server.set_ready(not loading)
         return self.address
+
+    async def load(self) -> None:
+        """Become ready, as a worker that has loaded its model."""
+        self._loading = False
+        await self._server.set_ready(True)
 
     async def stop(self) -> None:
         """Close the port, as a process that dies does."""
@@ -115,6 +123,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     # -- the contract
 
     async def GetWorkerInfo(self, request, context):
+        self.asked += 1
+        if self._loading:
+            raise Unavailable("the model is still loading")
         return worker_pb2.GetWorkerInfoResponse(info=self.shape.worker_info(self.incarnation_id))
 
     async def RunSteps(self, request_iterator, context):

@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from structlog.testing import capture_logs
 
+from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
 from services.gateway.fleet import Fleet
 from services.gateway.metrics import RequestMetrics
 from services.gateway.session.client import Timings
+from services.scheduler.server import SchedulerServer
 from tests.fakes.worker import FakeWorker
 from tests.gateway.deployment import Deployment, Process, eventually, eventually_async, free_port, stop_and_wait
 
@@ -118,6 +121,30 @@ async def test_a_hung_scheduler_is_found_by_its_heartbeat(fragile, tokenizer):
     finally:
         fragile.scheduler.signal(signal.SIGCONT)
         await fleet.stop()
+
+
+async def test_a_scheduler_whose_worker_loads_gets_its_session_the_moment_it_is_ready(tokenizer):
+    """With pauses of an hour between tries only the scheduler's health can say so."""
+    worker = FakeWorker()
+    address = await worker.start(loading=True)
+    scheduler = SchedulerServer(SchedulerConfig(worker_addresses=(address,), scheduler_listen="127.0.0.1:0"))
+    fleet = Fleet(
+        [await scheduler.start()],
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        metrics=RequestMetrics(),
+        timings=Timings(first_backoff=3600.0, last_backoff=3600.0),
+    )
+    with capture_logs() as lines:
+        fleet.start()
+        try:
+            await eventually_async(lambda: "the worker is not there yet" in fleet.trouble)
+            await worker.load()
+            await eventually_async(lambda: fleet.trouble == "")
+        finally:
+            await fleet.stop()
+            await scheduler.stop()
+            await worker.stop()
+    assert [line for line in lines if line["log_level"] != "info"] == []
 
 
 async def test_a_scheduler_with_another_tokenizer_is_refused_with_the_reason(deployment):

@@ -287,7 +287,7 @@ class Events:
     def worker_answered(self, stream, answer) -> None:
         self._say("answered", answer)
 
-    def worker_lost(self, stream, reason) -> None:
+    def worker_lost(self, stream, reason, *, stopping=False) -> None:
         self._say("lost", reason)
 
     def worker_missing(self, reason) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition
@@ -15,6 +16,7 @@ from tests.fakes.worker import FakeWorker
 from tests.scheduler.service import PROMPT, Service, session, start, status_of
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
+from tokasaurus.worker.v1 import worker_pb2_grpc
 
 
 def request(seed: int, most: int = 60) -> dict:
@@ -77,11 +79,61 @@ async def test_without_a_worker_there_is_no_service_yet():
     await server.stop()
 
 
+async def test_a_worker_that_loads_is_connected_the_moment_it_is_ready():
+    """Its health is watched: it is not asked again and again, with growing pauses."""
+    worker = FakeWorker()
+    address = await worker.start(loading=True)
+    server = SchedulerServer(SchedulerConfig(worker_addresses=(address,), scheduler_listen="127.0.0.1:0"))
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        service = Service([worker], server, channel)
+        while "is not ready yet: it may still be loading its model" not in (await service.load()).not_ready_reason:
+            pass
+        assert worker.asked == 0
+        await worker.load()
+        await service.until_health(True)
+        assert worker.asked == 1
+    await server.stop()
+    await worker.stop()
+
+
+async def test_a_worker_without_a_health_service_is_asked_at_once():
+    worker, rpc = FakeWorker(), grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, rpc)
+    address = f"127.0.0.1:{rpc.add_insecure_port('127.0.0.1:0')}"
+    await rpc.start()
+    server = SchedulerServer(SchedulerConfig(worker_addresses=(address,), scheduler_listen="127.0.0.1:0"))
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        await Service([worker], server, channel).until_health(True)
+    await server.stop()
+    await rpc.stop(None)
+
+
+async def test_the_log_of_an_ordinary_start_and_stop_has_no_warning():
+    with capture_logs() as lines:
+        worker = FakeWorker()
+        address = await worker.start(loading=True)
+        server = SchedulerServer(SchedulerConfig(worker_addresses=(address,), scheduler_listen="127.0.0.1:0"))
+        async with grpc.aio.insecure_channel(await server.start()) as channel:
+            await worker.load()
+            await Service([worker], server, channel).until_health(True)
+        await server.stop()
+        await worker.stop()
+    assert {line["event"] for line in lines} >= {"worker connected", "ready", "worker lost"}
+    assert [line for line in lines if line["log_level"] != "info"] == []
+
+
+async def test_the_log_warns_of_a_worker_that_is_lost():
+    async with start() as service:
+        with capture_logs() as lines:
+            await service.worker.stop()
+            await service.until_health(False)
+    assert "worker lost" in {line["event"] for line in lines if line["log_level"] == "warning"}
+
+
 @pytest.mark.parametrize(
     ("shape", "flags", "reason"),
     [
         ({"vocab_size": 100}, {}, "start both with the same model"),
-        ({"hydragen": False}, {"use_hydragen": True}, "flag use_hydragen=T: the worker, on .*, has no shared-prefix"),
         ({"max_micro_batches": 1}, {"pp_size": 2}, "start both with the same pp_size"),
     ],
 )
@@ -92,6 +144,16 @@ async def test_a_first_worker_that_can_never_be_used_ends_the_start_with_the_rea
         await asyncio.wait_for(serve(config, asyncio.Event()), 30)
     assert worker.streams == 0
     await worker.stop()
+
+
+async def test_a_worker_without_shared_prefix_attention_gets_no_groups():
+    worker = FakeWorker(FakeShape(hydragen=False))
+    flags = {"use_hydragen": True, "hydragen_min_group_size": 2, "hydragen_min_prefix_len": 16}
+    async with start(worker=worker, **flags) as service:
+        prompt = g.TokenPrompt(token_ids=[60] * 1024)
+        samples = await service.generate(tokens=prompt, n=128, stopping=g.Stopping(max_tokens=30))
+        assert {len(sample.tokens) for sample in samples.values()} == {30}
+        assert (await service.load()).counters.hydragen_rows == 0
 
 
 async def test_a_link_that_cannot_go_on_ends_the_scheduler_with_the_reason(monkeypatch):

@@ -97,3 +97,16 @@ def test_the_tokenizer_may_be_elsewhere(checkpoint, tmp_path):
     runner = boot(WorkerConfig(**flags, torch_num_threads=1)).runner
     assert runner.limits.grammars
     runner.close()
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_the_flag_bounds_the_top_logprobs_that_a_step_returns(checkpoint, most):
+    flags = {"model": str(checkpoint()), "kv_cache_num_tokens": 1024, "max_top_logprobs": most}
+    runner = boot(WorkerConfig(**flags, torch_num_threads=1)).runner
+    assert runner.limits.max_top_logprobs == most
+    runner.close()
+
+
+def test_numba_is_not_loaded_before_a_cpu_needs_it():
+    code = "import sys, services.worker.server; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

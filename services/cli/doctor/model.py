@@ -91,7 +91,8 @@ def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
         yield from_error("flags", error.message)
         return
     if config.use_hydragen is True:
-        yield fail("flags", "flag use_hydragen=T: only on cuda, and the workers would run on cpu", "leave it out")
+        text = "flag use_hydragen=T: has no effect where the workers run on cpu, as they would here"
+        yield warn("flags", text, "leave it out, or use device=cuda")
 
 
 def _refuse_fp8(config: DeploymentConfig, gpus: Sequence[Gpu]) -> None:

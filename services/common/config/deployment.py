@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config.gateway import GatewayConfig
 from services.common.config.scheduler import SchedulerConfig
+from services.common.config.service import LogLevel
 from services.common.config.worker import WorkerConfig
 from services.common.flags import AutoInt, Examples, Int
 
@@ -38,16 +39,12 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
         description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: by the"
         " number of processors and GPUs",
     )
+    gateway_log_level: LogLevel | None = Field(None, description="log_level of the gateways; default: log_level")
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
 
     @model_validator(mode="after")
     def _refuse_what_a_cpu_has_not(self) -> "DeploymentConfig":
         """A flag is honoured or refused, never ignored."""
-        if self.use_hydragen is True and self.device == "cpu":
-            raise ValueError(
-                "flag use_hydragen=T: a worker on cpu has no shared-prefix attention, only those on cuda have; leave"
-                " the flag out, or use device=cuda"
-            )
         if self.async_tp_threshold is not None and self.device == "cpu":
             raise ValueError(
                 f"flag async_tp_threshold={self.async_tp_threshold}: only on cuda, and device is cpu; leave it out, or"
@@ -57,6 +54,20 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
             raise ValueError(
                 "flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at kv_cache_dtype=auto, or use"
                 " device=cuda"
+            )
+        return self
+
+    @field_validator("gateway_log_level", mode="before")
+    @classmethod
+    def _level_in_capitals(cls, value: str | None) -> str | None:
+        return value.upper() if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _gateways_log_prompts(self) -> "DeploymentConfig":
+        if self.log_prompts and self.gateway_log_level not in (None, "DEBUG", "INFO"):
+            raise ValueError(
+                f"flag log_prompts=T: has no effect with gateway_log_level={self.gateway_log_level}; set"
+                " gateway_log_level=INFO"
             )
         return self
 

@@ -1,12 +1,14 @@
 """What every program takes."""
 
 import os
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.grpc import GrpcConfig
-from services.common.flags import Bool, Float, Strings
+from services.common.config.original import METHODS, ORIGINAL
+from services.common.flags import Bool, Float, Strings, Translation
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 LogFormat = Literal["auto", "json", "console"]
@@ -14,6 +16,9 @@ LogFormat = Literal["auto", "json", "console"]
 
 class ServiceConfig(GrpcConfig):
     """What every program takes."""
+
+    translations: ClassVar[Mapping[str, Translation]] = ORIGINAL
+    shorthands: ClassVar[Mapping[str, str]] = METHODS
 
     model: str = Field("builtin", description="Hugging Face directory or hub id; 'builtin' = the model in this package")
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")

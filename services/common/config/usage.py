@@ -13,7 +13,7 @@ _NAMES, _NARROWEST, _WIDEST = 36, 80, 160
 
 
 def usage(kind: type[Config]) -> str:
-    """What the program is for, examples, and a paragraph for each flag: name, default, meaning."""
+    """Return what the program is for, examples, and a paragraph for each flag: name, default, meaning."""
     program = os.path.basename(sys.argv[0])
     width = min(max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST), _WIDEST)
     examples: Examples = vars(kind).get("examples", ())
@@ -35,6 +35,10 @@ def usage(kind: type[Config]) -> str:
         lines += ["", *textwrap.wrap((group.__doc__ or "").split("\n\n")[0].strip().replace("``", ""), width)]
         for flag in flags:
             lines += _paragraph(flag, width)
+    others = [name for name in kind.known() if name in kind.translations]
+    if others:
+        text = "Flags of the original Tokasaurus are accepted, too; docs/flags.md says what each does here: "
+        lines += ["", *textwrap.wrap(f"{text}{', '.join(others)}.", width)]
     return "\n".join(lines)
 
 

@@ -56,6 +56,7 @@ class WorkerConfig(MetricsConfig):
         "auto", description="most sequences running at once (slots); auto: by the size of the KV cache"
     )
     max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
+    max_top_logprobs: Int = Field(20, ge=0, le=20, description="largest top_logprobs of a request")
     torch_compile: AutoBool = Field(
         "auto",
         description="compile the model's layers; on cpu this needs a C++ compiler; auto: where it makes steps faster",

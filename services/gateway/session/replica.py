@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 import numpy as np
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
 from services.common.rpc.channel import Dialer
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+_NO_WORKER = "NO_WORKER"  # a scheduler's reason to refuse sessions until its worker has loaded the model
+_HEALTH_TIMEOUT_S = 10.0  # of one Watch; the session is tried again behind it
+_BOOT_S = 10.0  # a scheduler that starts with the gateway listens by then; later its absence is a warning
 DRAINING = "draining"  # a scheduler's reason not to be ready: what it has goes on
 
 
@@ -69,6 +73,7 @@ class Replica:
         self._session: Session | None = None
         self._stub: SchedulerServiceAsyncStub | None = None
         self._trouble = "not connected yet"
+        self._started_at = 0.0
         self._boots = False
         self._stalled_since: float | None = None
 
@@ -175,20 +180,51 @@ class Replica:
 
     async def _connect_again_and_again(self) -> None:
         pause = self._timings.first_backoff
+        self._started_at = time.monotonic()
         while True:
             try:
                 async with self._dialer.open_aio(self.address) as channel:  # with the certificates of now
-                    await self._serve_one_session(channel)
+                    await self._serve_sessions(channel)
             except TokaError as error:
                 trouble = error
             except Exception as error:
                 log.exception("session failed", scheduler=self.address)
                 trouble = Unavailable(f"internal error: {type(error).__name__}")
-            if self._session is not None:
+            if self._session is not None or trouble.reason == _NO_WORKER:
                 pause = self._timings.first_backoff
             self._lost(trouble)
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, self._timings.last_backoff)
+
+    async def _serve_sessions(self, channel: grpc.aio.Channel) -> None:
+        """Open a session and serve it. While the scheduler has no worker yet, open it again as soon as it has one.
+        Always raises the ``TokaError`` that ended the last session."""
+        while True:
+            try:
+                await self._serve_one_session(channel)
+            except TokaError as error:
+                if error.reason != _NO_WORKER:
+                    raise
+                self._lost(error)
+                if not await self._becomes_ready(channel):
+                    raise
+
+    async def _becomes_ready(self, channel: grpc.aio.Channel) -> bool:
+        """Wait until the scheduler's health turns to SERVING, for a bounded time. Returns False if it was SERVING
+        already or cannot be watched, so that the caller pauses before the next try."""
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the types leave out its methods
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
+        was_ready = True
+        try:
+            async for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return not was_ready
+                was_ready = False
+        except grpc.RpcError as error:
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not was_ready
+        finally:
+            watch.cancel()
+        return False
 
     async def _serve_one_session(self, channel: grpc.aio.Channel) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -237,8 +273,10 @@ class Replica:
     def _lost(self, error: TokaError) -> None:
         reason = error.message
         if reason != self._trouble or self._session is not None:
-            log.warning("scheduler not available", scheduler=self.address, reason=reason)
-        self._trouble, self._boots = reason, error.reason == "NO_WORKER"
+            starting = self.model is None and time.monotonic() < self._started_at + _BOOT_S
+            write = log.info if starting or error.reason == _NO_WORKER else log.warning
+            write("scheduler not available", scheduler=self.address, reason=reason)
+        self._trouble, self._boots = reason, error.reason == _NO_WORKER
         lost = Unavailable(f"the scheduler was lost: {reason}; send the request again")
         self._drop_session(lost, self._kind_of_loss(error))
 

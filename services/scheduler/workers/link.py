@@ -1,5 +1,5 @@
-"""The step streams to the workers of a replica, kept up: connect, say hello, carry plans and results, and begin again
-when one is lost."""
+"""The step streams to the workers of a replica: connect as soon as the workers are ready, send the hello, carry plans
+and results, and connect again when a stream is lost."""
 
 import queue
 import threading
@@ -7,10 +7,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.workers.codec import decode_result
@@ -22,8 +23,12 @@ log = structlog.get_logger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 _INFO_TIMEOUT_S = 10.0
+_HEALTH_TIMEOUT_S = 10.0  # of one Watch; a new one begins while the worker answers that it is not ready
+_BOOT_S = 60.0  # a worker that starts with the scheduler listens by then; later its absence is a warning
 _READY_TIMEOUT_S = 30.0  # a hello that is not answered for so long never will be
 _FAREWELL_S = 2.0  # plans that were sent have reached the workers by then
+
+_NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 # What a rank's thread has to say: that it is ready (None), or how its stream ended.
 _Heard = queue.SimpleQueue[tuple[RankStream, str | Exception | None]]
@@ -59,12 +64,15 @@ class WorkerLink:
         self._useless = useless
         self._dialer = dialer
         self._served = False  # some workers were connected
+        self._said = ""  # why there is no worker, as reported last
+        self._started_at = 0.0
         self._stopping = threading.Event()
         self._calls: list[grpc.RpcContext] = []  # what the threads wait for
         self._stream: WorkerStream | None = None  # the one that is up
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
     def start(self) -> None:
+        self._started_at = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
@@ -86,7 +94,6 @@ class WorkerLink:
 
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_S
-        said = ""
         while not self._stopping.is_set():
             try:
                 reason, was_up = self._connect_once()
@@ -98,23 +105,31 @@ class WorkerLink:
                 return
             if was_up:
                 backoff = _FIRST_BACKOFF_S
-            if reason != said and not self._stopping.is_set():
-                log.warning("no worker", reason=reason)
-                if not was_up:
-                    self._events.worker_missing(reason)
-            said = "" if was_up else reason
+            self._report(reason, was_up=was_up)
             self._stopping.wait(backoff)
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
 
+    def _report(self, reason: str, *, was_up: bool = False) -> None:
+        """Log why there is no worker, and pass it on, unless that was done already. Not a warning while the workers may
+        still be starting."""
+        if self._stopping.is_set():
+            return
+        starting = not self._served and time.monotonic() < self._started_at + _BOOT_S
+        if reason != self._said:
+            (log.info if starting else log.warning)("no worker", reason=reason)
+            if not was_up:
+                self._events.worker_missing(reason)
+        self._said = "" if was_up else reason
+
     def _connect_once(self) -> tuple[str, bool]:
-        """One connection from beginning to end: (why it ended, whether it was up)."""
+        """Run one connection to its end. Returns why it ended, and whether plans could be sent on it."""
         self._calls = []
         with ExitStack() as channels:
-            stubs = {}
-            for address in self._addresses:
-                channel = channels.enter_context(self._dialer.open(address))
-                stubs[address] = worker_pb2_grpc.WorkerServiceStub(channel)
+            opened = {address: channels.enter_context(self._dialer.open(address)) for address in self._addresses}
+            stubs = {address: worker_pb2_grpc.WorkerServiceStub(channel) for address, channel in opened.items()}
             try:
+                for address, channel in opened.items():
+                    self._await_health(address, channel)
                 infos = self._ask(stubs)
                 info = as_one(infos)
                 self._check(info)
@@ -132,8 +147,32 @@ class WorkerLink:
                     self._useless(reason)
         lost, self._stream = self._stream, None
         if lost is not None:
-            self._events.worker_lost(lost, "the scheduler stops" if self._stopping.is_set() else reason)
+            stopping = self._stopping.is_set()
+            self._events.worker_lost(lost, "the scheduler stops" if stopping else reason, stopping=stopping)
         return reason, lost is not None
+
+    def _await_health(self, address: str, channel: grpc.Channel) -> None:
+        """Block until the worker reports SERVING, for as long as it answers that it is not ready. A worker whose health
+        cannot be watched is asked at once. Raises ``Unready`` if there is no connection to it."""
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the types leave out its methods
+        while not self._stopping.is_set():
+            answered = False
+            request = health_pb2.HealthCheckRequest()
+            watch = self._waiting_for(stub.Watch(request, timeout=_HEALTH_TIMEOUT_S, wait_for_ready=True))
+            try:
+                for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                    answered = True
+                    self._report(f"worker {address} is not ready yet: it may still be loading its model")
+            except grpc.RpcError as error:
+                if error.code() not in _NO_CONNECTION:
+                    return
+                if not (answered and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise Unready(_named(address, error)) from error
+            finally:
+                watch.cancel()
+        raise Unready("stopping")
 
     def _ask(self, stubs: dict[str, worker_pb2_grpc.WorkerServiceStub]) -> dict[str, worker_pb2.WorkerInfo]:
         """What each worker is."""
@@ -196,7 +235,7 @@ class WorkerLink:
 
     def _serve(self, stream: WorkerStream, heard: _Heard) -> str:
         """Until the end of the first stream: why."""
-        self._stream, self._served = stream, True
+        self._stream, self._served, self._said = stream, True, ""
         log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
         self._events.worker_connected(stream)
         while (ended := heard.get()[1]) is None:  # one that says again that it is ready

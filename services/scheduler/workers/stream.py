@@ -22,7 +22,8 @@ class WorkerEvents(Protocol):
 
     def worker_answered(self, stream: "WorkerStream", answer: "Answer") -> None: ...
 
-    def worker_lost(self, stream: "WorkerStream", reason: str) -> None: ...
+    def worker_lost(self, stream: "WorkerStream", reason: str, *, stopping: bool = False) -> None:
+        """The connection has ended. ``stopping``: the scheduler ended it."""
 
     def worker_missing(self, reason: str) -> None:
         """There is none, for another reason than the last time that this was said."""

@@ -3,6 +3,7 @@
 import threading
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,7 +11,6 @@ import torch
 from services.worker.attention.base import AttentionBackend
 from services.worker.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.fused_cpu import FusedDecoder
 from services.worker.runner.checks import check_plan
 from services.worker.runner.inputs import Shard, StepInputs, build
 from services.worker.runner.plan import (
@@ -31,6 +31,9 @@ from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
 from services.worker.sampling.sampler import NOTHING, concatenate, sample
 
+if TYPE_CHECKING:
+    from services.worker.models.fused_cpu import FusedDecoder  # loads numba, which CUDA does not need
+
 Outcome = tuple[Sampled, list[Scored]]  # of a part of a batch
 
 
@@ -44,7 +47,7 @@ class StepRunner:
         attention: AttentionBackend,
         limits: Limits,
         threads: ShardThreads,
-        fused: FusedDecoder | None = None,
+        fused: "FusedDecoder | None" = None,
         grammars: SlotGrammars | None = None,
     ) -> None:
         """``fused``: what runs decode steps instead of ``model``, where there is such a thing. ``grammars``: None where
