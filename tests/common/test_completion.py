@@ -106,7 +106,8 @@ def test_bash_offers_every_name_and_every_choice(tmp_path):
     assert offered("toka ") == [*names, "help"]
     assert sorted(offered("toka tp_size=2 log_")) == ["log_format=", "log_level=", "log_prompts="]
     assert offered("toka device=") == ["auto", "cpu", "cuda"]
-    assert offered("toka torch_compile=") == ["T", "F"]
+    assert offered("toka torch_compile=") == ["auto", "T", "F"]
+    assert offered("toka watchdog=") == ["T", "F"]
     assert offered("toka port=") == []
 
 
