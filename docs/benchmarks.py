@@ -55,7 +55,7 @@ def draw(target: Path) -> None:
     figure.text(
         0.5,
         0.012,
-        "One NVIDIA H200, Llama-3.2-1B shape, bf16; this server without tuning flags; docs/performance.md has the commands",
+        "One NVIDIA H200, Llama-3.2-1B shape, bf16; this server without tuning flags; see docs/performance.md",
         ha="center",
         fontsize=9,
     )
