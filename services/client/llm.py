@@ -91,7 +91,8 @@ class LLM:
         if asked and isinstance(asked[0], Integral):
             asked = [cast("list[int]", asked)]
         each = self._each(params, len(asked))
-        return self._answer([Request(prompt, one) for prompt, one in zip(asked, each, strict=True)], progress)
+        requests = [Request(prompt, one, parsers=self._parsers) for prompt, one in zip(asked, each, strict=True)]
+        return self._answer(requests, progress)
 
     def chat(
         self,
@@ -127,7 +128,7 @@ class LLM:
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             request = Request(None, params, cast("Conversation", prompt), parsers=self._parsers)
         else:
-            request = Request(cast("Prompt", prompt), params)
+            request = Request(cast("Prompt", prompt), params, parsers=self._parsers)
         news = self._runner.stream(request)
 
         async def following() -> list[StreamOutput] | None:

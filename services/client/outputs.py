@@ -40,7 +40,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
-    prompt_logprobs: list[dict[str, Any] | None] | None = None  # by token id, the first one's None; None: not asked for
+    # By token id, from prompt_logprobs_start; the entry of the prompt's first token is None. None: not asked for.
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     error: TokaError | None = None
 
     @property

@@ -33,11 +33,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # of the tokens, and so many of the most likely ones
+    logprobs_mode: str | None = None  # raw or processed; None: the server's
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int | None = None  # position of the first prompt token to score
     logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    thinking_token_budget: int | None = None  # most tokens of the reasoning section
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None  # left (the default) or right: the side that a longer prompt loses
     add_special_tokens: bool = True  # to prompts of text

@@ -17,9 +17,9 @@ from services.common.text.vocabulary import Vocabulary
 from services.gateway.http import Caller
 from services.gateway.job import Grammar, Job, Settings
 from services.gateway.openai.conversation import Prompt as Rendered
-from services.gateway.openai.conversation import check_tools, make_grammar, render
+from services.gateway.openai.conversation import check_tools, continued, make_grammar, render
 from services.gateway.openai.errors import to_body
-from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
+from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, Thoughts, explain
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
     check_grammar,
@@ -33,6 +33,7 @@ from services.gateway.openai.jobs import (
 from services.gateway.openai.messages import ConversationBody
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.parse import parse
+from services.gateway.openai.thinking import limit_thinking
 from services.gateway.session.codec import ModelFacts
 from services.gateway.text import TextEngine
 
@@ -138,6 +139,7 @@ class _Encoded(NamedTuple):
 async def _encode(text: TextEngine, facts: ModelFacts, request: Request, settings: Settings) -> _Encoded:
     if request.conversation is not None:
         return await _encode_chat(text, facts, request, request.conversation, settings)
+    settings = _limited(text, facts, request, settings, None)
     if isinstance(request.prompt, str):
         special = request.params.add_special_tokens
         [ids] = await text.encode([request.prompt], max_tokens=None, field="prompt", add_special_tokens=special)
@@ -160,7 +162,21 @@ async def _encode_chat(
     if grammar is not settings.grammar:
         check_grammar(request.params.body, facts, grammar)
         settings = replace(settings, grammar=grammar)
+    settings = _limited(text, facts, request, settings, prompt.thoughts(continued(body)))
     return _Encoded(prompt.ids, settings)
+
+
+def _limited(
+    text: TextEngine, facts: ModelFacts, request: Request, settings: Settings, thoughts: Thoughts | None
+) -> Settings:
+    """Return ``settings`` with the thinking budget of ``request``. ``thoughts``: as of ``limit_thinking``."""
+    if (tokens := request.params.thinking_token_budget) is None:
+        return settings
+    return limit_thinking(settings, tokens, _formats(request.parsers, text), facts, thoughts)
+
+
+def _formats(parsers: Mapping[str, str], text: TextEngine) -> OutputFormats:
+    return OutputFormats.of(GatewayConfig.model_validate(parsers), text.tokenizer)
 
 
 async def _grammar(
@@ -170,7 +186,7 @@ async def _grammar(
     strict = any(tool.function.strict for tool in body.tools or ())
     if wanted is None and not strict:
         return None
-    formats = OutputFormats.of(GatewayConfig.model_validate(parsers), text.tokenizer)
+    formats = _formats(parsers, text)
     tools = check_tools(formats, body, None)
     return await make_grammar(text, formats, body, prompt, tools, wanted, choice=None, parallel=True)
 

@@ -231,7 +231,8 @@ class Runner:
         if top is None:
             return None
         scores = generation.prompt_scores[0]
-        return prompt_logprobs(prepared.job.prompt_ids, scores, top, self.text.token_text)
+        start = prepared.job.settings.prompt_logprobs_start
+        return prompt_logprobs(prepared.job.prompt_ids, scores, top, self.text.token_text, start)
 
     def _news(self, prepared: Prepared, choice: Choice, transcripts: dict[int, Transcript]) -> StreamOutput:
         transcript = transcripts.get(choice.index)

@@ -119,6 +119,7 @@ class Generation:
         self.first_token_at: float | None = None
         self._streaming = streaming
         self.settings = jobs[0].settings if jobs else Settings()
+        self._first_scored = max(1, self.settings.prompt_logprobs_start)
         self.logprobs = any(job.settings.logprobs for job in jobs)
         self.fed = streaming or self.logprobs  # token by token, by ``feed``; else all come at the end
         self._unaccepted = len(self.calls)
@@ -145,11 +146,15 @@ class Generation:
             self._wake()
 
     def score(self, prompt_index: int, scores: PromptScores) -> None:
-        """Log-probabilities of a prompt, before the first token behind it. What does not follow on what was told was
-        asked for before a loss."""
+        """Append log-probabilities of a prompt, which come before the first token behind it.
+
+        Scores before the next position to append are dropped: a scheduler that does not know prompt_logprobs_start
+        sends them. Scores after it were asked for before a loss, and come again.
+        """
         told = self.prompt_scores[prompt_index]
-        if scores.start == 1 + _scored(told):
-            told.append(scores)
+        known = self._first_scored + _scored(told) - scores.start
+        if 0 <= known < len(scores.logprobs):
+            told.append(scores.behind(known) if known else scores)
 
     def feed(self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None) -> None:
         """New tokens of one choice."""
@@ -234,7 +239,7 @@ class Generation:
                 runs.append([])
             runs[-1].append(choice)
         scores, told = part.scores, self.prompt_scores[left[0].prompt_index]
-        if scores and _scored(told) >= len(job.prompt_ids) - 1:
+        if scores and _scored(told) >= len(job.prompt_ids) - self._first_scored:
             scores = False
         elif scores:
             told.clear()  # they come again

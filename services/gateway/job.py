@@ -61,7 +61,11 @@ class Settings:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones
+    prompt_logprobs_start: int = 0  # position of the first prompt token to score
+    processed_logprobs: bool | None = None  # of the distribution that tokens are drawn from; None: the server's default
     grammar: Grammar | None = None
+    thinking_tokens: int | None = None  # most tokens of the reasoning section
+    thinking_opened: bool | None = None  # the section is open where the prompt ends; None: as the prompt's tokens say
     priority: Priority = Priority.NORMAL
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller

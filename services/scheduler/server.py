@@ -10,6 +10,7 @@ import structlog
 
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
+from services.common.logprobs_mode import PROCESSED
 from services.common.metrics.server import serve_metrics
 from services.common.model_files import read_card
 from services.common.process import Stop, collect_seldom
@@ -80,7 +81,8 @@ class SchedulerServer:
         if card.defaults.ignored:
             log.warning("generation_config.json: settings that are not followed", settings=list(card.defaults.ignored))
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer or str(card.directory))
-        self.model = ServedModel(card, tokenizer, config.max_samples_per_request)
+        processed = config.logprobs_mode == PROCESSED
+        self.model = ServedModel(card, tokenizer, config.max_samples_per_request, processed_logprobs=processed)
         self._core = Scheduler(
             tokenizer.vocabulary.token_bytes,
             card.vocab_size,

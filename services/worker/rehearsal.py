@@ -10,7 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.worker.runner.plan import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
+from services.common.thinking import ThinkingBudget
+from services.worker.runner.plan import (
+    NO_GROUPS,
+    Admission,
+    Batch,
+    Groups,
+    Limits,
+    Plan,
+    SamplingSettings,
+)
 
 _NONE = np.empty(0, np.int64)
 PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np.float32))
@@ -40,9 +49,19 @@ def every_feature(limits: Limits) -> SamplingSettings:
     return _guided(adjusted(limits), limits)
 
 
-def adjusted_only() -> SamplingSettings:
-    """A bias and penalties, and no truncation of what they leave."""
-    return _adjusted(WARM)
+def adjusted_only(limits: Limits) -> SamplingSettings:
+    """Return settings with a bias, penalties and processed log-probabilities, and without truncation."""
+    return _adjusted(_processed(replace(WARM, top_logprobs=unadjusted(limits).top_logprobs)))
+
+
+def processed(limits: Limits) -> SamplingSettings:
+    """Return settings with truncation and processed log-probabilities, whose logits change at a forced token only."""
+    return _processed(unadjusted(limits))
+
+
+def _processed(settings: SamplingSettings) -> SamplingSettings:
+    """Return ``settings`` with processed log-probabilities and a thinking budget that is used up at once."""
+    return replace(settings, logprobs=True, processed_logprobs=True, thinking=ThinkingBudget(0, 0))
 
 
 def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
@@ -122,11 +141,10 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
     grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
     size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
     beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
-    sizes = {1, min(9, most), min(_MANY, most)}
-    kinds = [(PLAIN, sizes | {most}), *((each, sizes) for each in (WARM, unadjusted(limits), adjusted_only()))]
-    kinds.append((adjusted(limits), sizes))
+    sizes, few = {1, min(9, most), min(_MANY, most)}, {1, min(9, most), min(_GUIDED, most)}
+    kinds = [(PLAIN, sizes | {most}), *((each, sizes) for each in (WARM, unadjusted(limits), adjusted_only(limits)))]
+    kinds += [(processed(limits), few), (adjusted(limits), sizes)]
     if limits.grammars:
-        few = {1, min(9, most), min(_GUIDED, most)}
         kinds += [(_guided(PLAIN, limits), few), (every_feature(limits), few)]
     for settings, counts in kinds:
         for rows in sorted(counts):

@@ -26,7 +26,7 @@ from services.worker.progress import BootProgress
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "1.6"
+CONTRACT_VERSION = "1.7"
 MAX_PLANS_IN_FLIGHT = 16
 STOP_GRACE_S = 5.0
 
@@ -140,6 +140,8 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
         max_micro_batches=limits.max_micro_batches,
         prompt_logprobs=True,
         grammars=limits.grammars,
+        processed_logprobs=True,
+        thinking_budgets=True,
         tensor_parallel=worker_pb2.Rank(rank=ranks.tp_rank, size=ranks.tp_size),
         pipeline_parallel=worker_pb2.Rank(rank=ranks.pp_rank, size=ranks.pp_size),
         data_parallel_rank=config.dp_rank,

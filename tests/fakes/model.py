@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.packed import fill
+from services.common.thinking import OPENING_TOKENS
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.violation import Violation as Violation
@@ -13,6 +14,9 @@ from tests.fakes.grammars import FollowedGrammars
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _MASK = (1 << 64) - 1
+
+PROCESSED_LESS = 0.5  # by which the fake's processed log-probabilities are less than its raw ones
+MOST_DRAWABLE = 3
 
 # (tokens so far, sample index) -> next token, or None to leave the choice to the hash.
 Script = Callable[[Sequence[int], int], int | None]
@@ -34,6 +38,8 @@ class FakeShape:
     max_micro_batches: int = 8
     prompt_logprobs: bool = True
     grammars: bool = True  # of the built-in model's tokenizer
+    processed_logprobs: bool = True
+    thinking_budgets: bool = True
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -56,9 +62,29 @@ class FakeShape:
             max_top_logprobs=self.max_top_logprobs, max_plans_in_flight=self.max_plans_in_flight,
             hydragen=bool(self.hydragen), max_micro_batches=self.max_micro_batches,
             prompt_logprobs=bool(self.prompt_logprobs), grammars=bool(self.grammars),
+            processed_logprobs=bool(self.processed_logprobs), thinking_budgets=bool(self.thinking_budgets),
             tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
             pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip
+
+
+class FollowedBudget:
+    """The thinking budget of one slot, by its definition."""
+
+    def __init__(self, admission: plan_pb2.Admission) -> None:
+        tokens = list(admission.token_ids)
+        self._budget = admission.sampling.thinking
+        self.answer = tokens[admission.prompt_tokens or len(tokens) :]
+
+    def next_token(self, token: int) -> int:
+        """Return ``token``, or the one that ends the section."""
+        thoughts = self.answer
+        if self._budget.HasField("begin_token_id"):
+            if self._budget.begin_token_id not in thoughts[:OPENING_TOKENS]:
+                return token
+            thoughts = thoughts[thoughts.index(self._budget.begin_token_id) + 1 :]
+        used_up = len(thoughts) >= self._budget.tokens and self._budget.end_token_id not in thoughts
+        return self._budget.end_token_id if used_up else token
 
 
 class FakeModel:
@@ -71,6 +97,8 @@ class FakeModel:
         self.noise = np.zeros(shape.max_slots, np.uint64)
         self.logprobs = np.zeros(shape.max_slots, bool)
         self.top_logprobs = np.zeros(shape.max_slots, np.int64)
+        self.processed = np.zeros(shape.max_slots, bool)
+        self.thinking: dict[int, FollowedBudget] = {}
         self.tokens: dict[int, list[int]] = {}  # slot -> tokens so far; kept only for a script
         self.sample_index: dict[int, int] = {}
         self.grammars = FollowedGrammars()
@@ -111,6 +139,10 @@ class FakeModel:
         self.logprobs[slot], self.top_logprobs[slot] = sampling.logprobs, sampling.top_logprobs
         self.sample_index[slot] = sampling.sample_index
         self.grammars.admit(admission)
+        self.processed[slot] = sampling.processed_logprobs
+        self.thinking.pop(slot, None)
+        if sampling.HasField("thinking"):
+            self.thinking[slot] = FollowedBudget(admission)
         if self.script is not None:
             self.tokens[slot] = list(admission.token_ids)
 
@@ -122,7 +154,13 @@ class FakeModel:
             for row, slot in enumerate(slots.tolist()):
                 token = self.script(self.tokens[slot], self.sample_index[slot])
                 tokens[row] = tokens[row] if token is None else token
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self.thinking:
+                tokens[row] = self.thinking[slot].next_token(int(tokens[row]))
         self.grammars.follow(slots, tokens)
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self.thinking:
+                self.thinking[slot].answer.append(int(tokens[row]))
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True) if self.script is not None else ():
             self.tokens[slot].append(token)
         self.checker.sampled(tokens)
@@ -151,15 +189,17 @@ class FakeModel:
         asked = self.logprobs[slots]
         if not asked.any():
             return
-        chosen = chosen_logprob(tokens)
+        chosen = chosen_logprob(tokens) - np.where(self.processed[slots], PROCESSED_LESS, 0)
         fill(result, "logprobs", np.where(asked, chosen, np.nan).astype(np.float32))
         counts = np.where(asked, self.top_logprobs[slots], 0)
+        # Of a processed row no more than MOST_DRAWABLE tokens can be drawn.
+        counts = np.where(self.processed[slots], np.minimum(counts, MOST_DRAWABLE), counts)
         if counts.any():
             fill(result, "top_counts", counts)
-            for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
+            for token, count, slot in zip(tokens.tolist(), counts.tolist(), slots.tolist(), strict=True):
                 ids = top_token_ids(token, count, self.shape.vocab_size)
                 fill(result, "top_token_ids", ids)
-                fill(result, "top_logprobs", chosen_logprob(ids))
+                fill(result, "top_logprobs", chosen_logprob(ids) - PROCESSED_LESS * self.processed[slot])
 
 
 def continuation(

@@ -9,6 +9,8 @@ from tests.gateway.deployment import Deployment
 
 _USER, _END, _ASSISTANT = 3, 1, 4  # of the built-in model's tokenizer
 
+THINKING_TOKENS = {"<think>": 2046, "</think>": 2047}  # once they are added
+
 QWEN = """\
 {%- if tools -%}<|system|># Tools
 {% for tool in tools %}{{ tool | tojson }}
@@ -53,9 +55,26 @@ def make_model(directory: Path, template: str) -> Path:
     return directory
 
 
-def start_parrot(directory: Path, template: str, **gateway) -> Deployment:
+def add_thinking_tokens(model: Path) -> Path:
+    """Make <think> and </think> tokens of ``model``, as those of models that think are.
+
+    They take the places of the last two merges of the built-in model's tokenizer, which no other merge needs.
+    """
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    for merge, (mark, token) in zip((["'", "ll"], ["d", "er"]), THINKING_TOKENS.items(), strict=True):
+        tokenizer["model"]["merges"].remove(merge)
+        assert tokenizer["model"]["vocab"].pop("".join(merge)) == token
+        kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+        tokenizer["added_tokens"].append({"id": token, "content": mark, **kind})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return model
+
+
+def start_parrot(directory: Path, template: str, *, thinking_tokens: bool = False, **gateway) -> Deployment:
     """Whatever the user says last is the answer, and then its end."""
     model = make_model(directory / "parrot", template)
+    if thinking_tokens:
+        add_thinking_tokens(model)
     return Deployment(
         directory,
         worker={"parrot_ids": f"{_USER},{_END},{_ASSISTANT}"},

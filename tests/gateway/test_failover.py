@@ -10,7 +10,7 @@ from services.gateway.failover import Failover
 from services.gateway.generation import Call, Generation
 from services.gateway.job import Job, Settings
 from services.gateway.metrics import RequestMetrics
-from services.gateway.session.codec import Ending, PromptScores
+from services.gateway.session.codec import Ending, PromptScores, encode_submit
 from services.gateway.trial import PROVEN, SUSPICIOUS
 
 LOST = Unavailable("the scheduler was lost: it died; send the request again")
@@ -127,6 +127,26 @@ def test_scores_of_a_prompt_that_were_asked_for_twice_are_taken_once():
     for place in (1, 1, 2, 2, 1):
         running.score(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
     assert [scores.start for scores in running.prompt_scores[0]] == [1, 2]
+
+
+def test_scores_before_the_position_that_was_asked_for_are_dropped():
+    """A scheduler that does not know prompt_logprobs_start sends them all."""
+    running = generation(prompt_logprobs=1, prompt_logprobs_start=2)
+    running.score(0, PromptScores(1, np.arange(2, dtype=np.float32), *[np.zeros((2, 0))] * 3))
+    [scores] = running.prompt_scores[0]
+    assert (scores.start, scores.logprobs.tolist()) == (2, [1.0])
+    [call] = running.lost(tokens(running, 0))
+    assert not call.part.scores  # the last of three tokens was the only one
+
+
+def test_a_sample_goes_on_with_its_thinking_budget():
+    """The scheduler counts what was generated, and looks at the prompt alone."""
+    running = generation(thinking_tokens=8)
+    [call] = running.lost({running.choices[0]: np.array([4, 5], np.uint32)})
+    request = encode_submit(call.part).submit.request
+    assert request.sampling.thinking.tokens == 8
+    assert not request.sampling.thinking.HasField("opened")
+    assert (request.resume.generated_tokens, list(request.tokens.token_ids)) == (2, [1, 2, 3, 4, 5])
 
 
 def test_only_what_is_lost_is_sent_again():

@@ -119,6 +119,27 @@ def test_prompt_logprobs_by_name(deployment, tokenizer, top):
     assert "prompt_logprobs" not in deployment.chat(max_tokens=2).json()
 
 
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_prompt_logprobs_from_a_position(deployment, tokenizer, start):
+    """The entries from there on, and nothing before it."""
+    prompt = tokenizer.encode("Tom has 3 apples and 5 pears")
+    body = {"prompt": prompt, "max_tokens": 2, "n": 2, "prompt_logprobs": 2, "prompt_logprobs_start": start}
+    for choice in deployment.complete(**body).json()["choices"]:
+        assert choice["prompt_logprobs"] == expected_prompt_logprobs(tokenizer, prompt, 2)[start:]
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    chat = deployment.chat(max_tokens=2, prompt_logprobs=1, prompt_logprobs_start=1).json()
+    assert chat["prompt_logprobs"] == expected_prompt_logprobs(tokenizer, prompt, 1)[1:]
+
+
+@pytest.mark.parametrize(("start", "cached"), [(1, 0), (1600, 1584), (1601, 1600), (1699, 1696)])
+def test_a_cached_prefix_before_the_position_is_not_computed_again(deployment, start, cached):
+    body = {"prompt": LONG, "max_tokens": 1, "prompt_logprobs": 0}
+    whole = deployment.complete(**body).json()
+    answer = deployment.complete(**body, prompt_logprobs_start=start).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+    assert answer["choices"][0]["prompt_logprobs"] == whole["choices"][0]["prompt_logprobs"][start:]
+
+
 def test_an_echo_and_a_name_may_ask_for_different_numbers(deployment):
     body = {"prompt": [60, 61, 62], "max_tokens": 1, "prompt_logprobs": 4, "logprobs": 1, "echo": True}
     choice = deployment.complete(**body).json()["choices"][0]
@@ -136,6 +157,11 @@ def test_an_echo_and_a_name_may_ask_for_different_numbers(deployment):
         ({"prompt_logprobs": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs_start": 1}, "prompt_logprobs_start"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_start": -1}, "prompt_logprobs_start"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_start": 100}, "prompt_logprobs_start"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_start": 1, "echo": True, "logprobs": 1}, "prompt_logprobs_start"),
+        ({"logprob_start_len": 1}, "logprob_start_len"),
     ],
 )
 def test_what_is_wrong_is_named(deployment, body, param):

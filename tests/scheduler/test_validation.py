@@ -70,6 +70,29 @@ WRONG = [
     ({"output": g.Output(top_logprobs=2)}, "output.top_logprobs", "needs logprobs"),
     ({"output": g.Output(logprobs=True, top_logprobs=21)}, "output.top_logprobs", "0 to 20"),
     ({"output": g.Output(prompt_logprobs=21)}, "output.prompt_logprobs", "0 to 20"),
+    ({"output": g.Output(prompt_logprobs_start=1)}, "output.prompt_logprobs_start", "needs prompt_logprobs"),
+    (
+        {"output": g.Output(prompt_logprobs=0, prompt_logprobs_start=4)},
+        "output.prompt_logprobs_start",
+        "less than the 4 tokens of the prompt",
+    ),
+    ({"output": g.Output(logprobs=True, logprobs_mode=3)}, "output.logprobs_mode", "3 is not a LogprobsMode"),
+    ({"sampling": g.Sampling(thinking=g.ThinkingBudget())}, "sampling.thinking.tokens", "not set"),
+    (
+        {"sampling": g.Sampling(thinking=g.ThinkingBudget(tokens=4))},
+        "sampling.thinking.end_token_id",
+        "no single token </think>: set end_token_id",
+    ),
+    (
+        {"sampling": g.Sampling(thinking=g.ThinkingBudget(tokens=4, end_token_id=5, opened=False))},
+        "sampling.thinking.begin_token_id",
+        "no single token <think>: set begin_token_id",
+    ),
+    (
+        {"sampling": g.Sampling(thinking=g.ThinkingBudget(tokens=4, end_token_id=2048, opened=True))},
+        "sampling.thinking.end_token_id",
+        "ids 0 to 2047",
+    ),
     (
         {"output": g.Output(special_tokens=True), "stopping": g.Stopping(strings=["x"])},
         "output.special_tokens",
@@ -127,6 +150,21 @@ async def test_too_large_for_the_pool_says_what_to_raise():
         assert "kv_cache_num_tokens" in error.details()
         samples = await service.generate(tokens=TOKENS)  # as much as there is
         assert samples[0].finish.usage.completion_tokens == 4 * 16 + 1 - 4
+
+
+async def test_what_an_older_worker_does_not_take_is_refused():
+    asked = [
+        ({"sampling": g.Sampling(thinking=g.ThinkingBudget(tokens=1, end_token_id=5))}, "sampling.thinking"),
+        ({"output": g.Output(logprobs=True, logprobs_mode=g.LOGPROBS_MODE_PROCESSED)}, "output.logprobs_mode"),
+    ]
+    async with start(FakeShape(processed_logprobs=False, thinking_budgets=False)) as service:
+        for fields, field in asked:
+            error = await status_of(service.stub.Generate(g.GenerateRequest(tokens=TOKENS, **fields)))
+            mine = from_status(rpc_status.from_call(error))
+            assert (error.code(), mine.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+            assert "newer worker" in mine.message
+        raw = g.Output(logprobs=True, logprobs_mode=g.LOGPROBS_MODE_RAW)
+        assert (await service.generate(tokens=TOKENS, output=raw, stopping=g.Stopping(max_tokens=1)))[0].chosen
 
 
 async def test_another_model_is_not_found():

@@ -10,6 +10,7 @@ import torch
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.thinking import ThinkingBudget
 from services.worker import memory
 from services.worker.boot import make_cache, make_limits
 from services.worker.layers.fp8 import FP8
@@ -205,14 +206,17 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
         {"temperature": 1.3, "top_k": 3, "logprobs": True, "top_logprobs": 4},
         {"temperature": 0.9, "min_p": 0.2, "frequency_penalty": 1.0, "repetition_penalty": 1.4},
         {"bias_token_ids": np.array([3, 4]), "bias_values": np.array([4.0, -9.0], np.float32), "logprobs": True},
+        {"temperature": 1.1, "top_k": 2, "logprobs": True, "top_logprobs": 3, "processed_logprobs": True},
+        {"temperature": 0.8, "logprobs": True, "thinking": ThinkingBudget(1, 7)},
     ]
     outcomes = []
     for driver in (plain, cuda(8, pieces=pieces)):
         driver.reset()
         admissions = tuple(admission(slot, [11 + slot, 12, 13], [slot], **row) for slot, row in enumerate(rows))
-        steps = [driver.run(admissions=admissions, batch=batch(range(5), [3] * 5))]
-        appended = {"append_slots": [0, 1, 2, 3, 4], "append_pages": [10, 11, 12, 13, 14]}
-        steps += [driver.run(batch=batch(range(5)), **appended)]
+        count = len(rows)
+        steps = [driver.run(admissions=admissions, batch=batch(range(count), [3] * count))]
+        appended = {"append_slots": list(range(count)), "append_pages": list(range(10, 10 + count))}
+        steps += [driver.run(batch=batch(range(count)), **appended)]
         steps += [driver.run() for _ in range(2)]
         outcomes.append([step.sampled for step in steps])
     for expected, found in zip(*outcomes, strict=True):

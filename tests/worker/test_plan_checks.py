@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.common.errors import FailedPrecondition, InvalidRequest
+from services.common.thinking import ThinkingBudget
 from services.worker.runner.group_checks import check_groups
 from services.worker.runner.plan import Admission, Batch, Groups, Limits
 from services.worker.runner.slots import SlotTable
@@ -55,6 +56,18 @@ WRONG_WHATEVER_THE_STATE = {
     "repetition_penalty": (new(repetition_penalty=-1.0), "repetition_penalty=-1.0: expected more than 0"),
     "frequency_penalty": (new(frequency_penalty=NAN), "frequency_penalty=nan: expected -2 to 2"),
     "presence_penalty": (new(presence_penalty=2.5), "presence_penalty=2.5: expected -2 to 2"),
+    "thinking end": (
+        new(thinking=ThinkingBudget(1, 400)),
+        "thinking.end_token_id: token 400 is out of range, vocab_size=400",
+    ),
+    "thinking begin": (
+        new(thinking=ThinkingBudget(1, 3, 400)),
+        "thinking.begin_token_id: token 400 is out of range, vocab_size=400",
+    ),
+    "prompt_logprobs_start": (
+        new(prompt_logprobs=0, prompt_logprobs_start=5),
+        "prompt_logprobs_start=5: expected less than the 5 tokens of the prompt",
+    ),
     "top_logprobs": (new(top_logprobs=21), "top_logprobs=21: expected at most 20"),
     "bias token": (
         new(bias_token_ids=np.array([400]), bias_values=np.ones(1, np.float32)),

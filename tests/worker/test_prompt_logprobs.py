@@ -64,6 +64,26 @@ def test_only_what_is_computed_of_the_prompt_has_them(checkpoint, reference, run
     assert np.allclose(parts[0].logprobs, wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [40, 7, 1])
+@pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (9, 0), (33, 32), (34, 32), (39, 32), (39, 0)])
+def test_only_tokens_from_the_start_are_scored(checkpoint, reference, runner_for, start, cached, chunk):
+    """With what they have where the whole prompt is computed."""
+    driver, prompt = runner_for(), prompt_of(40)
+    score(driver, prompt, chunk=40)
+    driver.run(releases=[1], batch=batch([0]))
+    parts = score(driver, prompt, chunk=chunk, cached=cached, prompt_logprobs_start=start)
+    places = [place for part in parts for place in range(part.start, part.start + len(part.logprobs))]
+    assert places == list(range(max(1, start), 40))
+    wanted = expected(reference(checkpoint()), prompt)[torch.tensor(places) - 1, torch.tensor(prompt)[places]]
+    assert np.allclose(np.concatenate([part.logprobs for part in parts]), wanted, atol=1e-4)
+
+
+def test_a_start_behind_the_prompt_is_refused(runner_for):
+    wanted = admission(1, [7, 8], [1], prompt_logprobs=0, prompt_logprobs_start=2)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs_start=2: expected less than the 2 tokens of the prompt"):
+        runner_for().run(admissions=(wanted,), batch=batch([1], [2]))
+
+
 def test_generated_tokens_have_none(runner_for):
     driver, prompt = runner_for(), prompt_of(20)
     admitted = admission(1, prompt, [1, 2], prompt_logprobs=1)

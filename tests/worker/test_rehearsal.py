@@ -63,6 +63,14 @@ def test_rows_are_cut_and_reported_with_and_without_changes_to_their_logits():
     assert any(each.biased is not None and each.penalised is not None for each in adjusted)
 
 
+def test_processed_logprobs_and_forced_tokens_are_rehearsed_with_and_without_truncation():
+    slices = [part for _, parts in run(USUAL, rehearsal.every_kind(USUAL)) for part in parts]
+    processed = [each for part in slices for each in part.adjusted if each.processed is not None]
+    assert {each.truncated is not None for each in processed} == {False, True}
+    assert {each.truncated is not None for each in processed if each.forced is not None} == {False, True}
+    assert all(each.processed.with_top for each in processed)
+
+
 def test_rows_with_grammars_are_among_them_where_there_are_grammars():
     """Alone and beside all else; kernels differ by what is cut."""
     for grammars in (True, False):

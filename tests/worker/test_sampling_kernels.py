@@ -81,11 +81,11 @@ def assert_same(found: Sampled, expected: Sampled) -> None:
 def told_apart(sampled: Sampled) -> np.ndarray:
     """Which of the most likely tokens have neighbours of other log-probabilities: equal ones come in any order, and
     which of them is a row's last is anybody's choice."""
-    logprobs, ends = sampled.top_logprobs, np.cumsum(sampled.top_counts)
+    logprobs, ends = sampled.top_logprobs, np.cumsum(sampled.top_counts)[sampled.top_counts > 0]
     apart = np.abs(np.diff(logprobs)) > 1e-4
     apart[ends[:-1] - 1] = True
     found = np.concatenate(([True], apart)) & np.concatenate((apart, [True]))
-    found[ends[sampled.top_counts > 0] - 1] = False
+    found[ends - 1] = False
     return found
 
 

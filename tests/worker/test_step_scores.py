@@ -15,9 +15,9 @@ from tests.worker.driver import Driver, admission, batch
 from tests.worker.interpreter import needs_triton
 from tests.worker.no_streams import device_without_streams
 from tests.worker.scores import same_scores
-from tests.worker.test_cuda_steps import cuda, plain
+from tests.worker.test_cuda_steps import config, cuda, plain
 
-__all__ = ["cuda", "device_without_streams", "plain"]
+__all__ = ["config", "cuda", "device_without_streams", "plain"]
 
 PAGE, SLOTS = 4, 8
 
@@ -29,7 +29,8 @@ def steps(draw):
     rows, counts = draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))], []
     for slot in rows:
         known, top = draw(st.integers(1, 12)), draw(st.sampled_from([None, 0, 3]))
-        admitted = admission(slot, np.arange(known) + 20 * slot, np.arange(6), prompt_logprobs=top)
+        start = {"prompt_logprobs_start": draw(st.integers(0, 11))}
+        admitted = admission(slot, np.arange(known) + 20 * slot, np.arange(6), prompt_logprobs=top, **start)
         table.admit(Admission(**vars(admitted) | {"prompt_tokens": draw(st.integers(0, known))}))
         if draw(st.booleans()):  # past what came with it
             table.known[slot] = known + 1
@@ -48,9 +49,10 @@ def test_a_step_scores_what_a_walk_over_its_rows_gives(step):
     where = {pair: at for at, pair in enumerate(zip(arrays.token_slots, arrays.positions, strict=True))}
     for slot, count in zip(rows.slots.tolist(), rows.token_counts.tolist(), strict=True):
         begin, top = int(table.computed[slot]), int(table.prompt_logprobs[slot])
-        places = [place for place in range(begin, begin + count) if place + 1 < table.prompt_tokens[slot]]
+        first, stop = table.prompt_start[slot], table.prompt_tokens[slot]
+        places = [place for place in range(begin, begin + count) if first <= place + 1 < stop]
         if top >= 0 and places:
-            found.append((slot, begin + 1, top, [(where[slot, at], 20 * slot + at + 1) for at in places]))
+            found.append((slot, places[0] + 1, top, [(where[slot, at], 20 * slot + at + 1) for at in places]))
     if runs is None:
         assert not found
         return
@@ -86,6 +88,7 @@ def run_history(driver: Driver) -> list:
     each, slot 2 for none, slot 3 goes on with tokens that it once generated, slot 4 has a cached prefix."""
     driver.reset()
     long = [(7 * place) % 90 for place in range(41)]
+    later = {"prompt_logprobs": 2, "prompt_logprobs_start": 25}
     wanted = admission(1, long, range(20, 31), prompt_logprobs=3, temperature=0.9, repetition_penalty=1.5)
     resumed = admission(3, range(60, 74), range(40, 44), prompt_logprobs=2)
     resumed = Admission(**vars(resumed) | {"prompt_tokens": 9})
@@ -101,6 +104,9 @@ def run_history(driver: Driver) -> list:
         driver.run(batch=batch([4, 3, 2, 1, 0])),
         driver.run(releases=[1], admissions=(alone,), batch=batch([5], [3])),  # nothing samples
         driver.run(batch=batch([5])),
+        driver.run(admissions=(admission(6, long, range(70, 81), **later),), batch=batch([6], [24])),  # nothing yet
+        driver.run(batch=batch([6], [10])),
+        driver.run(batch=batch([6], [7])),
     ]
 
 
@@ -118,5 +124,6 @@ def test_the_same_scores_as_on_the_cpu(plain, cuda, graphs, elements, monkeypatc
         assert other.sampled.slots.tolist() == each.sampled.slots.tolist()
         assert other.sampled.token_ids.tolist() == each.sampled.token_ids.tolist()
     assert [[part.slot for part in step.scored] for step in found[1:]] == [
-        *([1], [2, 1], [4, 2, 3, 1], [4, 3, 2], [], [5], []),
+        *([1], [2, 1], [4, 2, 3, 1], [4, 3, 2], [], [5], [], [], [6], [6]),
     ]
+    assert [part.start for step in found for part in step.scored if part.slot == 6] == [25, 35]

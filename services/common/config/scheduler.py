@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from services.common.config.keys import KeysConfig
 from services.common.config.metrics import MetricsConfig
 from services.common.flags import AutoBool, Bool, Examples, Float, Int, Strings
+from services.common.logprobs_mode import LogprobsMode
 
 PRIORITY_CLASSES = ("high", "normal", "low")
 
@@ -45,6 +46,10 @@ class SchedulerConfig(KeysConfig, MetricsConfig):
     )
     priority_ageing_seconds: Float = Field(
         30.0, ge=0, le=1e6, description="a waiting priority class rises by one for so many seconds; 0 = never"
+    )
+    logprobs_mode: LogprobsMode = Field(
+        "raw",
+        description="log-probabilities of requests that do not say: the model's own, or of what tokens are drawn from",
     )
     use_hydragen: AutoBool = Field("auto", description="shared-prefix attention; auto: where the worker has it")
     hydragen_min_group_size: Int = Field(32, ge=2, description="fewest sequences in a Hydragen group")

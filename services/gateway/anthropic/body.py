@@ -42,7 +42,7 @@ _ELSEWHERE = {
     "text": _FORMAT,
 }
 # Fields of the sampling body that have other names or meanings here.
-_OWN = frozenset({"stop", "metadata", "user", "store"})
+_OWN = frozenset({"stop", "metadata", "user", "store", "thinking_token_budget"})
 
 
 class Thinking(Body):
@@ -180,6 +180,14 @@ class MessagesBody(CountTokensBody, SamplingBody):
             raise ValueError("stop: not with stop_sequences, which is the same; leave one of them out")
         return self
 
+    @model_validator(mode="after")
+    def _one_thinking_budget(self) -> "MessagesBody":
+        if self.thinking_token_budget is not None and self.thinking is not None and self.thinking.budget_tokens:
+            raise ValueError(
+                "thinking_token_budget: not with thinking.budget_tokens, which is the same; leave one of them out"
+            )
+        return self
+
     def chat(self, traits: ModelTraits) -> ChatBody:
         """Return the same request to chat completions. Raises InvalidRequest."""
         if self.thread is not None:  # the reason tells Anthropic's SDK to go on without it
@@ -199,7 +207,7 @@ class MessagesBody(CountTokensBody, SamplingBody):
 
     def _thinking_budget(self, traits: ModelTraits) -> dict[str, Any]:
         if not traits.thinking_budgets or self.thinking is None or self.thinking.budget_tokens is None:
-            return {}
+            return {"thinking_token_budget": self.thinking_token_budget}
         return {"thinking_token_budget": self.thinking.budget_tokens}
 
     def _response_format(self) -> ResponseFormat | None:

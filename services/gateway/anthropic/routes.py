@@ -70,7 +70,10 @@ def _traits(gateway: Gateway, body: CountTokensBody) -> ModelTraits:
     has none."""
     tools = bool(body.tools) and (body.tool_choice is None or body.tool_choice.type != "none")
     template = gateway.text.tokenizer.chat_template(tools=tools)
-    return ModelTraits(template.variables, shows_late_system(template), gateway.formats.reasoning)
+    formats = gateway.formats
+    return ModelTraits(
+        template.variables, shows_late_system(template), formats.reasoning, formats.takes_thinking_budgets
+    )
 
 
 def _headers(body: CountTokensBody, traits: ModelTraits, caller: Caller) -> dict[str, str]:

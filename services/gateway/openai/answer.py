@@ -215,7 +215,8 @@ class Answer:
         prompt, scores = self.jobs[number].prompt_ids, choice.generation.prompt_scores[number]
         if settings.told_prompt_logprobs is not None:
             top, token_text = settings.told_prompt_logprobs, self.gateway.text.token_text
-            piece = piece._replace(prompt_logprobs=prompt_logprobs(prompt, scores, top, token_text))
+            start = settings.prompt_logprobs_start
+            piece = piece._replace(prompt_logprobs=prompt_logprobs(prompt, scores, top, token_text, start))
         if not self.echo:
             return piece
         return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)

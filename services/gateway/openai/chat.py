@@ -13,7 +13,7 @@ from services.gateway.job import Job, Settings
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
-from services.gateway.openai.conversation import check_tools, make_grammar, make_reader, render
+from services.gateway.openai.conversation import check_tools, continued, make_grammar, make_reader, render
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
     check_choices,
@@ -28,6 +28,7 @@ from services.gateway.openai.jobs import (
 )
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.thinking import limit_thinking
 from services.gateway.session.codec import ModelFacts
 
 
@@ -72,6 +73,8 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
     )
     check_grammar_copies(1, body, grammar)
     settings = make_settings(body, facts, top_logprobs, "top_logprobs", caller, grammar)
+    thoughts = prompt.thoughts(continued(body))
+    settings = limit_thinking(settings, body.thinking_token_budget, gateway.formats, facts, thoughts)
     prompts = [cut(prompt.ids, kept, body.truncation_side)]
     check_prompts(prompts, gateway.config.max_prompt_tokens, "messages")
     jobs = make_jobs(

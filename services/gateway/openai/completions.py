@@ -25,6 +25,7 @@ from services.gateway.openai.jobs import (
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
+from services.gateway.openai.thinking import limit_thinking
 from services.gateway.session.codec import ModelFacts
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: fl
     grammar = await wanted_grammar(gateway.text, body)
     check_grammar_copies(len(body.prompt), body, grammar)
     settings = make_settings(body, facts, body.logprobs, "logprobs", caller, grammar)
+    settings = limit_thinking(settings, body.thinking_token_budget, gateway.formats, facts, None)
     prompts = await _token_ids(gateway, body, facts)
     check_prompts(prompts, gateway.config.max_prompt_tokens, "prompt")
     jobs = make_jobs(

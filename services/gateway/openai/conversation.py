@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from services.common.errors import InvalidRequest
+from services.common.text.thinking import BEGINS, ENDS
 from services.gateway.gateway import Gateway
 from services.gateway.job import Grammar
 from services.gateway.openai.grammar.answer import Thoughts, compose
@@ -11,8 +12,8 @@ from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool, ToolChoice
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.output.reader import OutputReader
-from services.gateway.openai.output.reasoning import BEGINS, ENDS
 from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.thinking import TEMPLATE_NAMES
 from services.gateway.text import TextEngine
 
 
@@ -46,6 +47,12 @@ async def render(
     tools = [tool.render() for tool in body.tools or ()] if with_tools else []
     known = engine.tokenizer.chat_template(tools=bool(tools)).variables
     given = body.chat_template_kwargs or {}
+    for name in sorted(TEMPLATE_NAMES.intersection(given).difference(known)):
+        raise _unsupported(
+            f"chat_template_kwargs.{name}",
+            f"this model's chat template does not know {name!r}; send thinking_token_budget instead, outside of"
+            " chat_template_kwargs",
+        )
     variables = {name: value for name, value in given.items() if name in known} | _thinking(effort, known, given)
     for name, value in (("tools", tools), ("documents", body.documents or [])):
         if value and name not in known:
@@ -120,7 +127,7 @@ async def make_grammar(
     if constrained and formats.calls is not None:
         parallel = parallel and not isinstance(choice, NamedTool)
         calls = CallRules(formats.calls, tools, parallel=parallel, strict_only=not must_call)
-    thoughts = prompt.thoughts(_continued(body)) if formats.reasoning else Thoughts.NONE
+    thoughts = prompt.thoughts(continued(body)) if formats.reasoning else Thoughts.NONE
     if calls is None and wanted is None:
         return None
     return await engine.in_thread(partial(compose, wanted, calls, must_call=must_call, thoughts=thoughts))
@@ -135,11 +142,12 @@ def make_reader(
         tools=[tool.function.name for tool in tools],
         parallel=parallel,
         named=isinstance(body.tool_choice, NamedTool),
-        thinking_opened=gateway.formats.reasoning and prompt.thoughts(_continued(body)) is Thoughts.OPENED,
+        thinking_opened=gateway.formats.reasoning and prompt.thoughts(continued(body)) is Thoughts.OPENED,
     )
 
 
-def _continued(body: ConversationBody) -> str | None:
+def continued(body: ConversationBody) -> str | None:
+    """Return the words of the assistant that the answer goes on with, or None."""
     return body.messages[-1].text if body.continue_final_message else None
 
 

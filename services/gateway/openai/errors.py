@@ -12,6 +12,10 @@ from services.common import errors
 _PARAMETERS = {
     "sampling.logit_bias_token_ids": "logit_bias",
     "sampling.logit_bias_values": "logit_bias",
+    "sampling.thinking": "thinking_token_budget",
+    "sampling.thinking.tokens": "thinking_token_budget",
+    "sampling.thinking.end_token_id": "thinking_token_budget",
+    "sampling.thinking.begin_token_id": "thinking_token_budget",
     "output.special_tokens": "skip_special_tokens",
     "stopping.strings": "stop",
     "stopping.token_ids": "stop_token_ids",

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from services.common.errors import InvalidRequest
+from services.common.logprobs_mode import PROCESSED
 from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.http import Caller
@@ -66,6 +67,8 @@ def make_settings(
         logprobs=logprobs is not None or bool(body.logprobs_in_fingerprint) or body.samples > (body.n or 1),
         top_logprobs=logprobs or 0,
         prompt_logprobs=body.prompt_top,
+        prompt_logprobs_start=body.prompt_logprobs_start or 0,
+        processed_logprobs=_processed_logprobs(body, facts),
         grammar=grammar,
         priority=_priority(body.priority),
         cache_salt=caller.cache_salt(body.cache_salt or ""),
@@ -80,6 +83,18 @@ def make_settings(
         open_ended=body.most_tokens is None,
         silent=body.most_tokens == 0,
     )
+
+
+def _processed_logprobs(body: GenerationBody, facts: ModelFacts) -> bool | None:
+    if body.logprobs_mode is None:
+        return None
+    if not facts.logprobs_modes and body.logprobs_mode == PROCESSED:
+        raise InvalidRequest(
+            "logprobs_mode: the scheduler that serves this model has raw log-probabilities only; leave it out",
+            field="logprobs_mode",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    return body.logprobs_mode == PROCESSED
 
 
 def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
@@ -225,6 +240,7 @@ def make_jobs(
     for number, prompt in enumerate(prompts):
         ids = np.asarray(prompt, np.uint32)
         check_token_ids(ids, facts.vocab_size, facts.max_context_tokens, field)
+        _check_prompt_logprobs_start(settings.prompt_logprobs_start, len(ids))
         repeat = 0
         if seed is not None and len(prompts) > 1:
             key = ids.tobytes()
@@ -242,6 +258,15 @@ def make_jobs(
             )
         )
     return jobs
+
+
+def _check_prompt_logprobs_start(start: int, prompt_tokens: int) -> None:
+    if start >= prompt_tokens:
+        raise InvalidRequest(
+            f"prompt_logprobs_start={start}: the prompt has {prompt_tokens} tokens; expected 0 to {prompt_tokens - 1}",
+            field="prompt_logprobs_start",
+            reason="INVALID_VALUE",
+        )
 
 
 def _check_min_tokens(least: int, max_tokens: int | None, room: int) -> None:

@@ -29,6 +29,10 @@ MEANINGS = {
     "include_stop_str_in_output": "the answer ends behind its stop string or stop token",
     "skip_special_tokens": "false: special tokens show by name; not with stop",
     "return_token_ids": "token_ids in each choice, and prompt_token_ids",
+    "logprobs_mode": "raw: of the model's own distribution; processed: of the one that tokens are drawn from",
+    "thinking_token_budget": "most tokens of the reasoning section, which is then ended; the answer goes on",
+    "prompt_logprobs_start": "position of the first prompt token that prompt_logprobs has; cached prefixes before it"
+    " are not computed again",
     "prompt_logprobs": "log-probabilities of the prompt's tokens with so many alternatives; not with stream",
     "logprobs_in_fingerprint": "log-probabilities packed into system_fingerprint; not with stream or echo",
     "truncate_prompt_tokens": "most tokens of a prompt that are kept; -1: as many as there is room for",

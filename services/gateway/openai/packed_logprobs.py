@@ -4,8 +4,9 @@ OpenAI spends an object, with text and bytes, on each token; here a number of 4 
 """
 
 import base64
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -19,7 +20,8 @@ class Packed(NamedTuple):
 
     token_ids: list[int]
     chosen: str  # float32 [tokens]
-    top_ids: str | None  # int32 [tokens, top], most likely first; None: not asked for
+    # int32 [tokens, top], most likely first; -1 where fewer tokens can be drawn. None: not asked for.
+    top_ids: str | None
     top_logprobs: str | None  # float32, beside top_ids
 
 
@@ -28,8 +30,8 @@ def pack(token_ids: TokenIds, logprobs: Sequence[TokenLogprob], top: int) -> Pac
     return Packed(
         list(map(int, token_ids)),
         _base64([entry.logprob for entry in logprobs], "<f4"),
-        _base64([entry.top_ids for entry in logprobs], "<i4") if top else None,
-        _base64([entry.top_logprobs for entry in logprobs], "<f4") if top else None,
+        _base64([_filled(entry.top_ids, top, -1) for entry in logprobs], "<i4") if top else None,
+        _base64([_filled(entry.top_logprobs, top, -math.inf) for entry in logprobs], "<f4") if top else None,
     )
 
 
@@ -43,6 +45,10 @@ def fingerprint(choices: Sequence[Packed]) -> str:
         "packed_topk_logprobs": [choice.top_logprobs for choice in choices] if top else None,
     }
     return orjson.dumps(told).decode()
+
+
+def _filled(values: list[Any], count: int, filler: float) -> list[Any]:
+    return values[:count] + [filler] * (count - len(values))
 
 
 def _base64(rows: list[float] | list[list[int]] | list[list[float]], dtype: str) -> str:

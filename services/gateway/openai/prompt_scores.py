@@ -26,11 +26,15 @@ def echoed(
 
 
 def prompt_logprobs(
-    prompt: np.ndarray, scores: Sequence[PromptScores], top: int, token_text: TokenText
+    prompt: np.ndarray, scores: Sequence[PromptScores], top: int, token_text: TokenText, start: int = 0
 ) -> list[dict[str, Any] | None]:
-    """For each token of the prompt: itself and the ``top`` most likely ones, by id. The first one has none."""
-    told: list[dict[str, Any] | None] = [None]
-    for token, (rank, logprob, ids, values) in zip(prompt[1:].tolist(), _rows(scores, top), strict=True):
+    """Return an entry for each token of ``prompt`` from position ``start``: itself and the ``top`` most likely ones.
+
+    Entries are by token id. The token at position 0 has none.
+    """
+    told: list[dict[str, Any] | None] = [] if start else [None]
+    scored = prompt[max(1, start) :].tolist()
+    for token, (rank, logprob, ids, values) in zip(scored, _rows(scores, top), strict=True):
         entry = {str(token): _entry(token, rank, logprob, token_text)}
         for place, (other, value) in enumerate(zip(ids, values, strict=True), 1):
             entry.setdefault(str(other), _entry(other, place, value, token_text))

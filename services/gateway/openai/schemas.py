@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
+from services.common.logprobs_mode import LogprobsMode
 from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import GrammarBody
@@ -126,6 +127,8 @@ class SamplingBody(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, description="1 = off")] | None = None
+    logprobs_mode: LogprobsMode | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     timeout: Timeout | None = None
@@ -151,6 +154,7 @@ class GenerationBody(GrammarBody, SamplingBody):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs_in_fingerprint: Annotated[bool, Field(description="packed, in system_fingerprint")] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_some)] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -186,6 +190,12 @@ class GenerationBody(GrammarBody, SamplingBody):
     def _prompt_logprobs_or_stream(self) -> "GenerationBody":
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_start_needs_prompt_logprobs(self) -> "GenerationBody":
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError("prompt_logprobs_start: only allowed with prompt_logprobs; send both, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -237,6 +247,15 @@ class CompletionBody(GenerationBody):
             raise ValueError(f"best_of: expected at least n={self.n}, of which it is the choice")
         if self.best_of is not None and self.stream:
             raise ValueError("best_of: not with stream, which cannot wait for the best; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_start_or_echo(self) -> "CompletionBody":
+        if self.prompt_logprobs_start and self.echo and self.logprobs is not None:
+            raise ValueError(
+                "prompt_logprobs_start: not with echo and logprobs, which return the log-probabilities of the whole"
+                " prompt; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -88,8 +88,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "suffix": ("",),
     "tfs_z": (1,),
-    "thinking_budget": (),
-    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_a": (0,),
@@ -106,6 +104,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
 } | dict.fromkeys(NEVER, ())
 
+# Names that other engines have for parameters of ours.
+RENAMED = {
+    "logprob_start_len": Elsewhere("prompt_logprobs_start", (-1,)),
+    "max_reasoning_tokens": Elsewhere("thinking_token_budget"),
+    "max_thinking_tokens": Elsewhere("thinking_token_budget"),
+    "reasoning_budget": Elsewhere("thinking_token_budget", (-1,)),
+    "thinking_budget": Elsewhere("thinking_token_budget", (-1,)),
+    "thinking_budget_tokens": Elsewhere("thinking_token_budget", (-1,)),
+}
+
 # They concern OpenAI's own bookkeeping and change no answer.
 HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"})
 
@@ -115,10 +123,18 @@ def refuse_unsupported(body: dict[str, Any], kind: type[Body]) -> None:
     for name, value in body.items():
         if name in kind.model_fields or value is None:
             continue
-        other = kind.elsewhere.get(name) or (Elsewhere("", UNSUPPORTED[name]) if name in UNSUPPORTED else None)
+        other = kind.elsewhere.get(name) or _renamed(name, kind)
+        if other is None and name in UNSUPPORTED:
+            other = Elsewhere("", UNSUPPORTED[name])
         if other is None or any(_same(value, neutral) for neutral in other.neutrals):
             continue
         raise InvalidRequest(_refusal(name, other), field=name, reason="UNSUPPORTED_PARAMETER")
+
+
+def _renamed(name: str, kind: type[Body]) -> Elsewhere | None:
+    """Return the parameter of ``kind`` that another engine calls ``name``, if it has one."""
+    other = RENAMED.get(name)
+    return other if other is not None and other.instead in kind.model_fields else None
 
 
 def _refusal(name: str, other: Elsewhere) -> str:

@@ -28,6 +28,10 @@ _PRIORITIES = {
     Priority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
     Priority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
 }
+_LOGPROBS_MODES = {
+    False: generate_pb2.LOGPROBS_MODE_RAW,
+    True: generate_pb2.LOGPROBS_MODE_PROCESSED,
+}
 _REASONS: dict[int, FinishReason] = {
     generate_pb2.FINISH_REASON_STOP: "stop",
     generate_pb2.FINISH_REASON_LENGTH: "length",
@@ -51,6 +55,8 @@ class ModelFacts:
     aliases: tuple[str, ...] = ()  # other names of the model
     root: str = ""  # hub id or path that it was loaded from; empty if its scheduler does not say
     default_max_tokens: int | None = None  # tokens of an answer that asks for no other limit; None = no such limit
+    logprobs_modes: bool = False  # whether requests can name their logprobs_mode
+    thinking_budgets: bool = False
 
     @property
     def can_resume(self) -> bool:
@@ -96,6 +102,11 @@ class PromptScores:
     ranks: np.ndarray  # uint32, beside logprobs; 1 = most likely
     top_ids: np.ndarray  # uint32 [tokens, top], most likely first
     top_logprobs: np.ndarray  # float32, beside top_ids
+
+    def behind(self, tokens: int) -> "PromptScores":
+        """Return the scores without those of the first ``tokens`` tokens."""
+        rest = self.logprobs[tokens:], self.ranks[tokens:], self.top_ids[tokens:], self.top_logprobs[tokens:]
+        return PromptScores(self.start + tokens, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +166,10 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
 
     if settings.grammar is not None:
         sampling.grammar.MergeFromString(_encode_grammar(settings.grammar))
+    if settings.thinking_tokens is not None:
+        sampling.thinking.tokens = settings.thinking_tokens
+        if settings.thinking_opened is not None:
+            sampling.thinking.opened = settings.thinking_opened
 
     stopping = request.stopping
     stopping.max_tokens, stopping.ignore_eos = job.max_tokens, settings.ignore_eos
@@ -166,6 +181,10 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
     request.output.logprobs = settings.logprobs
     if settings.prompt_logprobs is not None and part.scores:
         request.output.prompt_logprobs = settings.prompt_logprobs
+        if settings.prompt_logprobs_start:
+            request.output.prompt_logprobs_start = settings.prompt_logprobs_start
+    if settings.processed_logprobs is not None:
+        request.output.logprobs_mode = _LOGPROBS_MODES[settings.processed_logprobs]
     if settings.top_logprobs:
         request.output.top_logprobs = settings.top_logprobs
     return message
@@ -197,6 +216,8 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         aliases=tuple(model.aliases),
         root=model.root,
         default_max_tokens=model.default_max_tokens if model.HasField("default_max_tokens") else None,
+        logprobs_modes=model.logprobs_mode != generate_pb2.LOGPROBS_MODE_UNSPECIFIED,
+        thinking_budgets=model.thinking_budgets,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from services.common.errors import NotFound, Unavailable
 from services.common.model_files import ModelCard
 from services.common.text.encoder import TextEncoder
+from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stop_automaton import Automaton
@@ -23,7 +24,12 @@ class ServedModel:
     """Facts that never change, but for ``shape``, which the worker brings. Safe to share between threads, except for
     ``text``, which is for the event loop."""
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer, max_samples: int) -> None:
+    def __init__(
+        self, card: ModelCard, tokenizer: Tokenizer, max_samples: int, *, processed_logprobs: bool = False
+    ) -> None:
+        """``processed_logprobs``: what a request means that does not name its logprobs_mode."""
+        self.processed_logprobs = processed_logprobs
+        self.thinking_tokens = ThinkingTokens.of(tokenizer)
         self.card = card
         self.tokenizer = tokenizer
         self.text = TextEncoder(tokenizer)
@@ -81,6 +87,10 @@ class ServedModel:
             grammars=shape.grammars,
             aliases=self.card.aliases,
             root=self.card.root,
+            logprobs_mode=generate_pb2.LOGPROBS_MODE_PROCESSED
+            if self.processed_logprobs
+            else generate_pb2.LOGPROBS_MODE_RAW,
+            thinking_budgets=shape.thinking_budgets,
             default_sampling=generate_pb2.Sampling(
                 temperature=defaults.temperature,
                 top_p=defaults.top_p,

@@ -14,6 +14,7 @@ from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
 from services.scheduler.api.resume import read_resume
+from services.scheduler.api.thinking import read_thinking
 from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
 from services.scheduler.core.request import AdmissionMode, Priority, Request, SamplingSettings
 from services.scheduler.grammar.message import FIELD, grammar_text
@@ -35,6 +36,11 @@ _PRIORITIES = {
 }
 _Number = TypeVar("_Number", int, float)
 _random = random.Random()  # begun by the system's: asking that each time costs more than all other fields together
+_PROCESSED = {
+    generate_pb2.LOGPROBS_MODE_UNSPECIFIED: None,
+    generate_pb2.LOGPROBS_MODE_RAW: False,
+    generate_pb2.LOGPROBS_MODE_PROCESSED: True,
+}
 _MODES = {
     generate_pb2.ADMISSION_MODE_UNSPECIFIED: None,
     generate_pb2.ADMISSION_MODE_PREDICTED: AdmissionMode.PREDICTED,
@@ -69,7 +75,7 @@ def read_request(
     request = Request(
         request_id=message.request_id or f"req-{_random.getrandbits(128):032x}",
         tokens=tokens,
-        sampling=_sampling(message, model, n),
+        sampling=_sampling(message, tokens, model, n),
         max_tokens=_max_tokens(stopping, model.card.defaults),
         min_tokens=_min_tokens(stopping),
         stop_token_ids=_stop_tokens(stopping, model),
@@ -87,10 +93,18 @@ def read_request(
     )
     if message.HasField("resume"):
         read_resume(request, message, model)
+    start = request.sampling.prompt_logprobs_start
+    if start >= request.prompt_tokens:
+        raise InvalidRequest(
+            f"prompt_logprobs_start is {start}: expected less than the {request.prompt_tokens} tokens of the prompt",
+            field="output.prompt_logprobs_start",
+        )
     return request
 
 
-def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int) -> SamplingSettings:
+def _sampling(
+    message: generate_pb2.GenerateRequest, tokens: np.ndarray, model: ServedModel, n: int
+) -> SamplingSettings:
     sampling, defaults = message.sampling, model.card.defaults
     temperature = _number(sampling, "temperature", defaults.temperature)
     top_p = _number(sampling, "top_p", defaults.top_p)
@@ -119,6 +133,16 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int)
         )
     if scored is not None and scored > most:
         raise InvalidRequest(f"prompt_logprobs is {scored}: expected 0 to {most}", field="output.prompt_logprobs")
+    start = message.output.prompt_logprobs_start
+    if start and scored is None:
+        raise InvalidRequest(
+            "prompt_logprobs_start needs prompt_logprobs: set output.prompt_logprobs, or leave it out",
+            field="output.prompt_logprobs_start",
+        )
+    thinking = None
+    if sampling.HasField("thinking"):
+        prompt = tokens[: len(tokens) - message.resume.generated_tokens]
+        thinking = read_thinking(sampling.thinking, prompt, model)
     settings = SamplingSettings(
         temperature=temperature,
         top_p=top_p,
@@ -134,6 +158,9 @@ def _sampling(message: generate_pb2.GenerateRequest, model: ServedModel, n: int)
         presence_penalty=presence,
         prompt_logprobs=scored,
         grammar=_grammar(message, model) if sampling.HasField("grammar") else "",
+        processed_logprobs=_processed_logprobs(message.output, model),
+        prompt_logprobs_start=start,
+        thinking=thinking,
     )
     return settings._replace(wire=encode_sampling(settings))
 
@@ -153,6 +180,22 @@ def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
             field="stopping.min_tokens",
         )
     return grammar_text(message.sampling.grammar)
+
+
+def _processed_logprobs(output: generate_pb2.Output, model: ServedModel) -> bool:
+    if output.logprobs_mode not in _PROCESSED:
+        raise InvalidRequest(
+            f"logprobs_mode {output.logprobs_mode} is not a LogprobsMode", field="output.logprobs_mode"
+        )
+    asked = _PROCESSED[output.logprobs_mode]
+    processed = output.logprobs and (model.processed_logprobs if asked is None else asked)
+    if processed and not model.shape.processed_logprobs:
+        raise InvalidRequest(
+            "the worker computes raw log-probabilities only: set logprobs_mode to LOGPROBS_MODE_RAW, or use a newer"
+            " worker",
+            field="output.logprobs_mode",
+        )
+    return processed
 
 
 def _penalties(sampling: generate_pb2.Sampling, defaults: GenerationDefaults) -> tuple[float, float, float]:

@@ -96,6 +96,7 @@ class Intake:
         default = AdmissionMode.GUARANTEED if request.priority in policy.guaranteed_classes else policy.mode
         # What is computed of a prompt must be heard of.
         scored = request.sampling.prompt_logprobs is not None
+        request.scored = max(0, request.sampling.prompt_logprobs_start - 1)
         request.guaranteed = scored or (request.mode or default) is AdmissionMode.GUARANTEED
         request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
         answer = request.limit - request.prompt_tokens

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import TokaError
+from services.common.thinking import ThinkingBudget
 from services.scheduler.core.stop_automaton import Automaton
 
 _NO_TOKENS, _NO_FLOATS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
@@ -55,6 +56,9 @@ class SamplingSettings(NamedTuple):
     presence_penalty: float = 0.0
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None: none
     grammar: str = ""  # what the answer matches, in one of llguidance's forms; "": anything
+    processed_logprobs: bool = False  # of the distribution that the token was drawn from, not the model's own
+    prompt_logprobs_start: int = 0  # position of the first prompt token to score; 0 means 1
+    thinking: ThinkingBudget | None = None
     wire: bytes = b""  # all but the grammar as the worker's contract writes it; empty: not written yet
 
 
@@ -83,7 +87,7 @@ class Request:
     stop_state: int = 0  # of the automaton after the resumed tail
     sink: int = 0  # where the output goes: the owner of the handles
     handle: int = 0  # sample i answers to handle + i
-    scored: int = 0  # prompt tokens, behind the first, whose log-probabilities were told
+    scored: int = 0  # prompt tokens, behind the first, whose log-probabilities were sent or are not wanted
     limit: int = 0  # length at which a sample ends
     guaranteed: bool = True
     length_class_id: int = 0  # of the length predictor
@@ -207,6 +211,8 @@ class WorkerShape:
     prompt_logprobs: bool = False
     grammars: bool = False
     hydragen: bool = True  # takes groups that share a prefix
+    processed_logprobs: bool = False
+    thinking_budgets: bool = False
 
     @property
     def max_running(self) -> int:

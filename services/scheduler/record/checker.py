@@ -40,7 +40,9 @@ class PlanChecker:
         self.hash = np.zeros(slots, np.uint64)  # of the computed tokens
         self.last_token = np.zeros(slots, np.uint32)  # of the known ones
         self.top_asked = np.full(slots, NOT_ASKED)  # top log-probabilities wanted; NOT_ASKED = not even the token's own
-        self._scored: dict[int, tuple[int, int]] = {}  # slot -> top log-probabilities of its prompt, prompt tokens
+        self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution drawn from
+        # slot -> top log-probabilities of its prompt, position of the first token to score, prompt tokens
+        self._scored: dict[int, tuple[int, int, int]] = {}
         self.scores_due: dict[int, ScoresDue] = {}  # by slot, of the plan applied last
         self.page_counts = np.zeros(slots, np.int64)
         self.tables = np.zeros((slots, self._width), np.int32)
@@ -105,7 +107,8 @@ class PlanChecker:
                 )
             expect((given < self.limits.vocab_size).all(), "a token outside the vocabulary")
             asked = self.top_asked[self._sampling]
-            check_logprobs(result, slots, asked[good], asked[~good], self.limits.vocab_size)
+            processed = self.processed[slots]
+            check_logprobs(result, slots, asked[good], asked[~good], self.limits.vocab_size, processed)
             check_scores(result, self.scores_due, self.limits.vocab_size)
         except Violation as violation:
             violation.step = self.step
@@ -153,9 +156,11 @@ class PlanChecker:
         self.hash[slot] = hashes[cached - 1] if cached else 0
         self.last_token[slot] = tokens[-1]
         sampling = admission.sampling
+        self.processed[slot] = sampling.processed_logprobs
         self.top_asked[slot] = sampling.top_logprobs if sampling.logprobs else NOT_ASKED
         if sampling.HasField("prompt_logprobs"):
-            self._scored[slot] = sampling.prompt_logprobs, admission.prompt_tokens or len(tokens)
+            start = max(1, sampling.prompt_logprobs_start)
+            self._scored[slot] = sampling.prompt_logprobs, start, admission.prompt_tokens or len(tokens)
         self.tables[slot, : len(pages)] = pages
         self.pages_in_use += int(np.count_nonzero(self.holders[pages] == 0))
         self.holders[pages] += 1
@@ -260,9 +265,10 @@ class PlanChecker:
         due = {}
         for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
             if slot in self._scored:
-                top, prompt = self._scored[slot]
-                if start + 1 < min(end + 1, prompt):
-                    due[slot] = ScoresDue(start + 1, min(end + 1, prompt), top)
+                top, first, prompt = self._scored[slot]
+                begin, stop = max(start + 1, first), min(end + 1, prompt)
+                if begin < stop:
+                    due[slot] = ScoresDue(begin, stop, top)
         return due
 
     def _compute_last(self, slots: np.ndarray) -> None:

@@ -24,6 +24,8 @@ class WorkerLimits(Protocol):
     max_micro_batches: int
     prompt_logprobs: bool
     grammars: bool
+    processed_logprobs: bool
+    thinking_budgets: bool
 
 
 def most_pages(limits: WorkerLimits) -> int:
@@ -44,6 +46,8 @@ def check_admission(admission: plan_pb2.Admission, tokens: np.ndarray, pages: np
     require(len(set(pages.tolist())) == len(pages), "a page twice in one page table", slot=slot)
     require(admission.HasField("sampling"), "admission without sampling settings", slot=slot)
     check_sampling(admission.sampling, slot, limits)
+    start, prompt = admission.sampling.prompt_logprobs_start, admission.prompt_tokens or len(tokens)
+    require(start < prompt, f"prompt_logprobs_start={start} of a prompt of {prompt} tokens", slot=slot)
 
 
 def check_sampling(settings: plan_pb2.SamplingSettings, slot: int, limits: WorkerLimits) -> None:
@@ -60,6 +64,12 @@ def check_sampling(settings: plan_pb2.SamplingSettings, slot: int, limits: Worke
     if settings.HasField("prompt_logprobs"):
         require(limits.prompt_logprobs, "prompt_logprobs, which the worker does not compute", slot=slot)
         require(settings.prompt_logprobs <= most_top, f"prompt_logprobs={settings.prompt_logprobs}", slot=slot)
+    processed = settings.processed_logprobs
+    require(limits.processed_logprobs or not processed, "processed_logprobs, which the worker lacks", slot=slot)
+    if settings.HasField("thinking"):
+        require(limits.thinking_budgets, "a thinking budget, which the worker lacks", slot=slot)
+        tokens = settings.thinking.begin_token_id, settings.thinking.end_token_id
+        require(max(tokens) < limits.vocab_size, "a thinking token outside the vocabulary", slot=slot)
     require(limits.grammars or not settings.grammar, "a grammar, which the worker does not follow", slot=slot)
     biased, values = settings.logit_bias_token_ids, settings.logit_bias_values
     require(len(biased) == len(values), "logit_bias arrays differ in length", slot=slot)

@@ -63,6 +63,11 @@ def encode_sampling(wanted: SamplingSettings) -> bytes:
     sampling.presence_penalty = wanted.presence_penalty
     if wanted.prompt_logprobs is not None:
         sampling.prompt_logprobs = wanted.prompt_logprobs
+        sampling.prompt_logprobs_start = wanted.prompt_logprobs_start
+    sampling.processed_logprobs = wanted.processed_logprobs
+    if wanted.thinking is not None:
+        tokens, end, begin = wanted.thinking
+        sampling.thinking.CopyFrom(plan_pb2.ThinkingBudget(tokens=tokens, end_token_id=end, begin_token_id=begin))
     return sampling.SerializeToString()
 
 
@@ -108,4 +113,6 @@ def decode_shape(info: worker_pb2.WorkerInfo, max_context_tokens: int) -> Worker
         prompt_logprobs=info.prompt_logprobs,
         grammars=info.grammars,
         hydragen=info.hydragen,
+        processed_logprobs=info.processed_logprobs,
+        thinking_budgets=info.thinking_budgets,
     )

@@ -16,6 +16,8 @@ _LEAST = (
     "hydragen",
     "max_micro_batches",
     "prompt_logprobs",
+    "processed_logprobs",
+    "thinking_budgets",
 )
 
 

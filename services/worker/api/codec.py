@@ -5,7 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.worker.runner.plan import Admission, Batch, Failure, Groups, Plan, SamplingSettings, StepOutput
+from services.common.thinking import ThinkingBudget
+from services.worker.runner.plan import (
+    Admission,
+    Batch,
+    Failure,
+    Groups,
+    Plan,
+    SamplingSettings,
+    StepOutput,
+)
 from tokasaurus.worker.v1 import plan_pb2
 
 _NONE = np.empty(0, np.int64)
@@ -91,9 +100,17 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
             presence_penalty=sampling.presence_penalty,
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             grammar=sampling.grammar,
+            processed_logprobs=sampling.processed_logprobs,
+            prompt_logprobs_start=sampling.prompt_logprobs_start,
+            thinking=_decode_thinking(sampling.thinking) if sampling.HasField("thinking") else None,
         ),
         prompt_tokens=message.prompt_tokens,
     )
+
+
+def _decode_thinking(message: plan_pb2.ThinkingBudget) -> ThinkingBudget:
+    begin = message.begin_token_id if message.HasField("begin_token_id") else None
+    return ThinkingBudget(message.tokens, message.end_token_id, begin)
 
 
 def _decode_batch(message: plan_pb2.Batch) -> Batch:

@@ -174,6 +174,17 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
         raise InvalidRequest(
             f"{field}.prompt_logprobs={scored}: expected at most {most}", field=f"{field}.prompt_logprobs"
         )
+    length = admission.prompt_tokens or len(admission.token_ids)
+    if scored is not None and settings.prompt_logprobs_start >= length:
+        raise InvalidRequest(
+            f"{field}.prompt_logprobs_start={settings.prompt_logprobs_start}: expected less than the {length} tokens of"
+            " the prompt",
+            field=f"{field}.prompt_logprobs_start",
+        )
+    if settings.thinking is not None:
+        for name in ("end_token_id", "begin_token_id"):
+            token = getattr(settings.thinking, name)
+            _check_tokens(np.array([] if token is None else [token], np.int64), f"{field}.thinking.{name}", limits)
     if settings.grammar and not limits.grammars:
         raise InvalidRequest(
             f"{field}.grammar, but this worker's WorkerInfo.grammars is false: leave it empty", field=f"{field}.grammar"

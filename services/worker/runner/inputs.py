@@ -87,7 +87,7 @@ def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTabl
     found = []
     for slot, begin, row_start, end in runs:
         place = row_start - begin  # of the sequence's token 0 among the step's tokens
-        first = max(row_start, shard.start)
+        first = max(row_start, shard.start, place + int(slots.prompt_start[slot]) - 1)
         stop = min(end, shard.end, place + int(slots.prompt_tokens[slot]) - 1)
         if first < stop:
             start = first - place + 1

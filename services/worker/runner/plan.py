@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.thinking import ThinkingBudget
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -26,6 +28,9 @@ class SamplingSettings:
     presence_penalty: float = 0.0  # 0 = off
     prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None = none
     grammar: str = ""  # that what is generated matches; empty = none
+    processed_logprobs: bool = False  # of the distribution that the token was drawn from, not the model's own
+    prompt_logprobs_start: int = 0  # position of the first prompt token to score; 0 means 1
+    thinking: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True)

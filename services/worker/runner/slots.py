@@ -3,10 +3,14 @@
 import numpy as np
 import torch
 
+from services.common.thinking import OPENING_TOKENS, ThinkingBudget
 from services.worker.runner.plan import Admission, Limits
 from services.worker.sampling.noise import scales_of, stems
 
 _NONE = np.empty(0, np.int64)
+_NEVER = 2**30  # beyond every position
+# Steps for which a forced token is tried again, if the grammar does not allow it: the rest of a character in UTF-8.
+_RETRIES = 4
 
 
 class SlotTable:
@@ -43,7 +47,16 @@ class SlotTable:
         self.presence_penalty = np.zeros(slots, np.float32)
         self.penalised = np.zeros(slots, bool)  # any of the three is on
         self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
+        self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
+        self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution drawn from
         self.masked = np.zeros(slots, bool)  # has a grammar
+        # Thinking budgets. A token can be forced only at positions from `force_from` to before `force_until`.
+        self.budgets = 0  # slots in use that have one
+        self.force_from = np.full(slots, _NEVER)
+        self.force_until = np.zeros(slots, np.int64)
+        self.think_tokens = np.zeros(slots, np.int64)
+        self.think_begin = np.full(slots, -1)  # token; -1 = the section is open where the prompt ends
+        self.think_end = np.zeros(slots, np.int64)  # token
         self.biased = np.zeros(slots, bool)
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
         # Of those above, by ``derive``.
@@ -60,6 +73,9 @@ class SlotTable:
         self.used[slots] = False
         self.failed[slots] = False
         self.known[slots] = self.computed[slots] = self.given[slots] = self.page_counts[slots] = 0
+        if self.budgets:
+            self.budgets -= int(np.count_nonzero(self.force_until[slots]))
+            self.force_until[slots] = 0
         for slot in slots.tolist():
             self.prompts[slot] = _NONE
             self.biases.pop(slot, None)
@@ -89,10 +105,36 @@ class SlotTable:
             settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
         )
         self.prompt_logprobs[slot] = -1 if settings.prompt_logprobs is None else settings.prompt_logprobs
+        self.prompt_start[slot] = max(1, settings.prompt_logprobs_start)
+        self.processed[slot] = settings.processed_logprobs
         self.masked[slot] = settings.grammar != ""
+        if settings.thinking is not None:
+            self._limit_thinking(slot, settings.thinking)
         self.biased[slot] = len(settings.bias_token_ids) > 0
         if self.biased[slot]:
             self.biases[slot] = settings.bias_token_ids, settings.bias_values
+
+    def _limit_thinking(self, slot: int, budget: ThinkingBudget) -> None:
+        """Set the budget of ``slot``, whose other settings are there."""
+        self.budgets += 1
+        opened = budget.begin_token_id is None
+        self.think_tokens[slot] = tokens = min(budget.tokens, _NEVER // 2)
+        self.think_begin[slot] = -1 if opened else budget.begin_token_id
+        self.think_end[slot] = budget.end_token_id
+        first = self.prompt_tokens[slot] + tokens + (not opened)
+        self.force_from[slot] = first
+        self.force_until[slot] = first + 1 + (0 if opened else OPENING_TOKENS - 1) + _RETRIES * self.masked[slot]
+
+    def may_force(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return whether the token at each of ``positions [n]`` of ``slots [n]`` may be forced, ``[n]`` bool."""
+        if not self.budgets:
+            return np.zeros(len(slots), bool)
+        inside: np.ndarray = (self.force_from[slots] <= positions) & (positions < self.force_until[slots])
+        return inside
+
+    def are_plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Return whether no row needs more than a temperature. ``positions``: as of ``may_force``."""
+        return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
 
     def derive(self, slots: np.ndarray) -> None:
         """What sampling needs in every step of ``slots [n]``, which were admitted, in the form that it needs."""

@@ -18,6 +18,7 @@ from services.worker.sampling.rows import (
     Adjusted,
     Asked,
     Biased,
+    Forced,
     Masked,
     Penalised,
     Put,
@@ -27,9 +28,10 @@ from services.worker.sampling.rows import (
 )
 from services.worker.sampling.triton_adjust import add_bias, count_tokens, penalise
 from services.worker.sampling.triton_blocks import blocks_per_program, summarise
+from services.worker.sampling.triton_force import find_forced, force
 from services.worker.sampling.triton_mask import rule_out
 from services.worker.sampling.triton_pick import look_up, pick
-from services.worker.sampling.triton_truncation import find_lowest
+from services.worker.sampling.triton_truncation import distribute, find_lowest
 
 # Logits of one slice, in elements: 512 MiB in bf16.
 _SLICE_ELEMENTS = 256 * 1024 * 1024
@@ -170,7 +172,7 @@ class FusedSampler:
         finite: torch.Tensor,
         wanted: "_Wanted",
     ) -> None:
-        """Draw rows with bias, penalties or a grammar from copies, over what was drawn for them without."""
+        """Draw the rows of ``adjusted`` from copies, and overwrite the tokens that were drawn for them before."""
         count, device = len(adjusted.rows), logits.device
         copies = self._copies[:count]
         copies.copy_(logits.index_select(0, adjusted.rows)[:, : self._vocab])
@@ -183,13 +185,19 @@ class FusedSampler:
         still_finite = torch.empty(count, dtype=torch.uint8, device=device)
         if adjusted.masked is not None:
             self._rule_out(copies, adjusted.masked)
-        masked = adjusted.masked is not None
+        if adjusted.forced is not None:
+            self._force(copies, adjusted.forced)
+        masked = adjusted.masked is not None or adjusted.forced is not None
         self._draw(copies, adjusted.scales, adjusted.keys, adjusted.truncated, chosen, still_finite, masked)
         if masked:  # a logit that is not finite may be ruled out
             chosen.mul_(finite.index_select(0, adjusted.rows))
         token_ids.index_copy_(0, adjusted.rows.long(), chosen)
         if adjusted.asked is not None and weights is not None:
             self._report(copies, chosen, adjusted.asked, weights, wanted)
+        if adjusted.processed is not None:
+            self._distribute(copies, adjusted, adjusted.processed)
+            weights = self._weigh(copies, adjusted.processed, wanted, masked=True)
+            self._report(copies, chosen, adjusted.processed, weights, wanted)
 
     def _bias(self, copies: torch.Tensor, biased: Biased) -> None:
         entries = len(biased.rows)
@@ -216,12 +224,30 @@ class FusedSampler:
             copies, masked.rows, self._bits, words, self._vocab, BLOCK=_COLUMNS
         )
 
-    def _weigh(self, logits: torch.Tensor, asked: Asked, wanted: "_Wanted") -> "_Weights":
-        """What ``asked`` rows' log-probabilities need, of all tokens, those included that cannot be drawn."""
+    def _force(self, copies: torch.Tensor, forced: Forced) -> None:
+        """Rule out every token but the one that ends the reasoning section, where the budget is used up."""
+        count = len(forced.rows)
+        chosen = torch.empty(count, dtype=torch.int32, device=copies.device)
+        find_forced[(count,)](
+            copies, forced.rows, forced.slots, forced.lengths, forced.prompts, forced.budgets, forced.begins,
+            forced.ends, chosen, self._tokens, self._page_table, self._page_table.shape[1], self._tokens.shape[1],
+            self._vocab, BLOCK=_TOKENS,
+        )  # fmt: skip
+        force[(count, -(-self._vocab // _COLUMNS))](copies, forced.rows, chosen, self._vocab, BLOCK=_COLUMNS)
+
+    def _distribute(self, copies: torch.Tensor, adjusted: Adjusted, asked: Asked) -> None:
+        """Turn the copies of ``asked`` rows into the logits whose softmax they were drawn from by ``_draw``."""
+        distribute[(len(asked.rows), -(-self._vocab // _COLUMNS))](
+            copies, asked.rows, adjusted.scales, self._lowest, self._vocab,
+            TRUNCATED=adjusted.truncated is not None, BLOCK=_COLUMNS,
+        )  # fmt: skip
+
+    def _weigh(self, logits: torch.Tensor, asked: Asked, wanted: "_Wanted", masked: bool = False) -> "_Weights":
+        """Launch what the log-probabilities of ``asked`` rows need of all tokens. ``masked``: as of ``_draw``."""
         count = len(asked.rows)
         peaks, sums = (torch.empty(count, self._blocks, device=logits.device) for _ in range(2))
         weights = _Weights(peaks, sums, [])
-        self._summarise(logits, count, asked.rows, out=(weights.peaks, weights.sums))
+        self._summarise(logits, count, asked.rows, out=(weights.peaks, weights.sums), masked=masked)
         for start in range(0, asked.with_top, self._chunk_rows):
             inside = slice(start, min(start + self._chunk_rows, asked.with_top))
             rows = logits.index_select(0, asked.rows[inside])[:, : self._vocab]

@@ -16,13 +16,27 @@ class RowLogprobs(NamedTuple):
     top_logprobs: np.ndarray | None  # beside top_token_ids
 
     @classmethod
-    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, asked: np.ndarray, top: np.ndarray) -> "RowLogprobs":
-        """``logits [rows, vocab]`` after bias and before temperature; ``tokens [rows]``; ``asked``, ``top [rows]``."""
+    def of(
+        cls,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        asked: np.ndarray,
+        top: np.ndarray,
+        processed: tuple[np.ndarray, torch.Tensor] | None = None,
+    ) -> "RowLogprobs":
+        """Return log-probabilities of ``tokens [rows]`` and of the ``top [rows]`` best ones, for rows that ``asked``.
+
+        ``logits [rows, vocab]`` are those after the penalties. ``processed`` are rows, all of which asked, and their
+        logits ``[n, vocab]`` instead: tokens of minus infinity are not among the most likely ones.
+        """
         if not asked.any():
             return cls(None, None, None, None)
         rows = np.flatnonzero(asked)
         index = torch.from_numpy(rows).to(logits.device)
-        chosen = torch.log_softmax(logits[index], dim=-1)
+        own = logits[index]
+        if processed is not None:
+            own[torch.from_numpy(np.searchsorted(rows, processed[0])).to(own.device)] = processed[1]
+        chosen = torch.log_softmax(own, dim=-1)
         values = np.full(len(asked), np.nan, np.float32)
         values[rows] = chosen.gather(1, tokens[index].unsqueeze(1)).squeeze(1).cpu().numpy()
         counts = np.where(asked, top, 0)
@@ -30,8 +44,10 @@ class RowLogprobs(NamedTuple):
         if widest == 0:
             return cls(values, None, None, None)
         best = chosen.topk(widest, dim=-1)
-        wanted = np.arange(widest) < counts[rows][:, None]
-        return cls(values, counts, best.indices.cpu().numpy()[wanted], best.values.cpu().numpy()[wanted])
+        best_values = best.values.cpu().numpy()
+        wanted = (np.arange(widest) < counts[rows][:, None]) & (best_values != -np.inf)
+        counts[rows] = wanted.sum(axis=1)
+        return cls(values, counts, best.indices.cpu().numpy()[wanted], best_values[wanted])
 
 
 def join(parts: Sequence[RowLogprobs], sizes: Sequence[int]) -> RowLogprobs:

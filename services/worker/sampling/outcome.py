@@ -39,8 +39,10 @@ def collect(
     if top_token_ids is None or top_logprobs is None:
         return Sampled(slots, token_ids, finite, found)
     counts = np.zeros(count, np.int64)
-    counts[rows.top_rows] = rows.top_counts
     order = np.argsort(rows.top_rows)
-    kept = np.arange(rows.widest) < rows.top_counts[order][:, None]
+    values = top_logprobs.numpy()[order]
+    # A processed row has fewer tokens that can be drawn than it asked for: the others are at minus infinity.
+    kept = (np.arange(rows.widest) < rows.top_counts[order][:, None]) & (values != -np.inf)
+    counts[rows.top_rows[order]] = kept.sum(axis=1)
     top_ids = top_token_ids.numpy()[order][kept].astype(np.int64)
-    return Sampled(slots, token_ids, finite, found, counts, top_ids, top_logprobs.numpy()[order][kept])
+    return Sampled(slots, token_ids, finite, found, counts, top_ids, values[kept])

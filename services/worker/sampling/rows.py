@@ -61,8 +61,24 @@ class Masked:
 
 
 @dataclass(frozen=True)
+class Forced:
+    """Rows of a chunk whose thinking budget may be used up."""
+
+    rows: torch.Tensor  # [n] int32, of the chunk
+    slots: torch.Tensor  # beside rows, int32
+    lengths: torch.Tensor  # beside rows, int32: tokens of the sequence
+    prompts: torch.Tensor  # beside rows, int32: how many of them are the prompt
+    budgets: torch.Tensor  # beside rows, int32
+    begins: torch.Tensor  # beside rows, int32: the token that begins the section; -1 = it is open after the prompt
+    ends: torch.Tensor  # beside rows, int32: the token that ends it
+
+
+@dataclass(frozen=True)
 class Adjusted:
-    """A chunk of rows whose logits change: they are drawn from float32 copies."""
+    """A chunk of rows that are drawn from float32 copies of their logits.
+
+    Their logits change, or their log-probabilities are of the distribution that they are drawn from.
+    """
 
     rows: torch.Tensor  # [n] int32, of the slice
     scales: torch.Tensor  # [n] float32
@@ -70,8 +86,10 @@ class Adjusted:
     biased: Biased | None
     penalised: Penalised | None
     masked: Masked | None
+    forced: Forced | None
     truncated: Truncated | None  # rows of the chunk
-    asked: Asked | None  # rows of the chunk
+    asked: Asked | None  # rows of the chunk, for raw log-probabilities
+    processed: Asked | None  # rows of the chunk, for processed log-probabilities
 
 
 @dataclass(frozen=True)
@@ -147,9 +165,12 @@ class _Step:
         self._scales, self._keys, self._put, self._chunk_rows = scales, keys, put, chunk_rows
         cut = (table.top_k[slots] > 0) | (table.top_p[slots] < 1) | (table.min_p[slots] > 0)
         self._cut = cut & (table.temperature[slots] > 0)
+        self._raw = table.logprobs[slots] & ~table.processed[slots]
+        self._processed = table.logprobs[slots] & table.processed[slots]
+        self._forced = table.may_force(slots, positions)
         self._adjusted = table.biased[slots] | table.penalised[slots] | table.masked[slots]
-        self._wanted = table.logprobs[slots]
-        self._plain = not (self._cut.any() or self._adjusted.any() or self._wanted.any())
+        self._adjusted |= self._processed | self._forced
+        self._plain = not (self._cut.any() or self._adjusted.any() or self._raw.any())
         self.asked: list[np.ndarray] = []
         self.top: list[np.ndarray] = []
         self.masked: list[np.ndarray] = []
@@ -159,7 +180,7 @@ class _Step:
             return Slice(start, stop)
         rows = np.arange(start, min(stop, len(self._slots)))
         adjusted, rest = rows[self._adjusted[rows]], rows[~self._adjusted[rows]]
-        truncated, asked = self._truncated(rest, rest - start), self._asked(rest, rest - start)
+        truncated, asked = self._truncated(rest, rest - start), self._asked(rest, rest - start, self._raw)
         chunks = [adjusted[at : at + self._chunk_rows] for at in range(0, len(adjusted), self._chunk_rows)]
         return Slice(start, stop, truncated, asked, tuple(self._adjust(chunk, chunk - start) for chunk in chunks))
 
@@ -179,8 +200,9 @@ class _Step:
             self._put(log_min_p),
         )
 
-    def _asked(self, rows: np.ndarray, places: np.ndarray) -> Asked | None:
-        wanted = self._wanted[rows]
+    def _asked(self, rows: np.ndarray, places: np.ndarray, asked: np.ndarray) -> Asked | None:
+        """Return those of ``rows``, at ``places`` of the logits at hand, for which ``asked [all rows]`` is true."""
+        wanted = asked[rows]
         if not wanted.any():
             return None
         rows, places = rows[wanted], places[wanted]
@@ -199,8 +221,11 @@ class _Step:
             biased=self._biased(rows),
             penalised=self._penalised(rows),
             masked=self._masked(rows),
+            forced=self._budgeted(rows),
             truncated=self._truncated(rows, within),
-            asked=self._asked(rows, within),
+            # In the order in which their log-probabilities are written.
+            asked=self._asked(rows, within, self._raw),
+            processed=self._asked(rows, within, self._processed),
         )
 
     def _biased(self, rows: np.ndarray) -> Biased | None:
@@ -237,6 +262,14 @@ class _Step:
         start = sum(map(len, self.masked))
         self.masked.append(rows[within])
         return Masked(self._integers(within), start)
+
+    def _budgeted(self, rows: np.ndarray) -> Forced | None:
+        within = np.flatnonzero(self._forced[rows])
+        if len(within) == 0:
+            return None
+        table, slots = self._table, self._slots[rows[within]]
+        columns = (slots, self._positions[rows[within]], table.prompt_tokens[slots], table.think_tokens[slots])
+        return Forced(*map(self._integers, (within, *columns, table.think_begin[slots], table.think_end[slots])))
 
     def _integers(self, values: np.ndarray) -> torch.Tensor:
         return self._put(values.astype(np.int32))

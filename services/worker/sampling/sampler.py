@@ -12,6 +12,7 @@ from services.worker.sampling.grammars import RowMasks
 from services.worker.sampling.logprobs import RowLogprobs, join
 from services.worker.sampling.noise import COLDEST, row_keys
 from services.worker.sampling.penalties import penalise_
+from services.worker.sampling.thinking import force_, forced_tokens
 from services.worker.sampling.truncation import thresholds
 
 # Logits of one slice, in elements: 64 MiB in float32.
@@ -28,13 +29,14 @@ def sample(
     tokens: torch.Tensor | None = None,
     masks: RowMasks | None = None,
 ) -> Sampled:
-    """One token for each row of ``hidden [rows, hidden_size]``, which belong to ``slots [rows]``.
+    """Sample a token for each row of ``hidden [rows, hidden_size]``, which belong to ``slots [rows]``.
 
-    ``positions [rows]`` are the places in their sequences that the sampled tokens take. ``to_logits`` maps hidden rows
-    to float32 logits that may be overwritten. ``tokens``: the cache's token ids, for rows with penalties. ``masks``: of
-    rows with a grammar.
+    ``positions [rows]`` are the positions that the sampled tokens take in their sequences. ``to_logits`` maps hidden
+    rows to float32 logits that may be overwritten. ``tokens`` are the cache's token ids, for rows with penalties or a
+    thinking budget. ``masks`` are those of rows with a grammar.
 
-    In this order: bias, penalties, and (for what is drawn, not for logprobs) masks, temperature, top-k, top-p, min-p.
+    The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are of
+    the logits after the penalties, processed ones of the logits after all of these.
     """
     rows = max(1, _SLICE_ELEMENTS // vocab_size)
     parts = []
@@ -83,31 +85,63 @@ def _sample_slice(
             raise ValueError("rows with penalties: pass the cache's token ids")
         penalise_(logits, slots, positions, table, tokens)
 
-    drawn = logits if masks is None else _masked(logits, masks, keep=bool(table.logprobs[slots].any()))
+    forced = forced_tokens(slots, positions, table, tokens) if table.budgets else {}
+    asked = table.logprobs[slots]
+    drawn = logits if masks is None and not forced else _ruled_out(logits, masks, forced, keep=bool(asked.any()))
     hot = np.flatnonzero(table.temperature[slots] > 0)
+    lowest = None
     if len(hot) == 0:
         chosen = drawn.argmax(dim=-1)
     elif len(hot) == len(slots):
-        chosen = _draw_rows(drawn, slots, positions, table)
+        chosen, lowest = _draw_rows(drawn, slots, positions, table)
     else:
         chosen = drawn.argmax(dim=-1)
         index = torch.from_numpy(hot).to(logits.device)
-        chosen[index] = _draw_rows(drawn[index], slots[hot], positions[hot], table)
-    found = RowLogprobs.of(logits, chosen, table.logprobs[slots], table.top_logprobs[slots])
+        chosen[index], bounds = _draw_rows(drawn[index], slots[hot], positions[hot], table)
+        if bounds is not None:
+            lowest = torch.full((len(slots), 1), -torch.inf, device=logits.device)
+            lowest[index] = bounds
+    processed = None
+    if len(rows := np.flatnonzero(asked & table.processed[slots])):
+        processed = rows, _distribution(drawn, lowest, rows, table.temperature[slots[rows]])
+    found = RowLogprobs.of(logits, chosen, asked, table.top_logprobs[slots], processed)
     good = finite.cpu().numpy() & ~table.failed[slots]
     return Sampled(slots, chosen.cpu().numpy(), good, *found)
 
 
-def _masked(logits: torch.Tensor, masks: RowMasks, *, keep: bool) -> torch.Tensor:
-    """``logits``, or a copy when they are to be kept, with minus infinity for what ``masks`` rule out."""
-    masked = logits.clone() if keep else logits
-    for row, allowed in zip(masks.rows.tolist(), masks.allowed(logits.shape[1]), strict=True):
-        masked[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
-    return masked
+def _ruled_out(logits: torch.Tensor, masks: RowMasks | None, forced: dict[int, int], *, keep: bool) -> torch.Tensor:
+    """Return ``logits``, or a copy with ``keep``, with minus infinity for tokens that cannot be drawn.
+
+    These are the ones that ``masks`` rule out, and all but the token of each row in ``forced``.
+    """
+    drawn = logits.clone() if keep else logits
+    if masks is not None:
+        for row, allowed in zip(masks.rows.tolist(), masks.allowed(logits.shape[1]), strict=True):
+            drawn[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+    force_(drawn, forced)
+    return drawn
 
 
-def _draw_rows(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> torch.Tensor:
-    """Tokens ``[rows]`` int64 drawn after temperature, top-k, top-p and min-p. Leaves ``logits`` as they are."""
+def _distribution(
+    drawn: torch.Tensor, lowest: torch.Tensor | None, rows: np.ndarray, temperature: np.ndarray
+) -> torch.Tensor:
+    """Return the logits ``[n, vocab]`` whose softmax ``rows [n]`` of ``drawn`` were drawn from.
+
+    ``lowest [all rows, 1]`` are the bounds of ``_draw_rows``. A greedy row has no temperature, so its scale is 1.
+    """
+    index = torch.from_numpy(rows).to(drawn.device)
+    scales = np.where(temperature > 0, 1 / np.maximum(temperature, COLDEST), np.float32(1))
+    scaled = drawn[index] * torch.from_numpy(scales).to(drawn.device).unsqueeze(1)
+    return scaled if lowest is None else scaled.masked_fill_(scaled < lowest[index], -torch.inf)
+
+
+def _draw_rows(
+    logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draw a token for each row after temperature, top-k, top-p and min-p. Leaves ``logits`` as they are.
+
+    Returns the tokens ``[rows]`` int64, and the lowest scaled logit that can be drawn, ``[rows, 1]``; None = all can.
+    """
 
     def column(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(logits.device)
@@ -122,4 +156,4 @@ def _draw_rows(logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, t
     lowest = None
     if top_k is not None or top_p is not None or min_p is not None:
         lowest = thresholds(logits * scales.unsqueeze(1), top_k, top_p, min_p)
-    return draw(logits, scales, lowest, keys)
+    return draw(logits, scales, lowest, keys), lowest

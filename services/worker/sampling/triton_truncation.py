@@ -147,3 +147,25 @@ def _value(key, SHIFT: tl.constexpr):
     low_bits = tl.where(key < 0, (1 << SHIFT) - 1, 0)
     bits = ((key << SHIFT) | low_bits).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def distribute(
+    values,  # [n, vocab] fp32, in and out: the logits whose softmax the row was drawn from
+    rows,  # [programs] int32, rows of `values` and `scales`
+    scales,  # [n] fp32, one over the temperature; 0 (greedy) = 1
+    lowest,  # [n] fp32, scaled logits below it cannot be drawn; unused unless TRUNCATED
+    vocab,
+    TRUNCATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(programs, blocks of the vocabulary)``."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    scale = tl.load(scales + row)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    scaled = tl.load(values + row * vocab + columns, mask=inside, other=0.0) * scale
+    if TRUNCATED:
+        scaled = tl.where(scaled < tl.load(lowest + row), float("-inf"), scaled)
+    tl.store(values + row * vocab + columns, scaled, mask=inside)

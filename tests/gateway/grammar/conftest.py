@@ -7,7 +7,7 @@ import pytest
 
 from bench.server import free_port
 from tests.gateway.deployment import Deployment, Process, eventually
-from tests.gateway.parrot import LLAMA, QWEN, make_model
+from tests.gateway.parrot import LLAMA, QWEN, add_thinking_tokens, make_model
 
 PATIENCE = 4  # times as long as for a deployment that loads no model
 
@@ -18,9 +18,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(400))
 
 
-def start(directory: Path, template: str):
+def start(directory: Path, template: str, *, thinking_tokens: bool = False):
     """The built-in model under ``template``, on a real worker."""
     model, address = make_model(directory / "model", template), f"127.0.0.1:{free_port()}"
+    if thinking_tokens:
+        add_thinking_tokens(model)
     log = directory / "real_worker.log"
     worker = Process(log, "services.worker", model=model, worker_listen=address, device="cpu", dtype="float32")
     running = Deployment(directory, worker_address=address, scheduler={"model": model}, gateway={"model": model})

@@ -28,9 +28,9 @@ class Scores(Driver):
             self.told.setdefault(handle, []).append(scored)
         super()._note(delta)
 
-    def check(self, handle: int, prompt: list[int], top: int = 2) -> None:
-        """All of ``prompt`` was told once, in order."""
-        parts, place = self.told[handle], 1
+    def check(self, handle: int, prompt: list[int], top: int = 2, first: int = 1) -> None:
+        """All of ``prompt`` from position ``first`` was told once, in order."""
+        parts, place = self.told[handle], first
         for part in parts:
             assert part.start == place
             place += len(part.logprobs)
@@ -66,6 +66,49 @@ def test_what_is_cached_is_computed_again_and_stays_cached(n):
             driver.check(handle, PROMPT)
             assert cached == 0
     assert cached == 40
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (4, 0), (5, 4), (21, 20), (22, 20), (42, 40)])
+def test_pages_before_the_start_are_not_computed_again(start, cached, n):
+    """The token at ``start`` is scored from the one before it, which is computed. Siblings may compute more."""
+    driver = Scores(SHAPE)
+    driver.submit(PROMPT, max_tokens=3)
+    driver.run()
+    before = driver.model.prefilled_tokens
+    handle = driver.submit(PROMPT, n=n, sampling=ASKED._replace(prompt_logprobs_start=start), max_tokens=3)
+    driver.run()
+    driver.check(handle, PROMPT, first=max(1, start))
+    if n == 1:
+        assert driver.model.prefilled_tokens - before == len(PROMPT) - cached
+    assert driver.seen[handle].finish.cached_prompt_tokens == cached
+    for sample in range(handle, handle + n):
+        assert driver.seen[sample].tokens == driver.expected(sample)[0]
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_lost_worker_loses_none_from_the_start(steps):
+    driver = Scores(SHAPE)
+    handle = driver.submit(PROMPT, sampling=ASKED._replace(prompt_logprobs_start=14), max_tokens=8)
+    for _ in range(steps):
+        driver.step()
+    driver.lose_worker()
+    driver.run()
+    driver.check(handle, PROMPT, first=14)
+
+
+def test_scores_before_the_start_of_a_worker_that_does_not_know_it_are_not_sent():
+    driver = Scores(SHAPE)
+    handle = driver.submit(PROMPT, sampling=ASKED._replace(prompt_logprobs_start=9), max_tokens=3)
+    plan = driver.core.plan(driver.tick())
+    [sampled] = plan.admissions
+    count = SHAPE.max_tokens_per_step
+    ids = np.concatenate([top_token_ids(token, 2, SHAPE.vocab_size) for token in PROMPT[1 : count + 1]])
+    columns = chosen_logprob(PROMPT[1 : count + 1]), np.ones(count, np.uint32), ids, chosen_logprob(ids)
+    result = Result(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=((0, Scored(1, *columns)),))
+    driver.core.take(result, driver.tick())
+    assert driver.requests[handle].scored == count
+    assert sampled.sampling.prompt_logprobs_start == 9
 
 
 def test_two_with_one_prefix_at_once():

@@ -181,3 +181,50 @@ def test_scores_that_a_worker_does_not_have_are_not_asked_for(steps):
     settings = settings_of(prompt_logprobs=1)
     with pytest.raises(PlanViolation, match="prompt_logprobs, which the worker"):
         list(replayed(steps, 1, settings, replace(SHAPE, prompt_logprobs=False)))
+
+
+@pytest.mark.parametrize(("count", "good"), [(3, True), (1, True), (0, False), (4, False)])
+def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
+    """Those that can be drawn: one at least."""
+    sampling = plan_pb2.SamplingSettings(top_p=1, logprobs=True, top_logprobs=3, processed_logprobs=True)
+    admission = plan_pb2.Admission(slot=0, token_ids=[5], pages=[0], sampling=sampling)
+    checker = PlanChecker(SHAPE)
+    checker.apply(plan_pb2.StepPlan(step=1, admissions=[admission], batch=plan_pb2.Batch(slots=[0])))
+    answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9], logprobs=[-0.5], top_counts=[count])
+    answer.top_token_ids.extend(range(count))
+    answer.top_logprobs.extend([-1.0] * count)
+    if good:
+        assert checker.answered(answer) == 1
+        return
+    with pytest.raises(ResultViolation, match="another number of top logprobs"):
+        checker.answered(answer)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_scores_are_due_from_their_start(start):
+    sampling = plan_pb2.SamplingSettings(top_p=1, prompt_logprobs=0, prompt_logprobs_start=start)
+    admission = plan_pb2.Admission(slot=0, token_ids=[5, 6, 7, 8], pages=[0], sampling=sampling)
+    checker = PlanChecker(SHAPE)
+    batch = plan_pb2.Batch(slots=[0], token_counts=[4])
+    checker.apply(plan_pb2.StepPlan(step=1, admissions=[admission], batch=batch))
+    answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9])
+    answer.prompts.add(slot=0, start=2, logprobs=[-1.0, -1.0], ranks=[1, 1])
+    if start == 2:
+        assert checker.answered(answer) == 1
+        return
+    with pytest.raises(ResultViolation, match="scores"):
+        checker.answered(answer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "without", "message"),
+    [
+        ({"processed_logprobs": True}, {"processed_logprobs": False}, "processed_logprobs, which the worker lacks"),
+        ({"thinking": {"tokens": 1}}, {"thinking_budgets": False}, "a thinking budget, which the worker lacks"),
+        ({"thinking": {"end_token_id": 64}}, {}, "a thinking token outside the vocabulary"),
+        ({"prompt_logprobs_start": 99}, {}, "prompt_logprobs_start=99 of a prompt of"),
+    ],
+)
+def test_settings_that_the_worker_does_not_take_are_refused(steps, settings, without, message):
+    with pytest.raises(PlanViolation, match=message):
+        list(replayed(steps, 1, settings_of(**settings), replace(SHAPE, **without)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.common.config import WorkerConfig
+from services.common.thinking import ThinkingBudget
 from services.worker.boot import boot, make_cache, make_limits
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
@@ -153,9 +154,11 @@ def history() -> list[Plan]:
         {"temperature": 0.8, "seed": 3},
         {"logprobs": True, "top_logprobs": 2},
         {"temperature": 1.1, "seed": 9, "top_k": 20, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 0.9, "top_k": 3, "logprobs": True, "top_logprobs": 2, "processed_logprobs": True},
+        {"temperature": 0.6, "seed": 4, "thinking": ThinkingBudget(2, 7)},
     )
     members = tuple(
-        admission(1 + row, [*SHARED, 50 + row], [0, 1, 10 + row], cached_tokens=len(SHARED), **kinds[row % 4])
+        admission(1 + row, [*SHARED, 50 + row], [0, 1, 10 + row], cached_tokens=len(SHARED), **kinds[row])
         for row in range(6)
     )
     chunked = admission(8, range(60, 75), [30, 31, 32, 33, 34], temperature=0.7, seed=5, prompt_logprobs=2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from services.common.thinking import ThinkingBudget
 from services.worker.runner.plan import Limits, Plan
 from tests.worker.driver import NONE, admission, batch
 
@@ -15,6 +16,8 @@ SAMPLING = (
     {"temperature": 0.8, "seed": 5, "top_p": 0.7, "logprobs": True},
     {"logprobs": True, "top_logprobs": 2},
     {"temperature": 1.2, "seed": 9, "top_k": 20, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"temperature": 0.9, "top_k": 3, "logprobs": True, "top_logprobs": 4, "processed_logprobs": True},
+    {"temperature": 0.7, "seed": 4, "thinking": ThinkingBudget(1, 7)},
 )
 
 

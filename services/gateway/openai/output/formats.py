@@ -4,21 +4,27 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from services.common.config import GatewayConfig
+from services.common.text.thinking import ENDS, NO_THINKING_TOKENS, ThinkingTokens
 from services.common.text.tokenizer import Tokenizer
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.openai.output.calls import CALL_FORMATS, HERMES, LLAMA3, CallFormat, CallParser
 from services.gateway.openai.output.reader import OutputReader
-from services.gateway.openai.output.reasoning import ENDS, ReasoningParser, ReasoningTokens
+from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningTokens
 
 
 @dataclass(frozen=True)
 class OutputFormats:
-    """``calls``: how the model writes its tool calls; None: they stay in the text. ``calls_known`` is false when
-    nobody knows. ``reasoning``: whether it may think first."""
+    """How a model writes tool calls and reasoning."""
 
-    calls: CallFormat | None = None
-    calls_known: bool = True
-    reasoning: bool = False
+    calls: CallFormat | None = None  # None: tool calls stay in the text
+    calls_known: bool = True  # False: neither the flags nor the template say how it writes tool calls
+    reasoning: bool = False  # an answer may begin with a reasoning section
+    thinking_tokens: ThinkingTokens = NO_THINKING_TOKENS  # of the reasoning section
+
+    @property
+    def takes_thinking_budgets(self) -> bool:
+        """True if the reasoning section can be ended at a token."""
+        return self.reasoning and None not in self.thinking_tokens
 
     @classmethod
     def of(cls, config: GatewayConfig, tokenizer: Tokenizer) -> "OutputFormats":
@@ -31,6 +37,7 @@ class OutputFormats:
             calls=calls,
             calls_known=calls is not None or config.tool_call_parser == "none",
             reasoning=config.reasoning_parser == "qwen3" or (config.reasoning_parser == "auto" and ENDS in source),
+            thinking_tokens=ThinkingTokens.of(tokenizer),
         )
 
     def reader(

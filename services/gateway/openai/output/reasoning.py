@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
+from services.common.text.thinking import BEGINS, ENDS
 from services.common.text.vocabulary import TokenIds, Vocabulary
 from services.gateway.openai.output.deltas import Content, Delta, Reasoning
 from services.gateway.openai.output.held import certain_length
 from services.gateway.openai.output.incremental import Incremental
-
-BEGINS, ENDS = "<think>", "</think>"
 
 
 class ReasoningParser(Incremental):

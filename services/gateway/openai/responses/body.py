@@ -60,6 +60,7 @@ _ELSEWHERE = {
     "messages": Elsewhere("input"),
     "n": Elsewhere("", (1,)),
     "prompt_logprobs": Elsewhere(),
+    "prompt_logprobs_start": Elsewhere("", (0,)),
     "reasoning_effort": Elsewhere("reasoning.effort", ("none",)),
     "response_format": Elsewhere("text.format", ({"type": "text"},)),
     "return_token_ids": Elsewhere("", (False,)),

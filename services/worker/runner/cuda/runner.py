@@ -240,7 +240,7 @@ class CudaRunner:
         if graph.grouped:
             fill_in_groups(fields, part.prefix_tokens, self._graphs.tiles(part.spans))  # type: ignore[union-attr, arg-type]  # ``graph`` is of there
         updates = self._updates(plan, place, NO_CHANGES if append(fields, changes) else changes)
-        plain, sample_rows = not peers.last or self._slots.plain[rows].all(), None
+        plain, sample_rows = not peers.last or self._slots.are_plain(rows, begins + 1), None
         if not plain:
             sample_rows = self._sampler.prepare(self._slots, rows, begins + 1, place.upload.put, graph.size)
         self._upload(place)

@@ -44,7 +44,8 @@ def find_runs(batch: Batch, slots: SlotTable) -> PromptRuns | None:
     if not len(asked):
         return None
     begins, last = slots.computed[rows], slots.prompt_tokens[rows] - 1
-    asked = asked[begins[asked] < last[asked]]
+    skipped = np.maximum(slots.prompt_start[rows] - 1 - begins, 0)  # the first tokens of the row, before the start
+    asked = asked[(skipped[asked] < counts[asked]) & ((begins + skipped)[asked] < last[asked])]
     if not len(asked):
         return None
     order = np.argsort(counts != 1, kind="stable")
@@ -52,8 +53,9 @@ def find_runs(batch: Batch, slots: SlotTable) -> PromptRuns | None:
     starts[order] = np.cumsum(counts[order]) - counts[order]
     runs, tokens, token_ids = [], [], []
     for row in asked.tolist():
-        slot, begin, start = int(rows[row]), int(begins[row]), int(starts[row])
-        count = min(int(counts[row]), int(last[row]) - begin)
+        slot, skip = int(rows[row]), int(skipped[row])
+        begin, start = int(begins[row]) + skip, int(starts[row]) + skip
+        count = min(int(counts[row]) - skip, int(last[row]) - begin)
         runs.append(Run(slot, begin + 1, count, int(slots.prompt_logprobs[slot])))
         tokens.append(np.arange(start, start + count, dtype=np.int32))
         token_ids.append(slots.prompts[slot][begin + 1 : begin + 1 + count])

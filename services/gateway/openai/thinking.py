@@ -1,0 +1,48 @@
+"""``thinking_token_budget``: which reasoning section of an answer it limits."""
+
+from dataclasses import replace
+
+from services.common.errors import InvalidRequest
+from services.common.text.thinking import BEGINS, ENDS
+from services.gateway.job import Settings
+from services.gateway.openai.grammar.answer import Thoughts
+from services.gateway.openai.output.formats import OutputFormats
+from services.gateway.session.codec import ModelFacts
+
+FIELD = "thinking_token_budget"
+# What chat templates and other engines call it.
+TEMPLATE_NAMES = frozenset({"thinking_budget", "thinking_token_budget", "max_thinking_tokens", "reasoning_budget"})
+
+_OPENED = {Thoughts.OPENED: True, Thoughts.MAYBE: False}
+
+
+def limit_thinking(
+    settings: Settings, tokens: int | None, formats: OutputFormats, facts: ModelFacts, thoughts: Thoughts | None
+) -> Settings:
+    """Return ``settings`` with a budget of ``tokens`` for the reasoning section; None = no budget.
+
+    ``thoughts`` is what the answer begins with; None = as the tokens of each prompt say. An answer that cannot begin
+    with a reasoning section keeps any budget. Raises InvalidRequest if the model has no such section.
+    """
+    if tokens is None:
+        return settings
+    if not formats.reasoning:
+        raise _unsupported(
+            f"{FIELD}: this model's chat template has no reasoning section ({BEGINS}...{ENDS}); leave it out, or have"
+            " the server started with reasoning_parser=qwen3"
+        )
+    if None in formats.thinking_tokens:
+        raise _unsupported(
+            f"{FIELD}: this model's tokenizer has no single tokens for {BEGINS} and {ENDS}, so the section cannot be"
+            " ended at a token; leave it out, and limit the whole answer with max_tokens"
+        )
+    if not facts.thinking_budgets:
+        raise _unsupported(f"{FIELD}: the worker that serves this model has no thinking budgets; leave it out")
+    if thoughts is Thoughts.NONE:
+        return settings
+    opened = None if thoughts is None else _OPENED[thoughts]
+    return replace(settings, thinking_tokens=tokens, thinking_opened=opened)
+
+
+def _unsupported(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field=FIELD, reason="UNSUPPORTED_PARAMETER")
