@@ -30,6 +30,8 @@ BOUNDS = {
     "bfloat16": (0.25, 0.05, 0.93),
     "fp8": (2.0, 0.35, 0.7),
 }
+# By default a server takes all of the memory, and nothing is left for a second one.
+CACHE = {"kv_cache_num_tokens": 128 * 1024}
 COMPILED = {"torch_compile": "T", "use_cudagraphs": "T", "fail_on_recompile": "T"}
 # What the scheduler takes for worth a group: with fewer samples of the prompt below, it is right to make none.
 HYDRAGEN = {"use_hydragen": "T", "hydragen_min_group_size": 2, "hydragen_min_prefix_len": 16}
@@ -70,7 +72,7 @@ async def test_log_probabilities_agree_with_transformers(directory_of, model, dt
     reference = reference_of(directory)
     lengths = [1, 16, 17, 200, *range(3, 60)]
     prompts = [random_prompt(length, reference.config.vocab_size) for length in lengths]
-    with serve(model=directory, device="cuda", dtype=dtype, max_tokens_per_forward=256, **flags) as server:
+    with serve(model=directory, device="cuda", dtype=dtype, max_tokens_per_forward=256, **CACHE, **flags) as server:
         alone = [(await generate_all(server.grpc_address, [request(each, TOKENS)]))[0][0] for each in prompts[:4]]
         together = await generate_all(server.grpc_address, [request(each, TOKENS) for each in prompts])
     answers = list(zip(prompts[:4], alone, strict=True))
@@ -86,7 +88,7 @@ async def test_samples_in_a_group_agree_with_transformers_and_with_samples_in_no
     prompt = random_prompt(SHARED, reference.config.vocab_size)
     drawn = request(prompt, TOKENS, n=SAMPLES, temperature=0.8, seed=1)
     greedy = request(prompt, TOKENS, n=SAMPLES)
-    with serve(model=directory, device="cuda", dtype=dtype, **HYDRAGEN) as server:
+    with serve(model=directory, device="cuda", dtype=dtype, **CACHE, **HYDRAGEN) as server:
         [samples], [grouped] = [await generate_all(server.grpc_address, [asked]) for asked in (drawn, greedy)]
         rows = server.metric("toka_hydragen_rows_total")
     assert rows >= SAMPLES * TOKENS  # most of the rows of both requests
@@ -96,7 +98,7 @@ async def test_samples_in_a_group_agree_with_transformers_and_with_samples_in_no
     for answers in (samples, grouped):
         agreement(reference, [(prompt, sample) for sample in answers]).check(largest, mean)
 
-    with serve(model=directory, device="cuda", dtype=dtype) as server:
+    with serve(model=directory, device="cuda", dtype=dtype, **CACHE, use_hydragen="F") as server:
         single = (await generate_all(server.grpc_address, [greedy]))[0]
     # Both round once, to other sides: as far apart as either may be from the reference, on average half of that.
     differences = [
@@ -124,7 +126,7 @@ async def test_a_seed_draws_the_same_tokens_alone_and_among_200_others():
         request(random_prompt(5 + index % 90, 2048, index), 30 + index % 20, temperature=1.0) for index in range(200)
     ]
     flags = {"use_cudagraphs": "T", "cudagraph_max_size": 64, "max_seqs_per_forward": 256}
-    with serve(device="cuda", dtype="float32", **flags) as server:
+    with serve(device="cuda", dtype="float32", **CACHE, **flags) as server:
         alone = [(await generate_all(server.grpc_address, [each]))[0][0] for each in seeded]
         crowd = await generate_all(server.grpc_address, [*others[:100], *seeded, *others[100:]])
     for mine, [theirs] in zip(alone, crowd[100:102], strict=True):
