@@ -14,6 +14,15 @@ from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 _OF_WORKER, _OF_SCHEDULER, _OF_GATEWAY = 2, 2, 3
 _MOST_GATEWAYS = 4  # for each replica
 _DEADLINE_S = 10.0
+# Flags that are refused beside another one that is off.
+_NEEDED = {
+    "cudagraph_max_size": "use_cudagraphs",
+    "piecewise_cudagraph_max_tokens": "use_cudagraphs",
+    "hydragen_min_group_size": "use_hydragen",
+    "hydragen_min_prefix_len": "use_hydragen",
+}
+# Flags whose values may hold a password.
+_SECRET = ("store_url", "otlp_endpoint")
 _WIDTH = 140
 
 
@@ -29,6 +38,8 @@ def choose_gateways(config: DeploymentConfig, *, has_gpus: bool, processors: int
     """Return how many gateways to start, and the reason. ``processors``: those that this process may use."""
     if config.gateways != "auto":
         return config.gateways, "set by you"
+    if config.api_keys_file is not None:
+        return 1, "gateways would divide the limits of API keys among themselves"
     if not has_gpus or config.device == "cpu":
         return 1, "workers on CPUs need the processors"
     workers = config.dp_size * config.tp_size * config.pp_size
@@ -73,7 +84,9 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
     given = {
         name: as_text(value)
         for name, field in DeploymentConfig.model_fields.items()
-        if name not in config.never_given and (value := getattr(config, name)) != field.default and value is not None
+        if name not in (*config.never_given, *_SECRET)
+        and (value := getattr(config, name)) != field.default
+        and value is not None
     }
     chosen = given | {each.name: each.value for each in settings if each.value not in ("", "auto")}
     flags = [f"{name}={value}" for name, value in chosen.items() if not _without_effect(name, chosen)]
@@ -82,5 +95,5 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
 
 def _without_effect(name: str, chosen: dict[str, str]) -> bool:
     """Whether the flag ``name`` would be refused beside the others."""
-    needed = {"cudagraph_max_size": "use_cudagraphs"}.get(name)
+    needed = _NEEDED.get(name)
     return needed is not None and chosen.get(needed) == "F"

@@ -15,6 +15,7 @@ import structlog
 from services.common.config import ChosenDeploymentConfig, DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.handover import listen
+from services.common.host import usable_processors
 from services.common.log import is_coloured, is_console
 from services.common.model_files import read_card
 from services.common.process import Stop, run_service, unless_stopped
@@ -39,8 +40,10 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
         _check_may_write(given.record_plans)
     visible = _visible_gpus()
     gpus = choose_gpus(given, visible)
-    processors = len(os.sched_getaffinity(0))
-    count, reason = choose_gateways(given, has_gpus=bool(visible), processors=processors)
+    processors = usable_processors()
+    count, reason = choose_gateways(
+        given, has_gpus=any(name not in ("", "-1") for name in (visible or "").split(",")), processors=processors
+    )
     config = ChosenDeploymentConfig.model_construct(**{**dict(given), "gateways": count})
     # Fetched once, before the children ask.
     weights = config.load_format != "dummy"

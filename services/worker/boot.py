@@ -11,14 +11,14 @@ import numpy as np
 import structlog
 import torch
 
-from services.common import model_files
+from services.common import host, model_files
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker import weights
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
-from services.worker.choices import NAMES, Choice, Device, available_memory, choose
+from services.worker.choices import NAMES, Choice, Device, agree, choose
 from services.worker.compilation import (
     compile_model,
     forbid_recompilation,
@@ -108,6 +108,14 @@ def boot(
                 group.watch(on_lost)
         facts = _facts(device, group)
         chosen, choices = choose(config, facts, described, ranks, layers, max_context)
+        if group is not None:
+            chosen, choices = agree(chosen, choices, group.least)
+        if device.type == "cpu" and config.kv_cache_num_tokens == "auto" and chosen.page_count == 1:
+            raise InvalidRequest(
+                f"flag model={config.model}: its weights leave no memory for a KV cache ({facts.free / 2**30:.1f} GiB"
+                " are free); use a smaller model, dtype=bfloat16, or end other programs",
+                field="model",
+            )
         threads = _threads(chosen, device, ranks)
         kernels = make_kernels(device, dtype, compiled=chosen.torch_compile)
         local = local_config(described, ranks, len(layers))
@@ -150,7 +158,7 @@ def _facts(device: torch.device, group: RankGroup | None) -> Device:
     """Return what is known of ``device`` before anything is loaded. Ranks take the least of their sizes, so that all
     of them choose alike."""
     if device.type == "cpu":
-        free, processors = available_memory(), len(os.sched_getaffinity(0))
+        free, processors = host.available_memory(), host.usable_processors()
         name, total, capability = "CPU", free, (0, 0)
     else:
         free, total = torch.cuda.mem_get_info(device)

@@ -2,14 +2,12 @@
 
 No torch here: ``toka-doctor`` chooses before a start as the worker does at its start.
 
-All ranks of a replica choose the same values, because they choose from the same facts.
+The ranks of a replica agree on the least of what they choose.
 """
 
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
@@ -60,6 +58,17 @@ class Choice(NamedTuple):
     reason: str
 
 
+def agree(
+    chosen: ChosenWorkerConfig, choices: tuple[Choice, ...], least: Callable[[int], int]
+) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
+    """Return what ``choose`` returned, with the least of all ranks' sizes: pipeline stages differ in their layers, and
+    all ranks run the same steps. ``least`` returns the least of the values that the ranks call it with."""
+    sizes = {name: getattr(chosen, name) for name in NAMES if type(getattr(chosen, name)) is int}
+    agreed = {name: least(size) for name, size in sizes.items()}
+    told = (each._replace(value=str(agreed[each.name])) if each.name in agreed else each for each in choices)
+    return chosen.model_copy(update=agreed), tuple(told)
+
+
 def choose(
     config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
 ) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
@@ -70,19 +79,6 @@ def choose(
     """
     chooser = _OnCuda if device.kind == "cuda" else _OnCpu
     return chooser(config, device, model, ranks, layers, max_context).choose()
-
-
-def available_memory() -> int:
-    """Return the bytes that new programs can use on this host, or in its container if that is less."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # not Linux: the whole memory
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    [kib] = [line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
-    free = int(kib) * 1024
-    most, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if most.exists() and (limit := most.read_text().strip()).isdigit():
-        free = min(free, int(limit) - int(used.read_text()))
-    return free
 
 
 class _Chooser:
@@ -162,15 +158,13 @@ class _OnCuda(_Chooser):
             sequences,
             f"the cache holds about {cached:,} tokens, {max(1, cached // sequences):,} for each",
         )
-        least = max(
-            values["max_seqs_per_forward"],
-            config.async_tp_threshold or 0,
-            config.piecewise_cudagraph_max_tokens or 0,
-        )
+        set_by_user = 0 if "max_seqs_per_forward" in self._auto else values["max_seqs_per_forward"]
+        least = max(set_by_user, config.async_tp_threshold or 0, config.piecewise_cudagraph_max_tokens or 0)
         rate = device.processors / H200_MULTIPROCESSORS * (1.0 if device.capability >= (9, 0) else _OLDER_RATE)
         parameters = per_layer * len(self._layers) + local.vocab_size * local.hidden_size / self._ranks.tp_size
         tokens = max(2048, min(_power_of_two(_WORK_PER_STEP * rate / parameters), _MOST_TOKENS))
-        yield "max_tokens_per_forward", max(least, tokens), "the largest step takes about 0.2 s or less"
+        tokens = max(least, tokens, values["max_seqs_per_forward"])
+        yield "max_tokens_per_forward", tokens, "the largest step takes about 0.2 s or less"
         yield from self._smaller_steps(least)
         used = f"; other programs use {_gib(device.total - device.free)} GiB" if self._is_shared else ""
         yield (
@@ -190,7 +184,7 @@ class _OnCuda(_Chooser):
             "max_seqs_per_forward": 16,
         }
         for name, floor in floors.items():
-            if name == "max_tokens_per_forward" and "max_seqs_per_forward" not in self._auto:
+            if name == "max_tokens_per_forward":
                 floor = max(floor, least)
             while name in self._auto and self._values[name] // 2 >= floor and self._taken() > budget:
                 yield name, self._values[name] // 2, reason
@@ -243,7 +237,7 @@ class _OnCpu(_Chooser):
             max(_CPU_TOKENS, self._values["max_seqs_per_forward"]),
             "prompts are computed in chunks that others need not wait long for",
         )
-        page, workers = self._page(FLOAT32), self._ranks.size
+        page, workers = self._page(FLOAT32), self._ranks.size * config.dp_size
         half = max(0, device.free - workers * self._weights(FLOAT32)) // 2 // workers
         pages = max(1, min(half // page, -(-_CPU_CACHE // config.page_size)))
         yield (

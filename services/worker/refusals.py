@@ -23,7 +23,11 @@ def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
             config.cudagraph_max_size if config.cudagraph_max_size != "auto" else -1,
             "leave it out",
         ),
-        ("piecewise_cudagraph_max_tokens", config.piecewise_cudagraph_max_tokens or -1, "leave it out"),
+        (
+            "piecewise_cudagraph_max_tokens",
+            -1 if config.piecewise_cudagraph_max_tokens is None else config.piecewise_cudagraph_max_tokens,
+            "leave it out",
+        ),
     ):
         if getattr(config, name) == value:
             raise InvalidRequest(

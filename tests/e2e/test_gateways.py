@@ -210,9 +210,9 @@ def test_a_port_in_use_is_explained(builtin_server):
 @pytest.mark.parametrize(
     ("flag", "sentence"),
     [
-        ("gateways=-1", "flag gateways='-1': input should be greater than or equal to 0"),
-        ("gateways=65", "flag gateways='65': input should be less than or equal to 64"),
-        ("gateways=all", "flag gateways='all': input should be a valid integer"),
+        ("gateways=-1", "flag gateways='-1': expected 0 to 64, or auto"),
+        ("gateways=65", "flag gateways='65': expected 0 to 64, or auto"),
+        ("gateways=all", "flag gateways='all': expected a whole number, or auto"),
         ("gateway=2", "unknown flag 'gateway' in 'gateway=2': did you mean gateways=?"),
     ],
 )

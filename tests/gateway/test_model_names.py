@@ -75,6 +75,8 @@ def test_models_are_listed_with_their_aliases(strict):
     with strict.sdk() as client:
         for name in ("llama", *model["aliases"]):
             assert client.models.retrieve(name).id == "llama"
+            anthropic = httpx.get(f"{strict.url}/v1/models/{name}", headers={"anthropic-version": "2023-06-01"})
+            assert anthropic.json()["id"] == "llama"
 
 
 def test_a_model_that_is_not_served_is_not_listed(deployment):

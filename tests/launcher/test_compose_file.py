@@ -23,7 +23,7 @@ PROFILES = {
 TENSOR_RANKS = {"tp_size", "tp_rank", "async_tp_threshold"}
 STAGES = {"pp_size", "pp_rank", "pp_layers", "pp_num_buffer_stages"}
 MEETING = {"master_addr", "master_port"}
-FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_rank"} | TENSOR_RANKS | STAGES | MEETING
+FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_size", "dp_rank"} | TENSOR_RANKS | STAGES | MEETING
 
 
 @pytest.mark.parametrize(

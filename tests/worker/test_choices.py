@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bench.model import SHAPES
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.flags import build
-from services.worker.choices import NAMES, Choice, Device, choose
+from services.worker.choices import NAMES, Choice, Device, agree, choose
 from services.worker.memory import footprint
 from services.worker.models.config import ModelConfig
 from services.worker.models.registry import read_model_config
@@ -122,3 +122,32 @@ def test_each_choice_has_a_value_and_a_reason():
         _, made = choices(device)
         assert list(made) == list(NAMES)
         assert all(each.value and each.reason for each in made.values())
+
+
+def test_pipeline_stages_of_unequal_layers_agree_on_the_least_sizes():
+    model = MODELS["llama-8b"]
+    stages = [range(20), range(20, 32)]
+    config = build(WorkerConfig, {"pp_size": "2"})
+    made = [
+        choose(config, gpu(60), model, Ranks(0, 1, index, 2), layers, CONTEXT) for index, layers in enumerate(stages)
+    ]
+    sizes = [[getattr(chosen, name) for name in NAMES if type(getattr(chosen, name)) is int] for chosen, _ in made]
+    assert sizes[0] != sizes[1]
+    values = [iter(each) for each in zip(*sizes, strict=True)]
+
+    def least(value: int) -> int:
+        both = list(values.pop(0))
+        assert value in both
+        return min(both)
+
+    chosen, choices = agree(*made[1], least)
+    assert chosen.max_seqs_per_forward <= chosen.max_tokens_per_forward
+    assert [int(each.value) for each in choices if each.value.isdigit()] == [
+        min(both) for both in zip(*sizes, strict=True)
+    ]
+
+
+def test_replicas_on_a_cpu_share_half_of_the_free_memory():
+    alone, _ = choices(cpu(16))
+    one_of_two, _ = choices(cpu(16), dp_size="2")
+    assert 2 * one_of_two.kv_cache_num_tokens <= alone.kv_cache_num_tokens

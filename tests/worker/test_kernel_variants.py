@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.random_plans import RandomPlans
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig
 from services.worker import rehearsal
 from services.worker.boot import make_cache, make_limits
 from services.worker.layers.kernels import TorchKernels
@@ -26,7 +26,9 @@ pytestmark = [
 ]
 
 CONTEXT = 2048  # long enough that few rows are split
-FLAGS = WorkerConfig(page_size=16, kv_cache_num_tokens=16 * 4096, max_tokens_per_forward=2048, max_seqs_per_forward=256)
+FLAGS = ChosenWorkerConfig(
+    page_size=16, kv_cache_num_tokens=16 * 4096, max_tokens_per_forward=2048, max_seqs_per_forward=256
+)
 # Captured graphs launch what they launched under capture.
 LARGEST_GRAPH = 16
 BATCHES = 300

@@ -26,7 +26,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "1.6",
+        "contract_version": "1.7",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -38,6 +38,8 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
         "max_micro_batches": 1,
         "prompt_logprobs": True,
         "grammars": True,
+        "processed_logprobs": True,
+        "thinking_budgets": True,
         "tensor_parallel": one,
         "pipeline_parallel": one,
         "device": "cpu",
@@ -239,9 +241,9 @@ async def test_a_defect_in_a_step_ends_the_stream_and_nothing_else(connect, monk
 async def test_calls_are_unavailable_while_the_model_loads(connect, worker, monkeypatch):
     loading = threading.Event()
 
-    def slow_boot(config, on_lost):
+    def slow_boot(config, *arguments):
         loading.wait()
-        return boot(config, on_lost)
+        return boot(config, *arguments)
 
     monkeypatch.setattr(server, "boot", slow_boot)
     scheduler = await connect(await worker())

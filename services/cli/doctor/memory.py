@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from services.cli.doctor.findings import Finding, amount, fail, ok, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import Shape
-from services.worker.choices import H200_MULTIPROCESSORS, Choice, Device, available_memory, choose
+from services.common.host import available_memory
+from services.worker.choices import H200_MULTIPROCESSORS, Choice, Device, choose
 from services.worker.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
 from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.shares import local_config

@@ -33,7 +33,6 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
         ("host=0.0.0.0 api_keys_file=keys.toml", "for other hosts, who need a key (toka-key makes one)"),
     )
 
-    dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
     gateways: AutoInt = Field(
         "auto",
         description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: by the"

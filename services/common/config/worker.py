@@ -80,6 +80,7 @@ class WorkerConfig(MetricsConfig):
         False, description="a model graph that must be compiled after the start is an error; else the log tells"
     )
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
+    dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
     dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
     tp_size: Int = Field(1, ge=1, le=64, description="tensor-parallel ranks of a replica")
     tp_rank: Int = Field(0, ge=0, description="which of them this worker is")

@@ -13,6 +13,7 @@ from services.gateway.openai.body import Body, Elsewhere
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
 from services.gateway.openai.json_value import check_schema
 from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, check_names_differ
+from services.gateway.openai.other_names import refused_names
 from services.gateway.openai.schemas import ChatBody, SamplingBody, Stops
 
 ENABLE_THINKING, EFFORT = "enable_thinking", "reasoning_effort"  # variables of chat templates
@@ -99,7 +100,7 @@ class CountTokensBody(Body):
     """The body of ``POST /v1/messages/count_tokens``: everything that decides on the prompt."""
 
     nested: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
-    elsewhere: ClassVar[Mapping[str, Elsewhere]] = _ELSEWHERE
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = refused_names(_LENGTH, _FORMAT, "messages", _ELSEWHERE)
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]

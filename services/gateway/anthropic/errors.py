@@ -1,7 +1,7 @@
 """The error tree as Anthropic errors: ``{"type": "error", "error": {"type", "message", "details"}, ...}``."""
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import orjson
@@ -49,15 +49,15 @@ def is_anthropic(scope: MutableMapping[str, Any]) -> bool:
     )
 
 
-def in_own_words(error: errors.TokaError) -> errors.TokaError:
-    """Return ``error`` of the chat pipeline with the parameter names of the Messages API. Its message names the
-    parameter at fault, since Anthropic's errors have no field for that."""
+def in_own_words(error: errors.TokaError, sent: Collection[str] = ()) -> errors.TokaError:
+    """Return ``error`` of the chat pipeline with the parameter names of the Messages API, but for the names that the
+    client ``sent``. Its message names the parameter at fault, since Anthropic's errors have no field for that."""
     message = error.message
     if error.reason == "CONTEXT_LENGTH_EXCEEDED":
         message = message if message.startswith(_TOO_LONG) else _TOO_LONG + message
     elif isinstance(error, errors.InvalidRequest) and (name := openai_errors.parameter_of(error)) not in message:
         message = f"{name}: {message}"
-    error.message = _NAME.sub(lambda name: _NAMES[name[0]], message)
+    error.message = _NAME.sub(lambda name: name[0] if name[0] in sent else _NAMES[name[0]], message)
     return error
 
 

@@ -29,7 +29,7 @@ async def get_model(request: Request, model_id: str) -> Response:
     if not is_anthropic(request.scope):
         return await models.get_model(request, model_id)
     gateway: Gateway = request.app.state.gateway
-    if (facts := gateway.fleet.models.get(model_id)) is None:
+    if (facts := gateway.fleet.named(model_id)) is None:
         raise NotFound(f"the model {model_id[:200]!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
     return _response(request, _describe(facts))
 

@@ -24,10 +24,11 @@ async def create_message(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     caller = read_caller(request, raw)
+    body = await parse_large(gateway.text, raw, MessagesBody)
     try:
-        return await while_connected(request.receive, _create(gateway, raw, caller, started_at))
+        return await while_connected(request.receive, _create(gateway, body, len(raw), caller, started_at))
     except TokaError as error:
-        raise in_own_words(error) from None
+        raise in_own_words(error, body.model_fields_set) from None
 
 
 async def count_tokens(request: Request) -> Response:
@@ -35,16 +36,16 @@ async def count_tokens(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     caller = read_caller(request, raw)
+    body = await parse_large(gateway.text, raw, CountTokensBody)
     try:
-        return await while_connected(request.receive, _count(gateway, raw, caller))
+        return await while_connected(request.receive, _count(gateway, body, len(raw), caller))
     except TokaError as error:
-        raise in_own_words(error) from None
+        raise in_own_words(error, body.model_fields_set) from None
 
 
-async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
-    body = await parse_large(gateway.text, raw, MessagesBody)
+async def _create(gateway: Gateway, body: MessagesBody, size: int, caller: Caller, started_at: float) -> Response:
     traits = _traits(gateway, body)
-    asked = await ask(gateway, await gateway.text.worked(len(raw), body.chat, traits), caller)
+    asked = await ask(gateway, await gateway.text.worked(size, body.chat, traits), caller)
     shape = MessageShape(
         asked.jobs[0],
         asked.facts,
@@ -56,11 +57,10 @@ async def _create(gateway: Gateway, raw: bytes, caller: Caller, started_at: floa
     return await Answer(gateway, asked.jobs, shape, headers, started_at, caller).respond(stream=bool(body.stream))
 
 
-async def _count(gateway: Gateway, raw: bytes, caller: Caller) -> Response:
-    body = await parse_large(gateway.text, raw, CountTokensBody)
+async def _count(gateway: Gateway, body: CountTokensBody, size: int, caller: Caller) -> Response:
     await gateway.fleet.model(body.model)
     traits = _traits(gateway, body)
-    chat = await gateway.text.worked(len(raw), body.count, traits)
+    chat = await gateway.text.worked(size, body.count, traits)
     prompt = await render(gateway.text, chat, max_tokens=None, with_tools=chat.tool_choice != "none")
     return response(200, {"input_tokens": len(prompt.ids)}, _headers(body, traits, caller))
 

@@ -55,8 +55,8 @@ class Requests:
         body = dict(request["body"])
         if line.refusal is not None:
             response = to_response(line.refusal)
-        elif body.get("stream"):
-            error = InvalidRequest("stream: not in a batch; leave it out", field="stream", reason="INVALID_VALUE")
+        elif (name := next((name for name in ("stream", "background") if body.get(name)), None)) is not None:
+            error = InvalidRequest(f"{name}: not in a batch; leave it out", field=name, reason="INVALID_VALUE")
             response = to_response(error)
         else:
             priority = body.get("priority")

@@ -140,6 +140,7 @@ class Chunks:
     def _add(self, chunk: dict[str, Any]) -> None:
         message = {"role": "assistant", "content": "", "refusal": None}
         begun = {"index": chunk["index"], "message": message, "logprobs": None, "finish_reason": None}
+        begun["stop_reason"] = None
         choice = self.choices.setdefault(chunk["index"], begun)
         for name, value in chunk.pop("delta").items():
             _join_message(choice["message"], name, value)

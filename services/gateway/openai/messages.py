@@ -103,7 +103,8 @@ class Message(Body):
             raise ValueError("a message has either 'content' or 'refusal'; leave one of them out")
         if refusal is not None and not isinstance(refusal, str):
             raise ValueError("'refusal' is the text of a refusal; send a string, or leave it out")
-        if refusal or ("content" in taken and taken["content"] is None):
+        calls_only = bool(taken.get("tool_calls"))
+        if refusal or ("content" in taken and taken["content"] is None and not calls_only):
             taken["content"] = refusal or ""
         if taken.get("reasoning_content") is None and reasoning is not None:
             taken["reasoning_content"] = reasoning

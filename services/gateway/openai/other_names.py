@@ -34,7 +34,6 @@ SIMILAR = {
     "format": Elsewhere("response_format"),
     "input_ids": Elsewhere("prompt with token ids"),
     "inputs": Elsewhere("prompt"),
-    "logprob_start_len": Elsewhere("prompt_logprobs", (-1,)),
     "max_length": Elsewhere(_LENGTH),
     "max_output_tokens": Elsewhere(_LENGTH),
     "n_predict": Elsewhere(_LENGTH, (-1,)),
@@ -59,6 +58,27 @@ SIMILAR_IN_CHAT = {
     "think": Elsewhere("reasoning_effort"),
     "thinking": Elsewhere("reasoning_effort"),
 }
+
+
+def refused_names(
+    length: Elsewhere, form: Elsewhere, prompt: str, own: Mapping[str, Elsewhere]
+) -> dict[str, Elsewhere]:
+    """Return the names of other engines that an endpoint refuses, with what it has instead.
+
+    ``length`` limits an answer there, ``form`` holds it to a schema, ``prompt`` names the field of the prompt, and
+    ``own`` are the endpoint's own entries, which take precedence.
+    """
+    lengths = ("max_length", "max_new_tokens", "n_predict", "num_predict")
+    forms = ("ebnf", "format", "grammar", "json_schema", "regex")
+    same = {name: Elsewhere(ours) for name, ours in SAME.items()}
+    return {
+        **SIMILAR_IN_CHAT,
+        **same,
+        **dict.fromkeys(lengths, length),
+        **dict.fromkeys(forms, form),
+        **dict.fromkeys(("input_ids", "inputs"), Elsewhere(prompt)),
+        **own,
+    }
 
 
 def rename(document: dict[str, Any], same: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config import WorkerConfig
+from services.common.config import ChosenWorkerConfig
 from services.common.thinking import ThinkingBudget
 from services.worker.boot import boot, make_cache, make_limits
 from services.worker.layers.kernels import TorchKernels
@@ -40,7 +40,7 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-FLAGS = WorkerConfig(
+FLAGS = ChosenWorkerConfig(
     page_size=PAGE, kv_cache_num_tokens=64 * PAGE, max_tokens_per_forward=64, max_seqs_per_forward=SLOTS
 )
 
@@ -119,7 +119,7 @@ def run_as_rank(
             runner.close()
 
 
-def plain_outputs(plans: Sequence[Plan], config: WorkerConfig | None = None) -> list[StepOutput]:
+def plain_outputs(plans: Sequence[Plan], config: ChosenWorkerConfig | None = None) -> list[StepOutput]:
     """What one CPU makes of them, without cuts and groups; ``config``: of another model."""
     from services.worker.attention.plain import PlainAttention
     from services.worker.runner.runner import StepRunner

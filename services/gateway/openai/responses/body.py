@@ -19,6 +19,7 @@ from services.gateway.openai.messages import (
     check_names_differ,
     check_variables,
 )
+from services.gateway.openai.other_names import refused_names
 from services.gateway.openai.problems import describe
 from services.gateway.openai.responses.input_items import Item, messages_of
 from services.gateway.openai.responses.tools import (
@@ -161,7 +162,7 @@ class ResponsesBody(SamplingBody):
     """``POST /v1/responses``."""
 
     nested: ClassVar[tuple[str, ...]] = ("stream_options", "reasoning", "text", "tools")
-    elsewhere: ClassVar[Mapping[str, Elsewhere]] = _ELSEWHERE
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = refused_names(_LENGTH, _FORM, "input", _ELSEWHERE)
 
     input: Annotated[
         list[Item],
