@@ -40,7 +40,7 @@ _OWN = ("starts", "cold", "load_seconds")
 
 
 class StartConfig(DeploymentConfig):
-    """How often to start, and what."""
+    """The flags: the number of starts, and the deployment."""
 
     starts: Int = Field(5, ge=1, description="starts to measure")
     cold: Bool = Field(False, description="each start has an empty compile_cache_dir")

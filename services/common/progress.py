@@ -16,7 +16,7 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Doing:
-    """One phase of a start."""
+    """A phase of a start."""
 
     what: str  # such as "loading weights"; ``READY`` at the end
     since: float  # time.time()

@@ -94,6 +94,6 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
 
 
 def _without_effect(name: str, chosen: dict[str, str]) -> bool:
-    """Whether the flag ``name`` would be refused beside the others."""
+    """Return whether the flag ``name`` would be refused beside the others."""
     needed = _NEEDED.get(name)
     return needed is not None and chosen.get(needed) == "F"

@@ -6,6 +6,7 @@ The ranks of a replica agree on the least of what they choose.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -40,7 +41,7 @@ _SET = "set by you"
 
 @dataclass(frozen=True)
 class Device:
-    """What the choices depend on, of one device. Sizes are in bytes."""
+    """The facts about one device on which choices depend. Sizes are in bytes."""
 
     kind: Literal["cpu", "cuda"]
     name: str
@@ -81,7 +82,7 @@ def choose(
     return chooser(config, device, model, ranks, layers, max_context).choose()
 
 
-class _Chooser:
+class _Chooser(ABC):
     """The part that CPUs and GPUs share."""
 
     def __init__(
@@ -105,10 +106,10 @@ class _Chooser:
         chosen = self._chosen()
         return chosen, tuple(Choice(name, as_text(self._values[name]), self._reasons[name]) for name in NAMES)
 
+    @abstractmethod
     def _decisions(self) -> Iterator[tuple[str, Any, str]]:
         """Yield each flag with the value and the reason to use if it is ``auto``. A later decision may build on
         ``_values`` of earlier ones."""
-        raise NotImplementedError
 
     def _set(self, name: str, value: Any, reason: str) -> None:
         if name in self._auto:
@@ -215,7 +216,7 @@ class _OnCuda(_Chooser):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other programs use a noticeable part of the device."""
+        """True if other programs use a noticeable part of the device."""
         return self._device.total - self._device.free > margin(self._device.total)
 
 

@@ -105,7 +105,7 @@ Block = Annotated[
 
 
 class Turn(Body):
-    """One message of the conversation."""
+    """A message of the conversation."""
 
     nested: ClassVar[tuple[str, ...]] = ("content",)
 

@@ -47,7 +47,7 @@ _OWN = frozenset({"stop", "metadata", "user", "store", "thinking_token_budget"})
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers."""
+    """Settings of thinking before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -73,14 +73,14 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    """What the answer is like."""
+    """Settings of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
 class ContextManagement(Body):
-    """How the conversation is shortened."""
+    """Rules for shortening the conversation."""
 
     edits: list[dict[str, Any]] | None = None
 

@@ -19,7 +19,7 @@ _FORGOTTEN_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class ChatFilter:
-    """What the chat completions of a list have in common. None: anything."""
+    """A filter of stored chat completions. None matches all."""
 
     model: str | None = None
     labels: Mapping[str, str] | None = None

@@ -246,7 +246,7 @@ class ConversationBody(Body):
 
     @property
     def only_allowed(self) -> bool:
-        """Whether the model may call no tool but ``tools``, whatever it has read of others."""
+        """True if the model may call no tool but ``tools``, also where it has read of others."""
         return self._only_allowed
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What is wrong with a body, in sentences: the parameter, what is allowed, and what was given."""
+"""Errors of a request body as sentences: the parameter, the allowed values, and the value that was given."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -183,7 +183,7 @@ class GenerationBody(GrammarBody, SamplingBody):
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage of its choice so far."""
+        """True if every chunk of a stream has the usage of its choice so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")

@@ -106,7 +106,7 @@ class CudaAttention:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether any layer reads shared prefixes once for a group. Layers with a window read their own tokens only."""
+        """True if any layer reads shared prefixes once for a group. Layers with a window read their own tokens only."""
         return None in self.windows
 
     def bytes_saved(self, groups: Spans) -> int:

@@ -97,7 +97,7 @@ class ResponseFormat(Body):
 
     @property
     def wanted(self) -> bool:
-        """Whether the answer is held to a form."""
+        """True if the answer is held to a form."""
         return self.type != "text"
 
     @property

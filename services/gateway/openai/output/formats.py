@@ -14,7 +14,7 @@ from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningT
 
 @dataclass(frozen=True)
 class OutputFormats:
-    """How a model writes tool calls and reasoning."""
+    """The way in which a model writes tool calls and reasoning."""
 
     calls: CallFormat | None = None  # None: tool calls stay in the text
     calls_known: bool = True  # False: neither the flags nor the template say how it writes tool calls

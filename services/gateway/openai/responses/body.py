@@ -75,7 +75,7 @@ def _items(value: Any) -> Any:
 
 
 class Reasoning(Body):
-    """How long the model thinks, and what is told of it."""
+    """Settings of the model's thinking: its length, and the part that the client gets."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
@@ -214,17 +214,17 @@ class ResponsesBody(SamplingBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text of messages comes with log-probabilities."""
+        """True if the text of messages comes with log-probabilities."""
         return bool(LOGPROBS in (self.include or ()) or self.top_logprobs)
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
-        """Whether reasoning items have ``encrypted_content``."""
+        """True if reasoning items have ``encrypted_content``."""
         return ENCRYPTED_REASONING in (self.include or ())
 
     @property
     def left_out(self) -> list[str]:
-        """What the request asks for and the model is not told of or held to, for the header that lists it."""
+        """The parts of the request that the model is not told of, nor held to. A header lists them."""
         names = [f"tools.{kind}" for kind in hosted(self.tools or ())]
         return [*names, "tools.format"] if grammars(self.tools or ()) else names
 

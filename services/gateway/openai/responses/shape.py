@@ -49,12 +49,12 @@ class ResponseShape(ChatShape):
 
     @property
     def queued(self) -> bool:
-        """Whether a background response has no output yet."""
+        """True if a background response has no output yet."""
         return self._queued
 
     @property
     def ended(self) -> bool:
-        """Whether the response is complete, or has failed."""
+        """True if the response is complete or has failed."""
         return bool(self._ended)
 
     def keep_with(self, keeper: Keeper) -> None:
