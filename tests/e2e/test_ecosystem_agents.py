@@ -4,8 +4,16 @@ import openai
 import pytest
 
 from tests.e2e.ecosystem import (
-    CALL, CITY_TEXT, CONTEXT_MESSAGE, GREETING, REPORT, TOO_LONG, WRONG_CITY_TEXT, City, weather,
-)  # fmt: skip
+    CALL,
+    CITY_TEXT,
+    CONTEXT_MESSAGE,
+    GREETING,
+    REPORT,
+    TOO_LONG,
+    WRONG_CITY_TEXT,
+    City,
+    weather,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings
 
@@ -106,7 +114,7 @@ async def test_pydantic_ai_gets_an_object_of_the_schema(pydantic_ai, typed_model
 
 async def test_pydantic_ai_gets_an_object_by_a_tool_call(pydantic_ai, typed_model):
     agent = pydantic_ai.Agent(typed_model, output_type=pydantic_ai.ToolOutput(City, name="city"), retries=0)
-    answer = await agent.run('<tool_call>\n{"name": "city", "arguments": %s}\n</tool_call>' % CITY_TEXT)
+    answer = await agent.run(f'<tool_call>\n{{"name": "city", "arguments": {CITY_TEXT}}}\n</tool_call>')
     assert answer.output == City.model_validate_json(CITY_TEXT)
 
 

@@ -8,9 +8,18 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
 from tests.e2e.ecosystem import (
-    CALL, CITY_FORMAT, CITY_TEXT, CONTEXT_MESSAGE, GREETING, REPORT, TOO_LONG, WEATHER_TOOL, WRONG_CITY_TEXT,
-    City, user,
-)  # fmt: skip
+    CALL,
+    CITY_FORMAT,
+    CITY_TEXT,
+    CONTEXT_MESSAGE,
+    GREETING,
+    REPORT,
+    TOO_LONG,
+    WEATHER_TOOL,
+    WRONG_CITY_TEXT,
+    City,
+    user,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings
 
