@@ -18,7 +18,7 @@ from tests.e2e.ecosystem import (
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")  # as `parrot`, which then does not start if the test is skipped
 def agents():
     module = pytest.importorskip("agents", reason="openai-agents is not installed")
     module.set_tracing_disabled(True)  # it would send traces to OpenAI
@@ -71,7 +71,7 @@ async def test_openai_agents_report_a_full_context(agents, agents_model):
     assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def pydantic_ai():
     return pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
 

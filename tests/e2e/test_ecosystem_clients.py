@@ -24,7 +24,7 @@ from tests.e2e.ecosystem import (
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")  # as `parrot`, which then does not start if the test is skipped
 def litellm():
     """Return the module, or skip. It must not download its price list when it is imported."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")

@@ -30,16 +30,20 @@ CASES = {"greeting": GREETING, "call": CALL, "cities": [CITY_TEXT, WRONG_CITY_TE
 PATIENCE_S = 100
 
 
-def packages(*names: str) -> Path:
-    """Return the directory ``node_modules``, or skip if Node or a package is missing."""
+@pytest.fixture(scope="package")  # as `parrot`, which then does not start if the test is skipped
+def modules() -> Path:
+    """Return the directory ``node_modules``, or skip."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     if not (directory := os.environ.get("ECOSYSTEM_NODE")):
         pytest.skip("ECOSYSTEM_NODE does not name a directory with npm packages")
-    modules = Path(directory).resolve() / "node_modules"
-    if missing := [name for name in names if not (modules / name / "package.json").exists()]:
+    return Path(directory).resolve() / "node_modules"
+
+
+def need(modules: Path, *packages: str) -> None:
+    """Skip if a package is missing."""
+    if missing := [name for name in packages if not (modules / name / "package.json").exists()]:
         pytest.skip(f"{modules} has no {', '.join(missing)}")
-    return modules
 
 
 def run(script: str, modules: Path, directory: Path, url: str) -> dict:
@@ -62,16 +66,18 @@ def check(printed: dict) -> None:
     assert CONTEXT_MESSAGE in printed["full"]["message"]
 
 
-def test_the_openai_package_for_node(parrot, tmp_path):
-    printed = run("openai.mjs", packages("openai", "zod"), tmp_path, parrot.url)
+def test_the_openai_package_for_node(modules, parrot, tmp_path):
+    need(modules, "openai", "zod")
+    printed = run("openai.mjs", modules, tmp_path, parrot.url)
     check(printed)
     assert printed["tools"] == REPORT
     assert "".join(printed["responses"]) == GREETING
     assert (printed["full"]["type"], printed["full"]["code"]) == ("BadRequestError", "context_length_exceeded")
 
 
-def test_the_vercel_ai_sdk(parrot, tmp_path):
-    printed = run("ai.mjs", packages("ai", "@ai-sdk/openai-compatible", "zod"), tmp_path, parrot.url)
+def test_the_vercel_ai_sdk(modules, parrot, tmp_path):
+    need(modules, "ai", "@ai-sdk/openai-compatible", "zod")
+    printed = run("ai.mjs", modules, tmp_path, parrot.url)
     check(printed)
     assert printed["tools"] == [REPORT, REPORT]
     assert printed["usage"][0] == printed["usage"][1] > 2
