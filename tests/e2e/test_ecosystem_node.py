@@ -1,8 +1,8 @@
-"""Node's ``openai`` and the Vercel AI SDK against our servers.
+"""Node's ``openai``, the Vercel AI SDK and promptfoo against our servers.
 
 They need ``node``, and a directory in which npm installed them::
 
-    npm install --prefix DIR openai ai @ai-sdk/openai-compatible zod
+    npm install --prefix DIR openai ai @ai-sdk/openai-compatible zod promptfoo
     ECOSYSTEM_NODE=DIR python -m pytest tests/e2e/test_ecosystem_node.py
 """
 
@@ -16,11 +16,13 @@ import pytest
 
 from tests.e2e.ecosystem import (
     CALL,
+    CITY_FORMAT,
     CITY_TEXT,
     CONTEXT_MESSAGE,
     GREETING,
     REPORT,
     TOO_LONG,
+    WEATHER_TOOL,
     WRONG_CITY_TEXT,
     City,
 )
@@ -83,3 +85,54 @@ def test_the_vercel_ai_sdk(modules, parrot, tmp_path):
     assert printed["usage"][0] == printed["usage"][1] > 2
     full = printed["full"]
     assert (full["type"], full["status"], full["code"]) == ("AI_APICallError", 400, "context_length_exceeded")
+
+
+@pytest.fixture
+def evaluate(modules, parrot, tmp_path):
+    """Return a function that has promptfoo send ``said`` once, and returns its result."""
+    need(modules, "promptfoo")
+    quiet = {f"PROMPTFOO_DISABLE_{what}": "1" for what in ("TELEMETRY", "UPDATE", "REMOTE_GENERATION", "SHARING")}
+
+    def evaluate(said: str, **settings) -> dict:
+        settings |= {"apiBaseUrl": f"{parrot.url}/v1", "apiKey": "none"}
+        suite = {
+            "prompts": ['[{"role": "user", "content": {{said | dump}}}]'],
+            "providers": [{"id": "openai:chat:llm", "config": settings}],
+            "tests": [{"vars": {"said": said}}],
+        }
+        (tmp_path / "suite.json").write_text(json.dumps(suite))
+        program = modules / ".bin" / "promptfoo"
+        command = [program, "eval", "-c", "suite.json", "-o", "results.json", "--no-cache", "--no-table"]
+        environment = os.environ | quiet | {"PROMPTFOO_CONFIG_DIR": str(tmp_path / "settings")}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        results = tmp_path / "results.json"
+        assert results.exists(), done.stdout + done.stderr
+        (result,) = json.loads(results.read_text())["results"]["results"]
+        return result
+
+    return evaluate
+
+
+def test_promptfoo_chats(evaluate):
+    result = evaluate(GREETING)
+    assert (result["success"], result["response"]["output"]) == (True, GREETING)
+    assert result["response"]["tokenUsage"]["completion"] > 2
+
+
+def test_promptfoo_calls_tools(evaluate):
+    (call,) = evaluate(CALL, tools=[WEATHER_TOOL])["response"]["output"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Köln"})
+
+
+@pytest.mark.parametrize("said", [CITY_TEXT, WRONG_CITY_TEXT])
+def test_promptfoo_gets_an_object_of_the_schema(evaluate, said):
+    city = City.model_validate(evaluate(said, response_format=CITY_FORMAT, max_tokens=100)["response"]["output"])
+    assert said != CITY_TEXT or city == City.model_validate_json(CITY_TEXT)
+
+
+def test_promptfoo_reports_a_full_context(evaluate):
+    result = evaluate(TOO_LONG)
+    assert not result["success"]
+    assert CONTEXT_MESSAGE in result["error"]

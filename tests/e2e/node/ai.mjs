@@ -12,7 +12,7 @@ const provider = createOpenAICompatible({
   supportsStructuredOutputs: true,
 });
 const model = provider("llm");
-const City = z.object({ name: z.enum(["Köln", "Bonn"]), districts: z.int().min(1).max(9) });
+const City = z.object({ name: z.enum(["Köln", "Bonn"]), districts: z.number().int().min(1).max(9) });
 const weather = tool({
   description: "Report the weather of a city.",
   inputSchema: z.object({ city: z.string() }),

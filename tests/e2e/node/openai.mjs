@@ -5,7 +5,7 @@ import { z } from "zod";
 
 const [baseURL, cases] = [process.argv[2], JSON.parse(process.argv[3])];
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
-const City = z.object({ name: z.enum(["Köln", "Bonn"]), districts: z.int().min(1).max(9) });
+const City = z.object({ name: z.enum(["Köln", "Bonn"]), districts: z.number().int().min(1).max(9) });
 const user = (content) => ({ model: "llm", messages: [{ role: "user", content }] });
 
 const chat = (await client.chat.completions.create(user(cases.greeting))).choices[0].message.content;
