@@ -61,7 +61,6 @@ def run(script: str, modules: Path, directory: Path, url: str) -> dict:
 def check(printed: dict) -> None:
     """Assert what the scripts have in common."""
     assert printed["chat"] == "".join(printed["stream"]) == GREETING
-    assert len(printed["stream"]) > 1
     right, corrected = (City.model_validate(city) for city in printed["schema"])
     assert right == City.model_validate_json(CITY_TEXT)
     assert corrected.name in ("Köln", "Bonn")
