@@ -7,8 +7,6 @@ from operator import add
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.parrot import QWEN, start_parrot
-
 langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage  # noqa: E402
 
@@ -38,14 +36,6 @@ def chat(base_url: str, **settings):
     return langchain_openai.ChatOpenAI(
         base_url=f"{base_url}/v1", api_key="none", model="tokasaurus-builtin", temperature=0, max_retries=0, **settings
     )
-
-
-@pytest.fixture(scope="module")
-def parrot(tmp_path_factory):
-    """A model that says what the user said last, and calls tools as Qwen does."""
-    running = start_parrot(tmp_path_factory.mktemp("parrot"), QWEN)
-    yield running
-    running.stop()
 
 
 @pytest.fixture
