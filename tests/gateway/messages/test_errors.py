@@ -127,10 +127,10 @@ def test_a_key_comes_in_either_header(guarded):
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_without_a_right_key_nothing_runs(guarded, path, headers):
-    accepted = guarded.metric("toka_requests_accepted_total")
+    accepted = guarded.metric("toka_request_params_n_count")
     own = {name: value.format(key=guarded.keys.keys["team"]) for name, value in headers.items()}
     assert error_of(post(guarded.running, saying("Hi"), path, **own), 401)["type"] == "authentication_error"
-    assert guarded.metric("toka_requests_accepted_total") == accepted
+    assert guarded.metric("toka_request_params_n_count") == accepted
 
 
 def test_a_key_has_its_limits_here_too(guarded):
