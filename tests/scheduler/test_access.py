@@ -1,7 +1,6 @@
 """Who may call what on a scheduler: keys, the gateways' token, certificates. Who may not leaves no trace."""
 
 import asyncio
-import contextlib
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from services.scheduler.api.access import exposure
 from services.scheduler.server import SchedulerServer
 from tests.common.rpc.authority import Authority, flags, links
 from tests.fakes.worker import FakeWorker
+from tests.scheduler.call_status import begins, ends
 from tests.scheduler.service import PROMPT
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
@@ -107,11 +107,10 @@ class Service:
         A call whose first message is written after the server has refused it ends as INTERNAL in grpc.aio, by the
         client's own failed write, so it is made again. An INTERNAL of the server would be in its log.
         """
-        codes = {name: await ends(call) for name, call in self.calls(metadata).items()}
         for _ in range(10):
+            codes = {name: await ends(call) for name, call in self.calls(metadata).items()}
             if grpc.StatusCode.INTERNAL not in codes.values():
                 break
-            codes = {name: await ends(call) for name, call in self.calls(metadata).items()}
         return codes
 
     async def load(self, metadata=()) -> observe_pb2.Load:
@@ -123,24 +122,6 @@ def request(max_tokens: int = 2, stop_token_ids=(), **fields) -> generate_pb2.Ge
     stopping = generate_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True, token_ids=stop_token_ids)
     sampling = generate_pb2.Sampling(temperature=0)
     return generate_pb2.GenerateRequest(tokens=prompt, stopping=stopping, sampling=sampling, **fields)
-
-
-async def ends(call: grpc.aio.Call) -> grpc.StatusCode:
-    """Read to the end."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while not isinstance(call, grpc.aio.UnaryUnaryCall) and await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code()
-
-
-async def begins(call: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
-    """OK as soon as something comes."""
-    try:
-        return OK if await call.read() is not grpc.aio.EOF else await call.code()
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    finally:
-        call.cancel()
 
 
 @asynccontextmanager
