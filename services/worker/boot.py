@@ -28,8 +28,8 @@ from services.worker.compilation import (
 from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
-from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.rope import describe_scaling
+from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
 from services.worker.parallel.errors import ParallelError
@@ -40,6 +40,8 @@ from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.parallel.shares import local_config, refuse_unshareable
 from services.worker.parallel.stage_runner import StageRunner
 from services.worker.parallel.stages import layers_of
+from services.worker.precompile.background import compiling_ahead
+from services.worker.precompile.job import Gpu, Job
 from services.worker.progress import BootProgress
 from services.worker.refusals import refuse_what_a_cpu_has_not
 from services.worker.rehearsal import PLAIN, decodes, every_feature, mixed, step
@@ -91,15 +93,12 @@ def boot(
         refuse_what_a_cpu_has_not(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
-    dummy = config.load_format == "dummy"
-    card = model_files.read_card(config.model, config.served_model_name, weights=not dummy)
-    described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
-    max_context = _max_context(config, described.max_context_tokens)
-    described = replace(described, max_context_tokens=max_context)
+    card, described = read_model(config)
+    max_context = described.max_context_tokens
     log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as background:
         with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
             group = _join_replica(config, ranks, device, dtype, described.head_dim)
         if group is not None:
@@ -116,16 +115,14 @@ def boot(
                 " are free); use a smaller model, dtype=bfloat16, or end other programs",
                 field="model",
             )
+        if _compiles_ahead(chosen, device, ranks, progress):
+            available = flashinfer_spans.available(described.head_dim, cache_dtype(chosen, dtype))
+            gpu = Gpu(facts.name, facts.capability, facts.total, available)
+            background.enter_context(compiling_ahead(Job(config=chosen, dtype=_name(dtype), gpu=gpu)))
         threads = _threads(chosen, device, ranks)
-        kernels = make_kernels(device, dtype, compiled=chosen.torch_compile)
-        local = local_config(described, ranks, len(layers))
-        linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
-        adds_in_product = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
-        model = DecoderModel(
-            described, dtype, device, kernels, linear, adds_in_product=adds_in_product, ranks=ranks, layers=layers
-        )
+        model = make_model(chosen, described, dtype, device, ranks, layers)
         with progress.phase("weights"):
-            if dummy:
+            if config.load_format == "dummy":
                 weights.load_dummy(model, seed=0)
             else:
                 tied = described.tied_embeddings
@@ -141,7 +138,7 @@ def boot(
                 runner: Runner = make_runner(chosen, model, max_context, group, grammars, progress)
             else:
                 with progress.phase("compile" if chosen.torch_compile else "rehearsal"):
-                    runner = _make_cpu_runner(chosen, model, kernels, threads, max_context, group, grammars)
+                    runner = _make_cpu_runner(chosen, model, threads, max_context, group, grammars)
         mark_ready()
         if config.fail_on_recompile:
             forbid_recompilation()
@@ -151,7 +148,43 @@ def boot(
     choices = _with_cache_size(choices, runner.limits)
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
         log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
-    return Booted(runner, card.name, str(device), str(dtype).removeprefix("torch."), ranks, group, choices)
+    return Booted(runner, card.name, str(device), _name(dtype), ranks, group, choices)
+
+
+def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig]:
+    """Return the files of the model that ``config`` names, and its description with the context that ``config`` allows.
+
+    Raises ``InvalidRequest`` naming the file or flag."""
+    card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
+    described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
+    return card, replace(described, max_context_tokens=_max_context(config, described.max_context_tokens))
+
+
+def make_model(
+    config: ChosenWorkerConfig,
+    described: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+    layers: range,
+    *,
+    memory: torch.device | None = None,
+) -> DecoderModel:
+    """Return a rank's ``layers`` of the model, without values. ``memory``: where its tensors are, ``device`` unless it
+    is given."""
+    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+    local = local_config(described, ranks, len(layers))
+    linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
+    adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
+    where = memory or device
+    return DecoderModel(described, dtype, where, kernels, linear, adds_in_product=adds, ranks=ranks, layers=layers)
+
+
+def _compiles_ahead(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks, progress: BootProgress) -> bool:
+    """Whether another process is to compile the kernels of this start: nothing shows that they were compiled before.
+    One of several ranks does it for all. A pipeline's stages cannot be rehearsed alone."""
+    alike = ranks.tp_rank == 0 and ranks.pp_size == 1
+    return device.type == "cuda" and not config.torch_compile and alike and progress.first_start
 
 
 def _facts(device: torch.device, group: RankGroup | None) -> Device:
@@ -209,20 +242,19 @@ def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> Kv
         page_size=config.page_size,
         kv_heads=local.kv_heads,
         head_dim=local.head_dim,
-        dtype=cache_dtype(config, model),
+        dtype=cache_dtype(config, model.dtype),
         device=model.device,
     )
 
 
-def cache_dtype(config: WorkerConfig, model: DecoderModel) -> torch.dtype:
-    """What keys and values are kept as."""
-    return FP8 if config.kv_cache_dtype == "fp8" else model.dtype
+def cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return what the keys and values of a model of ``dtype`` are kept as."""
+    return FP8 if config.kv_cache_dtype == "fp8" else dtype
 
 
 def _make_cpu_runner(
     config: ChosenWorkerConfig,
     model: DecoderModel,
-    kernels: LayerKernels,
     threads: ShardThreads,
     max_context: int,
     group: RankGroup | None,
@@ -240,7 +272,7 @@ def _make_cpu_runner(
         return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
     fused = None
     # It reads weights where they are, as float32.
-    if isinstance(kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
+    if isinstance(model.kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
         fused = FusedDecoder(model, cache)
     limits = make_limits(config, model, page_count, max_context, grammars=grammars is not None)
     runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
@@ -302,6 +334,10 @@ def _device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda:0" if name == "cuda" else "cpu")
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     dtype: torch.dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -315,7 +351,7 @@ def _join_replica(
     if ranks.alone:
         return None
     settings = config.model_dump(mode="json", include=set(_SHARED_FLAGS))
-    settings |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    settings |= {"device": device.type, "dtype": _name(dtype)}
     # Whether a step is a graph depends on it, and ranks must agree.
     settings |= {INSTALLED: device.type == "cuda" and flashinfer_spans.available(head_dim, dtype)}
     return RankGroup(ranks, config.master_addr, config.master_port, device, settings)

@@ -59,7 +59,7 @@ def make_runner(
         group.wait_for_all()
     with progress.phase("compile" if config.torch_compile else "memory"):
         peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
-    bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model).itemsize)
+    bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model.dtype).itemsize)
     free, total = torch.cuda.mem_get_info(device)
     graphs = graph_bytes(config, model.local, model.dtype.itemsize)
     tables = table_bytes(config, max_context)
@@ -72,9 +72,9 @@ def make_runner(
     pages = fitting if wanted is None else wanted
     try:
         cache = make_cache(config, model, pages)
-        runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
+        runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
         with progress.phase("rehearsal"):
-            _rehearse(runner, config, model, exchanges, progress)
+            rehearse(runner, config, model, exchanges, progress)
         return runner
     except Exception as error:
         runner = None  # else the end of this process would wait for ever: see there
@@ -126,7 +126,7 @@ def _measure(
     try:
         cache = make_cache(config, model, pages)
         of_cache = torch.cuda.memory_allocated() - before
-        runner = _assemble(config, model, cache, max_context, group, exchanges, grammars)
+        runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
         few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
         _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
         torch.cuda.reset_peak_memory_stats()
@@ -181,7 +181,7 @@ def _out_of_memory(error: Exception) -> bool:
     return any(isinstance(each, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(each) for each in reasons)
 
 
-def _assemble(
+def assemble(
     config: ChosenWorkerConfig,
     model: DecoderModel,
     cache: KvCache,
@@ -213,7 +213,7 @@ def _assemble(
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
 
 
-def _rehearse(
+def rehearse(
     runner: CudaRunner,
     config: ChosenWorkerConfig,
     model: DecoderModel,

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -34,6 +35,8 @@ _FLAGS = (
     *("use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens", "max_tokens_per_forward"),
     "max_seqs_per_forward",
 )
+# Packages whose kernels, or whose compilers, another version of them replaces.
+_PACKAGES = ("tokasaurus", "torch")
 _FILE = "starts.json"
 _MOST_STARTS = 200  # kept in the file; the oldest are dropped
 
@@ -62,6 +65,11 @@ class BootProgress:
     def of(cls, config: WorkerConfig) -> "BootProgress":
         """Return the progress of this process's start: with the durations of earlier ones, and for the display."""
         return cls(StartTimes(config), ProgressFile.of(os.environ))
+
+    @property
+    def first_start(self) -> bool:
+        """Whether no earlier start with the same flags is known: caches of compiled code may be empty."""
+        return not self._usual_s
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -101,7 +109,7 @@ class StartTimes:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._path = Path(os.path.expanduser(config.compile_cache_dir)) / _FILE
-        flags = config.model_dump(mode="json", include=set(_FLAGS))
+        flags = config.model_dump(mode="json", include=set(_FLAGS)) | {name: _version(name) for name in _PACKAGES}
         self._key = hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:16]
         # Ranks start together and would overwrite each other's figures.
         self._writes = config.dp_rank == config.tp_rank == config.pp_rank == 0
@@ -134,3 +142,11 @@ class StartTimes:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _version(package: str) -> str:
+    """Return the installed version of ``package``; empty where it is not installed as a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,25 +1,9 @@
 """A device without streams and graphs, for the GPU's runner where kernels are interpreted."""
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.worker.interpreter import INTERPRETED
-
-
-class NoEvent:
-    """An event of a device that has always done everything."""
-
-    def __init__(self, **_) -> None: ...
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, _: "NoEvent") -> float:
-        return 0.0
 
 
 @pytest.fixture
@@ -31,16 +15,11 @@ def device_without_streams(monkeypatch):
 
 def do_without_streams(monkeypatch) -> None:
     """``device_without_streams``, in any process that interprets kernels."""
+    from services.worker.precompile.dry_device import without_streams
     from services.worker.runner.cuda import graphs, pieces
 
-    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
-    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    for owner, name, value in without_streams():
+        monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(graphs, "capture", launch_again)
     monkeypatch.setattr(pieces, "capture_between", launch_again_around)
 
@@ -60,9 +39,9 @@ def launch_again(launches, _):
 
 def launch_again_around(launches, width, pool, stream):
     """As ``pieces.capture_between``, in that way. Attends to nothing meanwhile, as a capture does."""
-    from services.worker.runner.cuda.pieces import _Nothing
+    from services.worker.runner.cuda.pieces import NoAttention
 
-    first = launches(_Nothing(width))
+    first = launches(NoAttention(width))
 
     def replay(attention) -> None:
         first.copy_(launches(attention))

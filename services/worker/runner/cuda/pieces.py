@@ -97,7 +97,7 @@ class StepPieces:
             return self._forward(*inputs, self._attention.active(step), keep, self._peers.exchange(size))
 
         width = self._attention.heads * self._attention.head_dim
-        nothing = _Nothing(width)
+        nothing = NoAttention(width)
         launches(nothing)  # lets libraries make their workspaces
         piece = _Piece(*capture_between(launches, width, pool, stream), keep)
         piece.replay(nothing)  # graphs are sent to the device when they are first launched
@@ -110,7 +110,7 @@ class _Piece(NamedTuple):
     keep: torch.Tensor | None
 
 
-class _Nothing(PlacedAttentionStep):
+class NoAttention(PlacedAttentionStep):
     """Attends to nothing, and stores nothing."""
 
     def run_into(

@@ -1,0 +1,127 @@
+"""Kernels that a child process compiles for a start: those that the rehearsal launches, for a GPU that is not there."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from services.common.config import ChosenWorkerConfig, WorkerConfig
+from services.worker.precompile.background import compiling_ahead
+from services.worker.precompile.job import Gpu, Job
+from services.worker.progress import BootProgress, StartTimes
+from tests.worker.interpreter import needs_triton
+
+GPU = Gpu(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
+# What the child does, but for most of the compilations, which take minutes on a processor.
+REHEARSE = """
+import json, sys
+from services.worker.precompile.__main__ import rehearse_dry
+from services.worker.precompile.compiler import compile_all
+from services.worker.precompile.job import Job
+job = Job.model_validate_json(sys.stdin.buffer.read())
+launches = rehearse_dry(job)
+compiled = compile_all(launches[: int(sys.argv[1])], job.gpu.capability)
+print(json.dumps({"kernels": [launch.kernel.__name__ for launch in launches], "compiled": compiled}))
+"""
+
+
+def job(model, gpu: Gpu = GPU, **flags) -> Job:
+    sizes = {"max_seqs_per_forward": 64, "max_tokens_per_forward": 256, "kv_cache_num_tokens": 4096}
+    flags = {"load_format": "dummy", "use_cudagraphs": True} | sizes | flags
+    config = ChosenWorkerConfig(model=str(model), **flags)
+    return Job(config=config, dtype="bfloat16", gpu=gpu)
+
+
+def environment(cache) -> dict[str, str]:
+    """As of a process that compiles, which tests of kernels on a CPU do not."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"TRITON_CACHE_DIR": str(cache)}
+
+
+def rehearse(job: Job, cache, compiled: int = 0) -> dict:
+    """The names of the kernels that are launched, and how many of the first ``compiled`` could be compiled."""
+    done = subprocess.run(
+        [sys.executable, "-c", REHEARSE, str(compiled)],
+        input=job.model_dump_json().encode(),
+        env=environment(cache),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_triton
+def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device(checkpoint, tmp_path):
+    found = rehearse(job(checkpoint(), cudagraph_max_size=16), tmp_path, compiled=3)
+    assert found["compiled"] == 3
+    assert len(list(tmp_path.rglob("*.cubin"))) == 3
+    # From each part of a step: its inputs, products, attention, sampling.
+    assert {"_append_and_gather_inputs", "product", "_norm", "_attend", "pick", "penalise"} <= set(found["kernels"])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("flags", "gpu", "absent"),
+    [
+        ({"tp_size": 2}, GPU, "product"),
+        ({"kv_cache_dtype": "fp8"}, GPU, None),
+        ({}, GPU._replace(flashinfer=True), None),
+        ({"use_cudagraphs": False}, GPU, "_append_and_gather_inputs"),
+    ],
+    ids=["two ranks", "an fp8 cache", "FlashInfer", "no graphs"],
+)
+def test_every_kind_of_start_can_be_rehearsed_without_a_device(checkpoint, tmp_path, flags, gpu, absent):
+    kernels = set(rehearse(job(checkpoint(), gpu, **flags), tmp_path)["kernels"])
+    assert {"_norm", "_attend", "pick"} <= kernels
+    assert absent not in kernels
+
+
+def test_a_child_that_fails_or_cannot_be_started_changes_nothing(tmp_path, monkeypatch):
+    with compiling_ahead(job(tmp_path / "nowhere")):
+        pass
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    with capture_logs() as logs, compiling_ahead(job(tmp_path)):
+        pass
+    assert [line["event"] for line in logs] == ["kernels are not compiled ahead"]
+
+
+def test_a_child_that_is_not_needed_any_more_ends_with_its_children(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    pids = tmp_path / "pids"
+    os.mkfifo(pids)
+    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {pids}\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with compiling_ahead(job(tmp_path)):
+        started = [int(pid) for pid in pids.read_text().split()]
+    for pid in started:
+        assert not runs(pid)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process that was killed still runs after a while; one that nobody has waited for does not."""
+    give_up_at = time.monotonic() + 60
+    while time.monotonic() < give_up_at:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_start_is_the_first_one_until_one_like_it_has_ended(tmp_path):
+    config = WorkerConfig(compile_cache_dir=str(tmp_path))
+    progress = BootProgress(StartTimes(config))
+    assert progress.first_start
+    with progress.phase("weights"):
+        pass
+    progress.finish()
+    assert not BootProgress(StartTimes(config)).first_start
+    assert BootProgress(StartTimes(config.model_copy(update={"quantization": "fp8"}))).first_start
