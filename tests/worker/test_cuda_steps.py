@@ -124,8 +124,8 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
     monkeypatch.setattr(boot_cuda, "_refuse_sizes", lambda *_: None)
     monkeypatch.setattr(boot_cuda, "_measure", lambda *_: 0)
-    monkeypatch.setattr(boot_cuda, "_assemble", assemble)
-    monkeypatch.setattr(boot_cuda, "_rehearse", rehearse)
+    monkeypatch.setattr(boot_cuda, "assemble", assemble)
+    monkeypatch.setattr(boot_cuda, "rehearse", rehearse)
     with pytest.raises(RuntimeError, match="broken on purpose"):
         boot_cuda.make_runner(FLAGS, make_model(torch.device("cpu")), 256)
     assert [each() for each in made] == [None]
