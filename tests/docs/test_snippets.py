@@ -48,9 +48,14 @@ def server(tmp_path_factory, recordings) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def variables() -> dict[str, dict[str, Any]]:
-    """Of each page."""
-    return {}
+def variables() -> Iterator[dict[str, dict[str, Any]]]:
+    """Of each page. Clients that a page leaves open are closed at the end."""
+    found: dict[str, dict[str, Any]] = {}
+    yield found
+    for known in found.values():
+        for value in known.values():
+            if isinstance(value, OpenAI):
+                value.close()
 
 
 @pytest.fixture
