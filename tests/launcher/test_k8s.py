@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.common.allowed_hosts import AllowedHosts
 from services.common.config import GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.flags import ENV_PREFIX, Config, load
 from services.launcher.supervisor import STOP_GRACE_S
@@ -51,7 +52,7 @@ CONTAINERS = [(pod, container) for pod, template in TEMPLATES.items() for contai
 def environment(container: dict[str, Any], group: int, index: int) -> dict[str, str]:
     """What the container of pod ``index`` in ``group`` gets from its image, its manifest and LeaderWorkerSet."""
     pod = f"tokasaurus-{group}" + (f"-{index}" if index else "")
-    fields = {"metadata.name": pod, GROUP_INDEX: str(group)}
+    fields = {"metadata.name": pod, "metadata.namespace": "default", GROUP_INDEX: str(group)}
     flags = named("ConfigMap")["data"]
     own = {
         "LWS_LEADER_ADDRESS": f"tokasaurus-{group}.tokasaurus.default",
@@ -117,6 +118,16 @@ def test_a_scheduler_knows_its_workers_and_a_gateway_all_schedulers():
     schedulers = tuple(f"tokasaurus-{group}.tokasaurus:10310" for group in range(REPLICAS["replicas"]))
     assert config("gateway", "gateway").scheduler_addresses == schedulers
     assert named("LeaderWorkerSet")["metadata"]["name"] == "tokasaurus"
+
+
+def test_gateways_answer_under_every_name_of_their_service():
+    gateway = config("gateway", "gateway")
+    hosts = AllowedHosts(gateway.host, gateway.allowed_hosts)
+    name = named("Service")["metadata"]["name"]
+    for suffix in ("", ".default", ".default.svc", ".default.svc.cluster.local"):
+        assert hosts.allows(f"{name}{suffix}")
+        assert hosts.allows(f"{name}{suffix}:80")
+    assert not hosts.allows(f"{name}.another")
 
 
 def test_everybody_listens_where_the_others_and_the_probes_ask():
