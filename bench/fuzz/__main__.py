@@ -5,7 +5,8 @@ that are right, and such that are right but for something: of a wrong type, size
 all. Every answer must be one that a server may give: no 5xx, no UNKNOWN, no INTERNAL, errors in their shape, in time.
 Every prompt holds a mark, which may be in no answer but its own. What the fake worker answers is a function of the
 prompt: right requests beside wrong ones must get just that. A worker with a real model gets plans, of which some break
-the contract: it must refuse them, and go on as another worker that never saw one.
+the contract: it must refuse them, and go on as another worker that never saw one. Clients with wrong certificates call
+every gRPC port of two replicas with mutual TLS: a port accepts those that SECURITY.md names.
 
 A request is a function of ``seed`` and its number. What was found is kept in ``directory``, each with its request. The
 last line is one JSON object; exit status 1 when anything was found.
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.fuzz.certificates import CertificateFuzzer
 from bench.fuzz.config import SURFACES, FuzzConfig
 from bench.fuzz.findings import Findings
 from bench.fuzz.http import HttpFuzzer
@@ -60,6 +62,8 @@ async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> di
         running.look_at_logs(findings)
     if counts["plans"]:
         figures["plans"] = await PlanFuzzer(config, directory, findings).run(counts["plans"])
+    if counts["certificates"]:
+        figures["certificates"] = await CertificateFuzzer(config, directory, findings).run(counts["certificates"])
     return figures
 
 

@@ -17,6 +17,7 @@ from bench.fuzz.values import broken, mutated, scalar, value, write
 _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "X" * 30)
 _TYPES = ("application/json", "text/plain", "application/json; charset=utf-16", "multipart/form-data",
           "application/x-www-form-urlencoded", "\x7f", "")  # fmt: skip
+FOREIGN_SITE = b"evil.example"  # a request that names it is one of a web page, and must be refused
 _HEADS: tuple[bytes, ...] = (
     b"GET /v1/models HTTP/9.9\r\n\r\n",
     b"GET\r\n\r\n",
@@ -40,6 +41,11 @@ _HEADS: tuple[bytes, ...] = (
     b"GET http://[::1 HTTP/1.1\r\nhost: a\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: x\r\n\r\n",
     b"CONNECT evil:443 HTTP/1.1\r\nhost: evil\r\n\r\n",
+    b"GET /console/state HTTP/1.1\r\nhost: " + FOREIGN_SITE + b"\r\n\r\n",
+    b"GET /v1/files HTTP/1.1\r\nhost: localhost\r\nhost: " + FOREIGN_SITE + b"\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: \xff\xfe.\xe9:\xb2\r\norigin: \xff\r\n\r\n",
+    b"DELETE /console/requests?id=x HTTP/1.1\r\nhost: a\r\norigin: http://" + FOREIGN_SITE + b"\r\n\r\n",
+    b"POST /v1/batches/batch_1/cancel HTTP/1.1\r\nhost: a\r\nsec-fetch-site: cross-site\r\ncontent-length: 0\r\n\r\n",
 )  # fmt: skip
 
 

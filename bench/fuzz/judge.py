@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from bench.fuzz.asks import Ask
+from bench.fuzz.asks import FOREIGN_SITE, Ask
 from bench.fuzz.canary import marks
 from bench.fuzz.connection import Reply
 from bench.fuzz.expected import Expected
@@ -41,6 +41,8 @@ class Judge:
             raise Wrong("status", f"{reply.status}: {reply.body[:500]!r}")
         if ask.owner is None and ask.is_http and reply.status < 300 and not self._is_open(ask.path):
             raise Wrong("let in", f"{ask.path} without a right key: {reply.status}")
+        if FOREIGN_SITE in ask.data and reply.status < 300:
+            raise Wrong("let in", f"a foreign web page: {reply.status} for {ask.data!r}")
         if ask.body is not None and reply.status not in (200, 429):
             raise Wrong("refused", f"a right request: {reply.status}: {reply.body[:500]!r}")
         if ask.method == "HEAD":

@@ -22,7 +22,7 @@ _FLAGS = (
     "log_level=WARNING",
 )  # fmt: skip
 _SEQUENCES = ("toka_num_requests_running", "toka_num_requests_waiting")
-_UNFORESEEN = ("Traceback (most recent call last)", "violations:")
+UNFORESEEN = ("Traceback (most recent call last)", "violations:")
 
 
 class Target:
@@ -70,7 +70,7 @@ class Target:
         """When the services have ended."""
         for name in self._running.processes:
             log = (self._running.directory / f"{name}.log").read_text(errors="replace")
-            for text in _UNFORESEEN:
+            for text in UNFORESEEN:
                 if text in log:
                     findings.add("services", -1, "log", f"{name}: {text}", answer=log[-100_000:].encode())
 

@@ -8,7 +8,7 @@
     │   ├── UnsupportedMediaType                                                      INVALID_ARGUMENT     415
     │   └── ReusedIdempotencyKey                                                      INVALID_ARGUMENT     422
     ├── Unauthenticated         no key, or a wrong one                                UNAUTHENTICATED      401
-    ├── PermissionDenied        the key does not reach so far                         PERMISSION_DENIED    403
+    ├── PermissionDenied        the key, or the web page that asks, may not do this   PERMISSION_DENIED    403
     ├── NotFound                no such model, request, ...                           NOT_FOUND            404
     ├── AlreadyExists           the name or handle is in use                          ALREADY_EXISTS       409
     ├── FailedPrecondition      right call, wrong state                               FAILED_PRECONDITION  409
@@ -73,7 +73,7 @@ class Unauthenticated(TokaError):
 
 
 class PermissionDenied(TokaError):
-    """The caller is known and may not do this."""
+    """The caller may not do this: its key lacks the scope, or it is a foreign web page."""
 
     reason = "PERMISSION_DENIED"
 

@@ -17,6 +17,7 @@ from services.gateway import probes
 from services.gateway.access import admin
 from services.gateway.access.cors import with_cors
 from services.gateway.access.guard import KEY, METRICS
+from services.gateway.access.web_pages import WebPages
 from services.gateway.anthropic import errors as anthropic_errors
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
 from services.gateway.anthropic.models import get_model, list_models
@@ -104,6 +105,7 @@ class _Application:
         self._api = api
         self._metrics = gateway.metrics
         self._guard = gateway.guard
+        self._web_pages = WebPages.public(gateway.config)
         self._tracing = gateway.tracing
         self._endpoints: dict[str, Endpoint] = {
             route.path: route.endpoint
@@ -120,6 +122,8 @@ class _Application:
         name_request(scope)
         try:
             _check_path(scope)
+            if self._web_pages is not None:
+                self._web_pages.check(scope)
             self._guard.admit(scope)
         except TokaError as error:
             await self._refuse(error, scope, receive, send)

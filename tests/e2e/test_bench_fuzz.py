@@ -13,6 +13,7 @@ import pytest
 
 from bench.fuzz.asks import Ask
 from bench.fuzz.canary import canary
+from bench.fuzz.certificates import CertificateFuzzer
 from bench.fuzz.config import FuzzConfig
 from bench.fuzz.connection import Reply
 from bench.fuzz.credentials import Credentials
@@ -61,6 +62,16 @@ async def test_a_deployment_stands_it_and_a_wrong_function_is_noticed(tmp_path):
         assert list((tmp_path / "others").glob("finding-http-*.request"))
     running.look_at_logs(found)
     assert found.shown == []
+
+
+@pytest.mark.timeout(300)
+async def test_ports_of_a_replica_accept_the_certificates_that_they_should(tmp_path):
+    found = Findings(tmp_path, CONFIG.seed)
+    on_tcp = (("tcp", "tcp"),)
+    figures = await CertificateFuzzer(CONFIG, tmp_path, found, on_tcp).run(60)
+    assert found.shown == []
+    assert figures["statuses"]["right: OK"] > 6
+    assert figures["statuses"]["expired: UNAVAILABLE"] == 6
 
 
 # -- what is noticed of an answer over HTTP

@@ -91,12 +91,13 @@ def test_without_a_profile_only_the_services_run():
 @pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
 def test_no_service_can_take_all_of_the_host_or_come_from_somewhere_tomorrow(name: str):
     service = COMPOSE["services"][name]
-    if name in OURS:
-        assert set(service["deploy"]["resources"]["limits"]) == {"cpus", "memory", "pids"}
-    else:
+    assert set(service["deploy"]["resources"]["limits"]) == {"cpus", "memory", "pids"}
+    if name not in OURS:
         assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+(\.\d+)?(-\w+)?", service["image"])
     assert service["restart"] == "unless-stopped"
     assert service["security_opt"] == ["no-new-privileges:true"]
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert "/tmp" in service["tmpfs"]
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*PROFILES.values())))

@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.common.allowed_hosts import AllowedHosts
 from services.common.config import GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.flags import ENV_PREFIX, Config, load
 from services.launcher.supervisor import STOP_GRACE_S
@@ -51,7 +52,7 @@ CONTAINERS = [(pod, container) for pod, template in TEMPLATES.items() for contai
 def environment(container: dict[str, Any], group: int, index: int) -> dict[str, str]:
     """What the container of pod ``index`` in ``group`` gets from its image, its manifest and LeaderWorkerSet."""
     pod = f"tokasaurus-{group}" + (f"-{index}" if index else "")
-    fields = {"metadata.name": pod, GROUP_INDEX: str(group)}
+    fields = {"metadata.name": pod, "metadata.namespace": "default", GROUP_INDEX: str(group)}
     flags = named("ConfigMap")["data"]
     own = {
         "LWS_LEADER_ADDRESS": f"tokasaurus-{group}.tokasaurus.default",
@@ -119,6 +120,16 @@ def test_a_scheduler_knows_its_workers_and_a_gateway_all_schedulers():
     assert named("LeaderWorkerSet")["metadata"]["name"] == "tokasaurus"
 
 
+def test_gateways_answer_under_every_name_of_their_service():
+    gateway = config("gateway", "gateway")
+    hosts = AllowedHosts(gateway.host, gateway.allowed_hosts)
+    name = named("Service")["metadata"]["name"]
+    for suffix in ("", ".default", ".default.svc", ".default.svc.cluster.local"):
+        assert hosts.allows(f"{name}{suffix}")
+        assert hosts.allows(f"{name}{suffix}:80")
+    assert not hosts.allows(f"{name}.another")
+
+
 def test_everybody_listens_where_the_others_and_the_probes_ask():
     for pod, container in CONTAINERS:
         flag, address, port = LISTENING[container["name"]]
@@ -164,6 +175,46 @@ def test_only_ranks_and_gateways_reach_a_replica():
     assert all(rank.insecure_worker for rank in workers(0))
 
 
+def test_clients_reach_gateways_on_their_port_only():
+    policy = named("NetworkPolicy", "tokasaurus-gateway")["spec"]
+    assert policy["podSelector"]["matchLabels"] == TEMPLATES["gateway"]["metadata"]["labels"]
+    assert policy["ingress"] == [{"ports": [{"port": LISTENING["gateway"][2]}]}]
+
+
+def test_only_gateways_reach_the_store():
+    policy = named("NetworkPolicy", "tokasaurus-store")["spec"]
+    assert policy["ingress"] == [
+        {
+            "from": [{"podSelector": {"matchLabels": TEMPLATES["gateway"]["metadata"]["labels"]}}],
+            "ports": [{"port": 5432}],
+        }
+    ]
+
+
+def test_pods_connect_to_what_they_need_only():
+    dns = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+    replica, gateway = (named("NetworkPolicy", name)["spec"] for name in ("tokasaurus", "tokasaurus-gateway"))
+    store = named("NetworkPolicy", "tokasaurus-store")["spec"]["podSelector"]
+    assert replica["egress"] == [{"to": [{"podSelector": replica["podSelector"]}]}, dns]
+    assert gateway["egress"] == [
+        {"to": [{"podSelector": replica["podSelector"]}], "ports": [{"port": LISTENING["scheduler"][2]}]},
+        {"to": [{"podSelector": store}], "ports": [{"port": 5432}]},
+        dns,
+    ]
+
+
+@pytest.mark.parametrize("pod", TEMPLATES)
+def test_a_policy_rules_each_pod_in_both_directions(pod):
+    labels = TEMPLATES[pod]["metadata"]["labels"]
+    [policy] = [
+        manifest["spec"]
+        for manifest in MANIFESTS
+        if manifest["kind"] == "NetworkPolicy"
+        and manifest["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+
+
 def test_every_flag_is_one():
     for _, container in CONTAINERS:
         given = {entry["name"] for entry in container["env"] if entry["name"].startswith(ENV_PREFIX)}
@@ -175,9 +226,21 @@ def variables(kind: type[Config]) -> set[str]:
     return {ENV_PREFIX + name.upper() for name in kind.model_fields}
 
 
-def test_a_rank_has_one_gpu_and_nobody_is_root():
+def test_no_container_can_take_all_memory_of_its_node():
+    units = {"Gi": 2**30}
     for _, container in CONTAINERS:
-        limits = container["resources"].get("limits", {})
+        requested, limit = (container["resources"][kind]["memory"] for kind in ("requests", "limits"))
+        assert int(requested[:-2]) * units[requested[-2:]] <= int(limit[:-2]) * units[limit[-2:]]
+
+
+def test_no_pod_has_a_token_of_the_cluster():
+    for template in TEMPLATES.values():
+        assert template["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_rank_has_one_gpu_and_no_container_runs_as_root():
+    for _, container in CONTAINERS:
+        limits = container["resources"]["limits"]
         assert limits.get("nvidia.com/gpu") == (1 if container["name"] == "worker" else None)
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.allowed_hosts import is_listable
 from services.common.config.grpc import GrpcConfig
 from services.common.config.original import METHODS, ORIGINAL
 from services.common.flags import Bool, Float, Strings, Translation
@@ -24,6 +25,11 @@ class ServiceConfig(GrpcConfig):
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
     served_model_name: Strings = Field(
         (), description="names of the model in the API, the main one first; default: the last part of model="
+    )
+    allowed_hosts: Strings = Field(
+        (),
+        description="names of this machine in the URLs of HTTP ports that require no key, beside addresses, names"
+        " without a dot and *.local; *.example.com: all names below; *: any",
     )
     log_level: LogLevel = Field("INFO", description="least important log lines that are written")
     log_format: LogFormat = Field(
@@ -45,6 +51,17 @@ class ServiceConfig(GrpcConfig):
     trace_sample_ratio: Float = Field(
         1.0, ge=0, le=1, description="share of the requests traced whose callers have not decided that themselves"
     )
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not is_listable(host):
+                raise ValueError(
+                    f"{host!r} is no host name; write NAME such as api.example.com, *.DOMAIN for all names below it, or"
+                    " * for any, without a scheme and a port"
+                )
+        return hosts
 
     @field_validator("log_level", mode="before")
     @classmethod

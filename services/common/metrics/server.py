@@ -1,4 +1,4 @@
-"""``/metrics`` of a service that speaks no HTTP otherwise: schedulers and workers."""
+"""``/metrics`` of schedulers and workers, which serve no other HTTP."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from services.common.allowed_hosts import AllowedHosts
 from services.common.config import MetricsConfig
 from services.common.handover import listen
 from services.common.metrics.registry import registry_of
@@ -16,29 +17,35 @@ from services.common.metrics.registry import registry_of
 log = structlog.get_logger(__name__)
 
 _MOST_HEAD_BYTES = 16 * 1024
-_MOST_CONNECTIONS = 16  # one more is closed at once: each may hold a thread
-_PATIENCE_S = 10.0  # for a request to come and its answer to be taken
+_MOST_CONNECTIONS = 16  # each may occupy a thread; another one is closed at once
+_TIMEOUT_S = 10.0  # from accepting a connection to the end of its response
 _PATH = "/metrics"
+_FOREIGN_HOST = b"the header Host has no name of this server; if it is one, add it to allowed_hosts=\n"
 
 
 @contextlib.asynccontextmanager
 async def serve_metrics(config: MetricsConfig, collector: Collector) -> AsyncIterator[str]:
-    """While it is entered, ``GET /metrics`` on ``metrics_host:metrics_port`` tells what ``collector`` knows and facts
-    about the process. Gives the address; without a port nothing listens, and it is empty. ``collector`` is asked in a
-    thread. Raises ``Unavailable`` for a port that cannot be had."""
+    """Serve ``GET /metrics`` on ``metrics_host:metrics_port``: the figures of ``collector`` and of the process.
+
+    Yields the address, or an empty string if ``metrics_port`` is 0. ``collector`` runs in a thread. Raises Unavailable
+    if the port cannot be bound.
+    """
     if not config.metrics_port:
         yield ""
         return
     (listener,) = listen(config.metrics_host, config.metrics_port, flags=("metrics_host", "metrics_port"))
-    async with serve_on(listener, [collector]) as address:
+    hosts = AllowedHosts(config.metrics_host, config.allowed_hosts)
+    async with serve_on(listener, [collector], hosts) as address:
         log.info("metrics", url=f"http://{address}{_PATH}")
         yield address
 
 
 @contextlib.asynccontextmanager
-async def serve_on(listener: socket.socket, collectors: Iterable[Collector]) -> AsyncIterator[str]:
-    """As ``serve_metrics``, on a socket that listens."""
-    page = _Page(registry_of(collectors))
+async def serve_on(
+    listener: socket.socket, collectors: Iterable[Collector], hosts: AllowedHosts | None = None
+) -> AsyncIterator[str]:
+    """Do as ``serve_metrics`` on a listening socket. ``hosts`` of None: no names are listed in ``allowed_hosts``."""
+    page = _Page(registry_of(collectors), hosts or AllowedHosts(""))
     server = await asyncio.start_server(page.answer, sock=listener, limit=_MOST_HEAD_BYTES)
     host, port = listener.getsockname()[:2]
     try:
@@ -49,33 +56,38 @@ async def serve_on(listener: socket.socket, collectors: Iterable[Collector]) -> 
 
 
 class _Page:
-    """Owned by the service's event loop, as its connections are."""
+    """The one page and its connections. All of it runs on the service's event loop."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, hosts: AllowedHosts) -> None:
         self._registry = registry
+        self._hosts = hosts
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, and the connection is closed."""
+        """Answer one request and close the connection."""
         try:
             if len(self._connections) < _MOST_CONNECTIONS:
                 self._connections.add(writer)
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(_TIMEOUT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(await self._response(head.partition(b"\r\n")[0].decode("latin-1")))
+                    writer.write(await self._response(head.decode("latin-1")))
                     await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
-            pass  # it has gone, is too slow, or speaks something else
+            pass  # the client left, is too slow, or does not send HTTP
         finally:
             self._connections.discard(writer)
             writer.close()
 
     def leave(self) -> None:
-        """Whoever waits for an answer waits no longer."""
+        """Abort all connections."""
         for writer in self._connections:
             writer.transport.abort()
 
-    async def _response(self, line: str) -> bytes:
+    async def _response(self, head: str) -> bytes:
+        line, *headers = head.split("\r\n")
+        for name, _, host in (header.partition(":") for header in headers):
+            if name.strip().lower() == "host" and not self._hosts.allows(host):
+                return _message("403 Forbidden", _FOREIGN_HOST, "text/plain")
         method, _, target = line.partition(" ")
         if target.partition(" ")[0].partition("?")[0] != _PATH:
             return _message("404 Not Found", b"there is /metrics here\n", "text/plain")

@@ -1,17 +1,21 @@
 """What is for operators: a port of its own for it, and what of it the public port shows."""
 
 from fastapi import FastAPI, Request, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.errors import PermissionDenied
 from services.gateway import probes
+from services.gateway.access.web_pages import WebPages
 from services.gateway.console.routes import add_console
 from services.gateway.gateway import Gateway
-from services.gateway.openai.errors import response
+from services.gateway.openai.errors import response, to_response
 
 
 def make_admin_app(gateway: Gateway) -> ASGIApp:
-    """The application of ``admin_port`` and of the socket that ``toka`` asks. It asks for no key: who can connect is
-    who may."""
+    """Return the application of ``admin_port`` and of the socket that ``toka`` asks.
+
+    It requires no key: every process that can connect is an operator's. A web page is not.
+    """
     api = FastAPI(title="Tokasaurus, for operators", openapi_url=None, redirect_slashes=False)
     api.state.gateway = gateway
     for path, endpoint in (
@@ -22,7 +26,24 @@ def make_admin_app(gateway: Gateway) -> ASGIApp:
     ):
         api.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
     add_console(api, public=False)
-    return api
+    return _WithoutWebPages(api, WebPages.admin(gateway.config))
+
+
+class _WithoutWebPages:
+    """An application that foreign web pages cannot call."""
+
+    def __init__(self, app: ASGIApp, web_pages: WebPages) -> None:
+        self._app = app
+        self._web_pages = web_pages
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._web_pages.check(scope)
+            except PermissionDenied as error:
+                await to_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 async def ready(request: Request) -> Response:

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.server import free_port
 from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
 from services.common.handover import listen
@@ -61,6 +62,24 @@ async def test_other_paths_methods_and_protocols_are_refused():
         assert (await raw(client.address, b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
         assert await raw(client.address, b"x" * 100_000) == b""
         assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_a_web_page_with_a_rebound_name_reads_nothing():
+    config = SchedulerConfig(metrics_port=free_port(), allowed_hosts=("metrics.example.com",))
+    async with serve_metrics(config, One()) as address, httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        for host, status in (
+            (address, 200),
+            ("localhost", 200),
+            ("toka-schedulers:9400", 200),
+            ("metrics.example.com", 200),
+            ("evil.example", 403),
+            ("EVIL.example:9400", 403),
+        ):
+            answer = await client.get(f"http://{address}/metrics", headers={"host": host})
+            assert answer.status_code == status, host
+        assert "allowed_hosts=" in answer.text
+        two = await raw(address, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nHOST : evil.example\r\n\r\n")
+        assert two.startswith(b"HTTP/1.1 403")
 
 
 async def test_connections_are_bounded_and_those_that_leave_make_room():
