@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -36,8 +36,8 @@ class Blobs:
         """A new blob; it is there once it is closed."""
         return BlobWriter(self, await self.in_thread(self._fs.open, self._path(name), "wb"))
 
-    async def stream(self, name: str) -> AsyncIterator[bytes]:
-        """The whole content, a block at a time."""
+    async def stream(self, name: str) -> AsyncGenerator[bytes, None]:
+        """Yield the content, a block at a time."""
         file = await self.in_thread(self._open, name)
         try:
             while block := await self.in_thread(file.read, BLOCK_BYTES):
@@ -46,7 +46,7 @@ class Blobs:
             await self.in_thread(file.close)
 
     async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each (offset, length)."""
+        """Return the bytes of each (offset, length)."""
         return await self.in_thread(self._read_ranges, name, ranges)
 
     async def delete(self, name: str) -> None:

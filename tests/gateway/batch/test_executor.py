@@ -87,8 +87,8 @@ class Gateway:
                 await asyncio.sleep(0.01)
 
     async def all_slots(self) -> None:
-        """They are there to be taken."""
-        await asyncio.wait_for(asyncio.gather(*(self.runner._slots.acquire() for _ in range(SLOTS))), PATIENCE_S)
+        """Wait until no line has a slot."""
+        await until(lambda: self.runner.free_slots == SLOTS)
 
 
 @contextlib.asynccontextmanager
