@@ -79,7 +79,11 @@ class LineRunner:
 
     def full(self) -> list[str]:
         """Return the keys of which no further chunk would run soon."""
-        return [*{key for key, lines in self._unstarted.items() if lines >= CHUNK_LINES} | (+self._crowded).keys()]
+        return [*{key for key in self._unstarted if self.waiting(key) >= CHUNK_LINES} | (+self._crowded).keys()]
+
+    def waiting(self, key: str) -> int:
+        """Return how many leased lines of a key wait for slots."""
+        return self._unstarted[key]
 
     def take_results(self) -> list[Result]:
         """Return the results that were not taken yet."""

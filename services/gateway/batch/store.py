@@ -1,5 +1,6 @@
 """The database: opened, its schema made or brought up to date, and its transactions."""
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -96,6 +97,8 @@ class Store:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        # SQLite has one writer at a time, and a second one polls for its turn. In this process they queue instead.
+        self._turn = asyncio.Lock() if engine.dialect.name == "sqlite" else None
         self._read = async_sessionmaker(engine, expire_on_commit=False)
         self._write = async_sessionmaker(engine.execution_options(toka_writes=True), expire_on_commit=False)
 
@@ -124,8 +127,20 @@ class Store:
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that is committed at its end, if nothing was raised."""
-        async with _translated(), self._write.begin() as session:
+        async with _translated(), self._writer(), self._write.begin() as session:
             yield session
+
+    @asynccontextmanager
+    async def _writer(self) -> AsyncIterator[None]:
+        if self._turn is None:
+            yield
+            return
+        async with asyncio.timeout(_LOCK_WAIT_S):
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def close(self) -> None:
         """Let the connections go."""
@@ -203,7 +218,7 @@ async def _translated() -> AsyncIterator[None]:
     """What the database has to say, as an error of ours."""
     try:
         yield
-    except (PoolTimeout, OSError, sqlite3.OperationalError) as error:
+    except (PoolTimeout, TimeoutError, OSError, sqlite3.OperationalError) as error:
         raise Unavailable(f"the store does not answer: {str(error) or 'it takes too long'}") from error
     except DBAPIError as error:
         again = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
