@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from services.common.errors import Internal, TokaError, Unavailable
+from services.common.errors import Internal, StoreUnavailable, TokaError, Unavailable
 from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.expiry import Expiring
 from services.gateway.batch.files import Files
@@ -84,16 +84,20 @@ class Executor:
             await self._leases.release()
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        """``step`` again and again, whatever happens to it."""
+        """Call ``step`` again and again, whatever it raises. The log has each of its exceptions once in a row."""
+        logged = ""
         while not self._stopping:
             try:
                 await step()
-            except Unavailable as error:
-                log.warning("batches wait", reason=error.message)
+            except StoreUnavailable:
                 await asyncio.sleep(_RETRY_S)
-            except Exception:
-                log.exception("batch work failed")
+            except Exception as error:
+                if repr(error) != logged:
+                    log.exception("batch work failed")
+                    logged = repr(error)
                 await asyncio.sleep(_RETRY_S)
+            else:
+                logged = ""
 
     # Validating and finishing.
 
@@ -118,7 +122,8 @@ class Executor:
             else:
                 await finish(batch, self._leases, self._blobs)
         except (LeaseLost, Unavailable) as error:
-            log.info("batch given back", id=batch.id, reason=str(error) or "it is not ours, or has ended")
+            if not isinstance(error, StoreUnavailable):
+                log.info("batch given back", id=batch.id, reason=str(error) or "it is not ours, or has ended")
             with contextlib.suppress(Unavailable):
                 await self._leases.give_back(batch)
             await asyncio.sleep(_RETRY_S if isinstance(error, Unavailable) else 0)
@@ -220,10 +225,9 @@ class Executor:
             try:
                 async with self._writing:
                     return await self._leases.commit(by_chunk)
-            except Unavailable as error:
+            except Unavailable:
                 if self._stopping:
                     raise
-                log.warning("results of batches wait", reason=error.message)
                 await asyncio.sleep(_RETRY_S)
 
     def _done(self, key: ChunkKey, lines: set[int]) -> None:
