@@ -274,17 +274,18 @@ class Executor:
             self._work.set()
 
     async def _clean_up(self) -> None:
-        """Delete what is no longer needed, a little at a time."""
-        while await self._leases.purge():
-            if await _set_within(self._over, _PURGE_PAUSE_S):
-                return
-        for blob in await self._files.forget_expired():
-            await self._blobs.delete(blob)
-        while await self._expiring.forget_expired():
-            if await _set_within(self._over, _PURGE_PAUSE_S):
-                return
-        await self._tries.forget_expired()
+        """Delete what is no longer needed, in small transactions with pauses for others."""
+        for step in (self._leases.purge, self._forget_files, self._expiring.forget_expired, self._tries.forget_expired):
+            while await step():
+                if await _set_within(self._over, _PURGE_PAUSE_S):
+                    return
         await _set_within(self._over, CLEAN_UP_S)
+
+    async def _forget_files(self) -> bool:
+        blobs = await self._files.forget_expired()
+        for blob in blobs:
+            await self._blobs.delete(blob)
+        return bool(blobs)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -33,7 +33,7 @@ from services.gateway.batch.work import Candidate, ChunkKey, candidates, free, r
 
 LEASE_S = 10.0
 HEARTBEAT_S = 3.0
-_PURGED_AT_ONCE = 500  # results, or chunks
+_PURGED_AT_ONCE = 500  # results, chunks, or batches without any
 _WRITTEN_AT_ONCE = 8 << 20  # bytes of results: a statement has its time
 
 
@@ -185,20 +185,20 @@ class Leases:
             return [(line, ok, body) for line, ok, body in rows]
 
     async def purge(self) -> bool:
-        """Delete some of what ended batches no longer need; whether there is more."""
+        """Delete chunks and results of some batches that have ended. Returns whether there may be more."""
         ended = StoredBatch.status.not_in(ACTIVE) & StoredBatch.purged.is_(False)
         async with self._store.writing() as session:
-            seq = await session.scalar(select(StoredBatch.seq).where(ended).limit(1))
-            if seq is None:
+            seqs = (await session.scalars(select(StoredBatch.seq).where(ended).limit(_PURGED_AT_ONCE))).all()
+            if not seqs:
                 return False
             for table, number in ((LineResult, LineResult.line), (Chunk, Chunk.number)):
-                some = (
-                    await session.scalars(select(number).where(table.batch_seq == seq).limit(_PURGED_AT_ONCE))
-                ).all()
-                if some:
-                    await session.execute(delete(table).where(table.batch_seq == seq, number.in_(some)))
+                seq = await session.scalar(select(table.batch_seq).where(table.batch_seq.in_(seqs)).limit(1))
+                if seq is not None:
+                    own = table.batch_seq == seq
+                    some = (await session.scalars(select(number).where(own).limit(_PURGED_AT_ONCE))).all()
+                    await session.execute(delete(table).where(own, number.in_(some)))
                     return True
-            await session.execute(update(StoredBatch).where(StoredBatch.seq == seq).values(purged=True))
+            await session.execute(update(StoredBatch).where(StoredBatch.seq.in_(seqs)).values(purged=True))
         return True
 
     # Chunks.
@@ -289,7 +289,7 @@ class Leases:
                 chunks = chunks.where(Chunk.batch_seq == batch_seq)
             await session.execute(chunks.values(owner=None, lease_until=0.0))
             if batch_seq is None:
-                batches = update(StoredBatch).where(StoredBatch.owner == self._owner)
+                batches = update(StoredBatch).where(StoredBatch.status.in_(ACTIVE), StoredBatch.owner == self._owner)
                 await session.execute(batches.values(owner=None, lease_until=0.0))
 
     async def _still_mine(self, session: AsyncSession, batch: StoredBatch, status: str | None = None) -> None:

@@ -82,6 +82,12 @@ def _version_5(connection: Connection) -> None:
         index.create(connection, checkfirst=True)
 
 
+def _version_6(connection: Connection) -> None:
+    for table in (StoredFile.__table__, StoredChat.__table__, StoredBatch.__table__):
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
+
+
 def _add_column(connection: Connection, table: Table, name: str, default: str | None) -> None:
     """Add a column that is never NULL, or with ``default`` None one that may be, unless a new store has it already."""
     if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
@@ -91,7 +97,14 @@ def _add_column(connection: Connection, table: Table, name: str, default: str | 
 
 
 # Each brings the schema from the version before to its own; the n-th makes version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
+    _version_1,
+    _version_2,
+    _version_3,
+    _version_4,
+    _version_5,
+    _version_6,
+)
 
 
 class Store:
