@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
@@ -78,7 +78,10 @@ class Executor:
             chunk.drop()
         self.look()
         self._runner.news.set()
-        await asyncio.gather(*self._tasks, *self._spawned, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # from here on nothing is spawned
+        with contextlib.suppress(TokaError):
+            await self._commit_outcomes()  # chunks may wait for the slots of results
+        await asyncio.gather(*self._spawned, return_exceptions=True)
         with contextlib.suppress(TokaError):
             await self._commit_outcomes()
             await self._leases.release()
@@ -103,7 +106,7 @@ class Executor:
 
     async def _lead(self) -> None:
         batch = await self._leases.claim_batch(self._wants)
-        if batch is not None:
+        if batch is not None and not self._stopping:
             self._phases[batch.seq] = batch
             self._spawn(self._phase(batch))
             return
@@ -114,11 +117,19 @@ class Executor:
         keys = [batch.fairness_key for batch in self._phases.values() if _is_validating(batch) == candidate.validating]
         return candidate.key not in keys and len(keys) < MAX_PHASES
 
+    @contextlib.asynccontextmanager
+    async def _validation_turn(self) -> AsyncIterator[None]:
+        """Wait until no other validation computes. Raises ``LeaseLost`` if the gateway stops."""
+        async with self._checking:
+            if self._stopping:
+                raise LeaseLost("the gateway stops")
+            yield
+
     async def _phase(self, batch: StoredBatch) -> None:
         log.info("batch", id=batch.id, status=batch.status, attempt=batch.attempt)
         try:
             if _is_validating(batch):
-                await validate(batch, self._leases, self._blobs, self._max_body_bytes, self._checking)
+                await validate(batch, self._leases, self._blobs, self._max_body_bytes, self._validation_turn)
             else:
                 await finish(batch, self._leases, self._blobs)
         except (LeaseLost, Unavailable) as error:

@@ -14,27 +14,33 @@ StoreProblem = Literal["damaged", "locked", "full", "read_only", "missing", "new
 Part = Literal["database", "files"]
 
 _PRIMARY_CODE = 0xFF  # of SQLite's extended result codes
-# Result codes of SQLite. The sentences say what is wrong with the database at {path}, and what to do.
-_DAMAGED = (
+
+
+class _Diagnosis(NamedTuple):
+    problem: StoreProblem
+    sentence: str  # what is wrong with the database at {path}, and what to do
+
+
+_DAMAGED = _Diagnosis(
     "damaged",
     "the database {path} is damaged ({error}); stop the gateways, move it away with its -wal and -shm files, and put a"
     " copy in its place, or nothing to begin with an empty store",
 )
-_LOCKED = (
+_LOCKED = _Diagnosis(
     "locked",
     "the store does not answer: another process has locked the database {path} ({error}); end that process, which"
     " 'fuser {path}' names",
 )
-_FULL = ("full", "the disk of the database {path} is full ({error}); free some space")
-_READ_ONLY = (
+_FULL = _Diagnosis("full", "the disk of the database {path} is full ({error}); free some space")
+_READ_ONLY = _Diagnosis(
     "read_only",
     "the database {path} cannot be written ({error}); let the gateway's user write to the file and to its directory",
 )
-_MISSING = (
+_MISSING = _Diagnosis(
     "missing",
     "the database {path} cannot be opened ({error}); let the gateway's user read and write the file and its directory",
 )
-_BY_CODE: dict[int, tuple[StoreProblem, str]] = {
+_BY_CODE = {  # SQLite's primary result codes
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
     sqlite3.SQLITE_NOTADB: _DAMAGED,
     sqlite3.SQLITE_BUSY: _LOCKED,
@@ -43,7 +49,7 @@ _BY_CODE: dict[int, tuple[StoreProblem, str]] = {
     sqlite3.SQLITE_READONLY: _READ_ONLY,
     sqlite3.SQLITE_PERM: _READ_ONLY,
     sqlite3.SQLITE_CANTOPEN: _MISSING,
-    sqlite3.SQLITE_IOERR: (
+    sqlite3.SQLITE_IOERR: _Diagnosis(
         "error",
         "the disk of the database {path} does not work ({error}); see the log of its host's kernel",
     ),
@@ -95,4 +101,4 @@ def diagnose(error: BaseException, path: str) -> tuple[StoreProblem, str] | None
     """Return the problem that an error of SQLite shows, and a sentence about it, or None for other errors."""
     code = getattr(error, "sqlite_errorcode", None)
     found = None if code is None else _BY_CODE.get(code & _PRIMARY_CODE)
-    return None if found is None else (found[0], found[1].format(path=path, error=error))
+    return None if found is None else (found.problem, found.sentence.format(path=path, error=error))

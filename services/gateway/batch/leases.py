@@ -103,7 +103,7 @@ class Leases:
 
     async def _candidates(self, session: AsyncSession) -> list[Candidate]:
         """Return what seems to need work, without a lock."""
-        return [Candidate(*row) for row in await session.execute(candidates(self._pool))]
+        return await candidates(session, self._pool)
 
     async def give_back(self, batch: StoredBatch) -> None:
         """Others may validate or finish ``batch`` at once."""
@@ -207,8 +207,8 @@ class Leases:
         """Return batches with lines that nobody runs, in the order in which to lease chunks of them: keys take turns,
         and so do the batches of a key. Leaves out the fairness keys ``without``. ``held``: as in ``lease_chunk``."""
         async with self._store.reading() as session:
-            found = await session.execute(runnable(self._pool, without, held))
-            return self._chunk_turns.order((key, seq) for key, seq in found)
+            found = await runnable(session, self._pool, without, held)
+        return self._chunk_turns.order(found)
 
     async def lease_chunk(self, batch_seq: int, held: Collection[ChunkKey] = ()) -> ChunkLease | None:
         """The first that nobody has; None if there is none (any more). ``held``: chunks that we run, and that are ours

@@ -156,12 +156,13 @@ class Store:
     async def _migrate(self) -> None:
         async with self._watched(writing=True):
             async with self._engine.execution_options(toka_writes=True).begin() as connection:
+                opened = _identity(self._path)
                 try:
                     await connection.run_sync(_migrate)
                 except FailedPrecondition as error:
                     self._health.failed("database", "newer", error.message, writing=True)
                     raise
-            self._file = _identity(self._path)
+            self._file = opened
 
     async def _follow_file(self) -> None:
         """Open SQLite's database again if its file was replaced. Raises ``StoreUnavailable`` if the file is gone.

@@ -1,7 +1,7 @@
 """Validates the input file of a batch: checks each line, and cuts the lines into chunks with common beginnings."""
 
-import asyncio
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 
 import numpy as np
 
@@ -15,13 +15,14 @@ WINDOW_LINES = 8192  # lines that are sorted together: far more than run at once
 _CHECKED_AT_ONCE = 64  # lines that a thread checks before other validations and the event loop have their turn
 
 
-async def validate(
-    batch: StoredBatch, leases: Leases, blobs: Blobs, max_body_bytes: int, checking: asyncio.Lock
-) -> None:
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+
+
+async def validate(batch: StoredBatch, leases: Leases, blobs: Blobs, max_body_bytes: int, turn: Turn) -> None:
     """Start ``batch``, or fail it with the errors of its lines.
 
-    ``checking``: the lock of all validations of the gateway. One of them computes at a time, and they take turns after
-    every few lines. Raises ``LeaseLost``, or ``Unavailable`` if the store does not answer.
+    ``turn``: entered while the validation computes. One validation of the gateway computes at a time, and they take
+    turns after every few lines. Raises ``LeaseLost``, or ``Unavailable`` if the store does not answer.
     """
     await leases.begin_validation(batch)
     checker = LineChecker(batch.endpoint)
@@ -30,17 +31,17 @@ async def validate(
     try:
         async with aclosing(read_lines(blobs, batch.input_blob, 2 * max_body_bytes, _CHECKED_AT_ONCE)) as blocks:
             async for lines in blocks:
-                async with checking:
+                async with turn():
                     window += await blobs.in_thread(_check, checker, lines)
                 if checker.is_hopeless:
                     break
                 if len(window) >= WINDOW_LINES and not checker.errors:
-                    chunks += await _store(batch, leases, blobs, chunks, window, checking)
+                    chunks += await _store(batch, leases, blobs, chunks, window, turn)
                     window.clear()
     except LineTooLong as error:
         checker.fail("line_too_large", f"this line is larger than {2 * max_body_bytes} bytes", error.number)
     if window and not checker.errors:
-        await _store(batch, leases, blobs, chunks, window, checking)
+        await _store(batch, leases, blobs, chunks, window, turn)
     if not checker.total and not checker.errors:
         checker.fail("empty_file", "the file has no lines", None)
     await leases.end_validation(
@@ -63,10 +64,10 @@ async def _store(
     blobs: Blobs,
     first: int,
     window: list[tuple[bytes, int, int, int]],
-    checking: asyncio.Lock,
+    turn: Turn,
 ) -> int:
     """Store the lines in ``window`` as chunks with numbers from ``first``. Returns the number of chunks."""
-    async with checking:
+    async with turn():
         chunks = await blobs.in_thread(_arrange, window)
     await leases.add_chunks(batch, first, chunks)
     return len(chunks)

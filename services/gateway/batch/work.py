@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.gateway.batch.ids import now
@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
     validating: bool  # False: it is to be finished
 
 
-def candidates(pool: str) -> Select[tuple[str, int, bool]]:
-    """Return the query for batches to validate or to finish, the oldest few of each key, as ``Candidate`` rows.
+async def candidates(session: AsyncSession, pool: str) -> list[Candidate]:
+    """Return batches to validate or to finish, the oldest few of each key.
 
     Gateways of ``pool`` work on its batches. A batch that they leave alone for a minute after it should have ended is
     finished by any gateway of the store.
@@ -60,7 +60,8 @@ def candidates(pool: str) -> Select[tuple[str, int, bool]]:
         .subquery()
     )
     columns = (found.c.fairness_key, found.c.seq, found.c.validating)
-    return select(*columns).where(found.c.place <= _FOUND_OF_KEY).order_by(found.c.seq)
+    query = select(*columns).where(found.c.place <= _FOUND_OF_KEY).order_by(found.c.seq)
+    return [Candidate(*row) for row in await session.execute(query)]
 
 
 def _to_finish() -> ColumnElement[bool]:
@@ -94,16 +95,19 @@ async def work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any
     return {"status": FINALIZING, "ending": ending, "finalizing_at": now()}
 
 
-def runnable(pool: str, without: Collection[str], held: Collection[ChunkKey]) -> Select[tuple[str, int]]:
-    """Return the query for batches with a free chunk, except those of the keys ``without``: pairs of key and batch."""
+async def runnable(
+    session: AsyncSession, pool: str, without: Collection[str], held: Collection[ChunkKey]
+) -> list[tuple[str, int]]:
+    """Return the batches with a free chunk, except those of the keys ``without``, as pairs of key and batch."""
     chunks = select(Chunk.number).where(Chunk.batch_seq == StoredBatch.seq, free(held))
-    return select(StoredBatch.fairness_key, StoredBatch.seq).where(
+    query = select(StoredBatch.fairness_key, StoredBatch.seq).where(
         StoredBatch.status == IN_PROGRESS,
         StoredBatch.pool == pool,
         StoredBatch.expires_at > now(),
         StoredBatch.fairness_key.not_in(without),
         chunks.exists(),
     )
+    return [(key, seq) for key, seq in await session.execute(query)]
 
 
 def free(held: Collection[ChunkKey]) -> ColumnElement[bool]:

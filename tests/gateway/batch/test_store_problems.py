@@ -236,8 +236,9 @@ def test_with_keys_clients_do_not_hear_of_the_path(tmp_path):
     guarded = start(tmp_path)
     try:
         path = tmp_path / "store" / "batches.db"
-        swap(path, b"\xa5" * PAGE)
         with guarded.http("team") as client:
+            assert client.get("/v1/files").status_code == 200
+            swap(path, b"\xa5" * PAGE)
             answer = client.get("/v1/files")
         assert answer.status_code == 503
         assert "batches.db" not in answer.text
