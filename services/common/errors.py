@@ -14,6 +14,7 @@
     ├── FailedPrecondition      right call, wrong state                               FAILED_PRECONDITION  409
     ├── Overloaded              the queue is full: says when to come back             RESOURCE_EXHAUSTED   429
     ├── Unavailable             loading, draining, or a peer is down: try again       UNAVAILABLE          503
+    │   └── StoreUnavailable    files, batches and stored objects cannot be reached   UNAVAILABLE          503
     ├── DeadlineExceeded                                                              DEADLINE_EXCEEDED    504
     ├── Cancelled               an operator ended it, not the caller                  CANCELLED            499
     └── Internal                ours: logged with its cause, sent without it          INTERNAL             500
@@ -114,6 +115,12 @@ class Unavailable(TokaError):
     """The service, or one it needs, cannot answer now; the same call may succeed later."""
 
     reason = "UNAVAILABLE"
+
+
+class StoreUnavailable(Unavailable):
+    """The gateway's store cannot be read or written now. The log of the gateway has the reason already."""
+
+    reason = "STORE_UNAVAILABLE"
 
 
 class DeadlineExceeded(TokaError):

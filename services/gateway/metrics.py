@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from services.common.metrics.registry import registry_of
+from services.gateway.batch.health import StoreProblem
 from services.gateway.numbers import Numbers, counting_process
 from services.gateway.session.codec import FINISH_REASONS, Ending
 
@@ -148,6 +149,7 @@ class RequestMetrics:
         self._responses = {route: numbers.take(len(_STATUSES)) for route in ROUTES}
         self._disconnects = numbers.take(1)
         self._failovers = {reason: numbers.take(1) for reason in get_args(FailoverReason)}
+        self._store_problems = {problem: numbers.take(1) for problem in get_args(StoreProblem)}
 
     def sample_finished(self, ending: Ending) -> None:
         """A sample ended that somebody still waited for."""
@@ -177,6 +179,10 @@ class RequestMetrics:
     def count_failovers(self, reason: FailoverReason, samples: int) -> None:
         """Samples were sent again."""
         self._failovers[reason][0] += samples
+
+    def count_store_problem(self, problem: StoreProblem) -> None:
+        """Count an access to the store that failed."""
+        self._store_problems[problem][0] += 1
 
     def families(self, model: str) -> Iterator[Metric]:
         """What a scrape gets. ``model``: what is served; empty while it is not known, and then names that come with
@@ -213,6 +219,12 @@ class RequestMetrics:
         for reason, count in self._failovers.items():
             failovers.add_metric([reason], count[0])
         yield failovers
+        problems = CounterMetricFamily(
+            "toka_store_errors", "Accesses to the store of files and batches that failed", labels=["problem"]
+        )
+        for problem, count in self._store_problems.items():
+            problems.add_metric([problem], count[0])
+        yield problems
 
 
 class OwnMetrics:

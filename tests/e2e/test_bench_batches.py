@@ -29,3 +29,17 @@ def test_requests_beside_a_batch_take_the_place_of_lines():
     figures = run("online_beside_batch", worker="fake", slots=8, requests=10, gap_ms=100, line_tokens=200)
     assert figures["yields"] > 0
     assert set(figures["ratio"]) == set(figures["alone"]) == set(figures["beside_batch"])
+
+
+def test_a_job_of_one_key_is_measured_beside_those_of_another():
+    figures = run(
+        "batch_fairness", large_jobs=2, large_lines=20_000, large_bytes=2_000_000, small_jobs=0, probes=1,
+        most_seconds=100,
+    )  # fmt: skip
+    assert figures["alone"]["most_s"] > 0
+    assert figures["beside"]["most_s"] > 0
+
+
+def test_a_store_that_holds_much_is_measured():
+    figures = run("large_store", rows=3000, runs=1, most_ms=60_000)
+    assert figures["times"]["expire responses"]["count"] >= 6

@@ -7,7 +7,7 @@ import structlog
 
 from services.common.addresses import is_loopback
 from services.common.config import GatewayConfig
-from services.common.errors import Internal, PermissionDenied, TokaError, Unauthenticated, Unavailable
+from services.common.errors import Internal, PermissionDenied, StoreUnavailable, TokaError, Unauthenticated, Unavailable
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing
 from services.common.limits import Limits
 
@@ -82,10 +82,15 @@ class Guard:
         return key
 
     def told(self, error: TokaError) -> TokaError:
-        """``error`` as clients hear it: where there are keys, what is the matter with schedulers and the store, and
-        where these are, is for operators."""
+        """Return ``error`` as clients see it. With API keys, the state and the addresses of schedulers and of the store
+        are for operators only."""
         if self._ring is None or not isinstance(error, (Internal, Unavailable)):
             return error
+        if isinstance(error, StoreUnavailable):
+            return StoreUnavailable(
+                "files, batches and stored responses are not available now; send the request again later, and tell the"
+                " operators if that does not help"
+            )
         log.warning("not available", reason=error.message)
         what = "it cannot be done now; send it again" if isinstance(error, Unavailable) else "internal error"
         return type(error)(f"{what}; operators are told why", reason=error.reason)

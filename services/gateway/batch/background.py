@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import orjson
 import structlog
 
-from services.common.errors import Internal, NotFound, Overloaded, TokaError
+from services.common.errors import Internal, NotFound, Overloaded, StoreUnavailable, TokaError
 from services.gateway.batch.conversations import Addition
 from services.gateway.batch.leases import HEARTBEAT_S, LeaseLost
 from services.gateway.batch.responses import ABANDONED, RUNNING, Responses
@@ -130,7 +130,8 @@ class Background:
                     addition, body["conversation"] = None, None
                     continue
             except TokaError as error:
-                log.warning("background response waits for the store", id=body["id"], reason=error.message)
+                if not isinstance(error, StoreUnavailable):  # which the log has
+                    log.warning("background response waits for the store", id=body["id"], reason=error.message)
                 await asyncio.sleep(_RETRY_S)
                 continue
             if not kept:
@@ -225,6 +226,8 @@ class Background:
                     beat_at = loop.time() + HEARTBEAT_S
                     await self._beat()
                 await self._write_events(list(self._running.values()))
+            except StoreUnavailable:
+                pass  # the log has it
             except TokaError as error:
                 log.warning("background responses wait for the store", reason=error.message)
             except Exception:

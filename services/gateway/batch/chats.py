@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from services.common.errors import InvalidRequest, NotFound
+from services.gateway.batch.expiry import delete_some
 from services.gateway.batch.ids import now
 from services.gateway.batch.inserts import Inserts
 from services.gateway.batch.responses import MAX_WAITING_BYTES
@@ -14,7 +15,6 @@ from services.gateway.batch.store import Store
 from services.gateway.batch.tables import StoredChat
 
 CHATS_EXPIRE_S = 30 * 24 * 3600
-_FORGOTTEN_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,9 @@ class Chats:
             return found[:limit], len(found) > limit
 
     async def forget_expired(self) -> bool:
-        """Delete chat completions that have expired. Returns whether there may be more."""
-        expired = select(StoredChat.seq).where(StoredChat.expires_at <= now()).limit(_FORGOTTEN_AT_ONCE)
+        """Delete some of the chat completions that have expired. Returns whether there may be more."""
         async with self._store.writing() as session:
-            found = (await session.scalars(expired)).all()
-            if found:
-                await session.execute(delete(StoredChat).where(StoredChat.seq.in_(found)))
-        return len(found) == _FORGOTTEN_AT_ONCE
+            return await delete_some(session, StoredChat, StoredChat.seq, StoredChat.expires_at <= now())
 
 
 def _own(chat_id: str, key_name: str) -> tuple[Any, ...]:

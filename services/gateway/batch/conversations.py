@@ -8,6 +8,7 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.errors import InvalidRequest, NotFound
+from services.gateway.batch.expiry import delete_some
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import StoredConversation, StoredItem
@@ -125,12 +126,15 @@ class Conversations:
             return conversation
 
     async def forget_expired(self) -> bool:
-        """Delete conversations that have expired. Returns whether there may be more."""
+        """Delete some of the conversations that have expired, and of their items. Returns whether there may be more."""
         expired = select(StoredConversation.seq).where(StoredConversation.expires_at <= now())
         async with self._store.writing() as session:
-            found = (await session.scalars(expired.limit(_FORGOTTEN_AT_ONCE))).all()
-            if found:
-                await _delete(session, found)
+            found = (await session.scalars(expired.limit(_FORGOTTEN_AT_ONCE).with_for_update())).all()
+            if not found:
+                return False
+            if await delete_some(session, StoredItem, StoredItem.seq, StoredItem.conversation_seq.in_(found)):
+                return True
+            await _delete(session, found)
         return len(found) == _FORGOTTEN_AT_ONCE
 
 

@@ -1,22 +1,22 @@
-"""What a gateway does for batches in the background: validates, runs and finishes them, beside all other gateways."""
+"""Validates, runs and finishes batches in the background of a gateway, beside the other gateways of the store."""
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
-from services.common.errors import Internal, TokaError, Unavailable
+from services.common.errors import Internal, StoreUnavailable, TokaError, Unavailable
 from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.expiry import Expiring
 from services.gateway.batch.files import Files
 from services.gateway.batch.finishing import finish
-from services.gateway.batch.leases import HEARTBEAT_S, ChunkKey, ChunkLease, LeaseLost, Leases, Outcome
+from services.gateway.batch.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, Outcome
 from services.gateway.batch.line_runner import LineRunner, RunningChunk
 from services.gateway.batch.tables import IN_PROGRESS, VALIDATING, StoredBatch
 from services.gateway.batch.tries import Tries
 from services.gateway.batch.validation import validate
+from services.gateway.batch.work import Candidate, ChunkKey
 
 log = structlog.get_logger(__name__)
 
@@ -24,6 +24,8 @@ POLL_S = 1.0  # how late work of other gateways, or that they left, is found
 CLEAN_UP_S = 60.0
 _PURGE_PAUSE_S = 0.01
 _RETRY_S = 1.0  # after the store did not answer
+MAX_PHASES = 8  # batches that a gateway validates at once, and as many that it finishes, each of another key
+_LEASE_TRIES = 8  # batches in a look: other gateways may lease the last chunks of the first ones meanwhile
 
 
 class Executor:
@@ -49,8 +51,8 @@ class Executor:
         self._runner = runner
         self._max_body_bytes = max_body_bytes
         self._chunks: dict[ChunkKey, RunningChunk] = {}
-        self._phases: dict[int, StoredBatch] = {}  # batches that we validate or finish
-        self._turn: deque[int] = deque()  # batches, the one that was served last at the end
+        self._phases: dict[int, StoredBatch] = {}  # batches that this process validates or finishes
+        self._checking = asyncio.Lock()  # held by the validation that computes
         self._stopping = False
         self._work, self._beat_now, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._writing = asyncio.Lock()  # our transactions on several chunks, one at a time
@@ -76,42 +78,63 @@ class Executor:
             chunk.drop()
         self.look()
         self._runner.news.set()
-        await asyncio.gather(*self._tasks, *self._spawned, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # from here on nothing is spawned
+        with contextlib.suppress(TokaError):
+            await self._commit_outcomes()  # chunks may wait for the slots of results
+        await asyncio.gather(*self._spawned, return_exceptions=True)
         with contextlib.suppress(TokaError):
             await self._commit_outcomes()
             await self._leases.release()
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        """``step`` again and again, whatever happens to it."""
+        """Call ``step`` again and again, whatever it raises. The log has each of its exceptions once in a row."""
+        logged = ""
         while not self._stopping:
             try:
                 await step()
-            except Unavailable as error:
-                log.warning("batches wait", reason=error.message)
+            except StoreUnavailable:
                 await asyncio.sleep(_RETRY_S)
-            except Exception:
-                log.exception("batch work failed")
+            except Exception as error:
+                if repr(error) != logged:
+                    log.exception("batch work failed")
+                    logged = repr(error)
                 await asyncio.sleep(_RETRY_S)
+            else:
+                logged = ""
 
     # Validating and finishing.
 
     async def _lead(self) -> None:
-        batch = None if self._phases else await self._leases.claim_batch()
-        if batch is not None:
+        batch = await self._leases.claim_batch(self._wants)
+        if batch is not None and not self._stopping:
             self._phases[batch.seq] = batch
             self._spawn(self._phase(batch))
             return
         await _wait(self._work, POLL_S)
 
+    def _wants(self, candidate: Candidate) -> bool:
+        """Return whether to begin a phase of the candidate: one of each kind for a key, and ``MAX_PHASES`` in all."""
+        keys = [batch.fairness_key for batch in self._phases.values() if _is_validating(batch) == candidate.validating]
+        return candidate.key not in keys and len(keys) < MAX_PHASES
+
+    @contextlib.asynccontextmanager
+    async def _validation_turn(self) -> AsyncIterator[None]:
+        """Wait until no other validation computes. Raises ``LeaseLost`` if the gateway stops."""
+        async with self._checking:
+            if self._stopping:
+                raise LeaseLost("the gateway stops")
+            yield
+
     async def _phase(self, batch: StoredBatch) -> None:
         log.info("batch", id=batch.id, status=batch.status, attempt=batch.attempt)
         try:
-            if batch.status == VALIDATING:
-                await validate(batch, self._leases, self._blobs, self._max_body_bytes)
+            if _is_validating(batch):
+                await validate(batch, self._leases, self._blobs, self._max_body_bytes, self._validation_turn)
             else:
                 await finish(batch, self._leases, self._blobs)
         except (LeaseLost, Unavailable) as error:
-            log.info("batch given back", id=batch.id, reason=str(error) or "it is not ours, or has ended")
+            if not isinstance(error, StoreUnavailable):
+                log.info("batch given back", id=batch.id, reason=str(error) or "it is not ours, or has ended")
             with contextlib.suppress(Unavailable):
                 await self._leases.give_back(batch)
             await asyncio.sleep(_RETRY_S if isinstance(error, Unavailable) else 0)
@@ -134,9 +157,9 @@ class Executor:
             self._runner.room.clear()
             await self._runner.room.wait()
             return
+        self._runner.room.clear()
         lease = await self._next_lease()
         if lease is None:
-            self._runner.room.clear()
             await _wait(self._runner.room, POLL_S)
         elif self._stopping:
             return
@@ -145,14 +168,11 @@ class Executor:
             self._spawn(self._run(chunk))
 
     async def _next_lease(self) -> ChunkLease | None:
-        """Batches take turns. What we run is not taken again, also when a heartbeat is late."""
-        runnable = await self._leases.runnable(self._runner.crowded(), self._chunks)
-        known = set(runnable)
-        self._turn = deque(seq for seq in self._turn if seq in known)
-        self._turn.extend(seq for seq in runnable if seq not in self._turn)
-        for _ in range(len(self._turn)):
-            self._turn.rotate(-1)
-            lease = await self._leases.lease_chunk(self._turn[-1], self._chunks)
+        """Lease a chunk of the key whose turn it is. A chunk that runs is not leased again, also if a heartbeat is
+        late."""
+        runnable = await self._leases.runnable(self._runner.full(), self._chunks)
+        for seq in runnable[:_LEASE_TRIES]:
+            lease = await self._leases.lease_chunk(seq, self._chunks)
             if lease is not None:
                 return lease
         return None
@@ -181,15 +201,15 @@ class Executor:
         await self._commit_outcomes()
 
     async def _commit_outcomes(self) -> None:
-        outcomes = self._runner.take_outcomes()
+        results = self._runner.take_results()
         by_chunk: dict[ChunkKey, list[Outcome]] = {}
-        for key, result in outcomes:
-            by_chunk.setdefault(key, []).append(result)
+        for result in results:
+            by_chunk.setdefault(result.chunk, []).append(result.outcome)
         try:
             if by_chunk:
                 await self._keep(by_chunk)
         finally:
-            self._runner.kept(len(outcomes))
+            self._runner.kept(results)
 
     async def _keep(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> None:
         """What cannot be kept, though the store answers, is given up with its chunk, whose lines run again."""
@@ -216,10 +236,9 @@ class Executor:
             try:
                 async with self._writing:
                     return await self._leases.commit(by_chunk)
-            except Unavailable as error:
+            except Unavailable:
                 if self._stopping:
                     raise
-                log.warning("results of batches wait", reason=error.message)
                 await asyncio.sleep(_RETRY_S)
 
     def _done(self, key: ChunkKey, lines: set[int]) -> None:
@@ -266,17 +285,18 @@ class Executor:
             self._work.set()
 
     async def _clean_up(self) -> None:
-        """Delete what is no longer needed, a little at a time."""
-        while await self._leases.purge():
-            if await _set_within(self._over, _PURGE_PAUSE_S):
-                return
-        for blob in await self._files.forget_expired():
-            await self._blobs.delete(blob)
-        while await self._expiring.forget_expired():
-            if await _set_within(self._over, _PURGE_PAUSE_S):
-                return
-        await self._tries.forget_expired()
+        """Delete what is no longer needed, in small transactions with pauses for others."""
+        for step in (self._leases.purge, self._forget_files, self._expiring.forget_expired, self._tries.forget_expired):
+            while await step():
+                if await _set_within(self._over, _PURGE_PAUSE_S):
+                    return
         await _set_within(self._over, CLEAN_UP_S)
+
+    async def _forget_files(self) -> bool:
+        blobs = await self._files.forget_expired()
+        for blob in blobs:
+            await self._blobs.delete(blob)
+        return bool(blobs)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -295,3 +315,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
+
+
+def _is_validating(batch: StoredBatch) -> bool:
+    return batch.status == VALIDATING

@@ -5,12 +5,12 @@ the former owner still writes names him as the owner, and has no effect: no resu
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, insert, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, insert, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.portions import portions
@@ -20,11 +20,7 @@ from services.gateway.batch.store import Store
 from services.gateway.batch.tables import (
     ACTIVE,
     CANCELLED,
-    CANCELLING,
-    COMPLETED,
-    EXPIRED,
     FAILED,
-    FINALIZING,
     IN_PROGRESS,
     VALIDATING,
     Chunk,
@@ -32,14 +28,13 @@ from services.gateway.batch.tables import (
     StoredBatch,
     StoredFile,
 )
+from services.gateway.batch.turns import Turns
+from services.gateway.batch.work import Candidate, ChunkKey, candidates, free, runnable, work_to_do
 
 LEASE_S = 10.0
 HEARTBEAT_S = 3.0
-_ORPHANED_S = 60  # after it should have ended, a batch is every pool's to finish
-_PURGED_AT_ONCE = 500  # results, or chunks
+_PURGED_AT_ONCE = 500  # results, chunks, or batches without any
 _WRITTEN_AT_ONCE = 8 << 20  # bytes of results: a statement has its time
-
-ChunkKey = tuple[int, int]  # batch_seq, number of a chunk
 
 
 class LeaseLost(Exception):
@@ -79,38 +74,36 @@ class Leases:
         self._store = store
         self._owner = owner
         self._pool = pool
+        self._phase_turns, self._chunk_turns = Turns(), Turns()
 
     # Batches.
 
-    async def claim_batch(self) -> StoredBatch | None:
-        """One to validate (its status says so) or else to finish, now leased; None if there is nothing to do."""
+    async def claim_batch(self, wanted: Callable[[Candidate], bool] = lambda _: True) -> StoredBatch | None:
+        """Lease a batch to validate (its status says so) or else to finish, of the ``wanted`` ones. Returns None if
+        there is none. Keys take turns."""
         async with self._store.reading() as session:
-            candidates = await self._candidates(session)
-        if not candidates:
+            found = await self._candidates(session)
+        order = self._phase_turns.order((each.key, each.seq) for each in found if wanted(each))
+        if not order:
             return None
         async with self._store.writing() as session:
-            for seq in candidates:
+            for seq in order:
                 batch = await session.scalar(select(StoredBatch).where(StoredBatch.seq == seq).with_for_update())
                 if batch is None or batch.lease_until > time.time():
                     continue
-                changes = await _work_to_do(session, batch)
+                changes = await work_to_do(session, batch)
                 if changes is not None:
                     for name, value in changes.items():
                         setattr(batch, name, value)
                     batch.owner, batch.lease_until = self._owner, time.time() + LEASE_S
                     batch.attempt += 1
+                    self._phase_turns.served(batch.fairness_key, seq)
                     return batch
         return None
 
-    async def _candidates(self, session: AsyncSession) -> list[int]:
-        """Without locks: what seems to need work. Whatever its model, any gateway can write what there is of a batch
-        that its own pool, if there is still one, leaves alone."""
-        late = now() - _ORPHANED_S
-        times = (StoredBatch.expires_at, StoredBatch.cancelling_at, StoredBatch.finalizing_at)
-        ours = or_(StoredBatch.pool == self._pool, *(at <= late for at in times))
-        query = select(StoredBatch).where(StoredBatch.status.in_(ACTIVE), ours, StoredBatch.lease_until <= time.time())
-        batches = (await session.scalars(query.order_by(StoredBatch.seq))).all()
-        return [batch.seq for batch in batches if await _work_to_do(session, batch) is not None]
+    async def _candidates(self, session: AsyncSession) -> list[Candidate]:
+        """Return what seems to need work, without a lock."""
+        return await candidates(session, self._pool)
 
     async def give_back(self, batch: StoredBatch) -> None:
         """Others may validate or finish ``batch`` at once."""
@@ -192,37 +185,30 @@ class Leases:
             return [(line, ok, body) for line, ok, body in rows]
 
     async def purge(self) -> bool:
-        """Delete some of what ended batches no longer need; whether there is more."""
+        """Delete chunks and results of some batches that have ended. Returns whether there may be more."""
         ended = StoredBatch.status.not_in(ACTIVE) & StoredBatch.purged.is_(False)
         async with self._store.writing() as session:
-            seq = await session.scalar(select(StoredBatch.seq).where(ended).limit(1))
-            if seq is None:
+            seqs = (await session.scalars(select(StoredBatch.seq).where(ended).limit(_PURGED_AT_ONCE))).all()
+            if not seqs:
                 return False
             for table, number in ((LineResult, LineResult.line), (Chunk, Chunk.number)):
-                some = (
-                    await session.scalars(select(number).where(table.batch_seq == seq).limit(_PURGED_AT_ONCE))
-                ).all()
-                if some:
-                    await session.execute(delete(table).where(table.batch_seq == seq, number.in_(some)))
+                seq = await session.scalar(select(table.batch_seq).where(table.batch_seq.in_(seqs)).limit(1))
+                if seq is not None:
+                    own = table.batch_seq == seq
+                    some = (await session.scalars(select(number).where(own).limit(_PURGED_AT_ONCE))).all()
+                    await session.execute(delete(table).where(own, number.in_(some)))
                     return True
-            await session.execute(update(StoredBatch).where(StoredBatch.seq == seq).values(purged=True))
+            await session.execute(update(StoredBatch).where(StoredBatch.seq.in_(seqs)).values(purged=True))
         return True
 
     # Chunks.
 
     async def runnable(self, without: Collection[str] = (), held: Collection[ChunkKey] = ()) -> list[int]:
-        """Batches with lines that nobody runs, the oldest first; not those of the keys ``without``. ``held``: as in
-        ``lease_chunk``."""
-        free = select(Chunk.number).where(Chunk.batch_seq == StoredBatch.seq, _free(held))
-        query = select(StoredBatch.seq).where(
-            StoredBatch.status == IN_PROGRESS,
-            StoredBatch.pool == self._pool,
-            StoredBatch.expires_at > now(),
-            StoredBatch.key_name.not_in(without),
-            free.exists(),
-        )
+        """Return batches with lines that nobody runs, in the order in which to lease chunks of them: keys take turns,
+        and so do the batches of a key. Leaves out the fairness keys ``without``. ``held``: as in ``lease_chunk``."""
         async with self._store.reading() as session:
-            return list(await session.scalars(query.order_by(StoredBatch.seq)))
+            found = await runnable(session, self._pool, without, held)
+        return self._chunk_turns.order(found)
 
     async def lease_chunk(self, batch_seq: int, held: Collection[ChunkKey] = ()) -> ChunkLease | None:
         """The first that nobody has; None if there is none (any more). ``held``: chunks that we run, and that are ours
@@ -238,7 +224,7 @@ class Leases:
                 return None
             chunk = await session.scalar(
                 select(Chunk)
-                .where(Chunk.batch_seq == batch_seq, _free(held))
+                .where(Chunk.batch_seq == batch_seq, free(held))
                 .order_by(Chunk.number)
                 .limit(1)
                 .with_for_update(skip_locked=True)
@@ -246,6 +232,7 @@ class Leases:
             if chunk is None:
                 return None
             chunk.owner, chunk.lease_until = self._owner, time.time() + LEASE_S
+            self._chunk_turns.served(batch.fairness_key, batch_seq)
             lines = np.frombuffer(chunk.lines, np.int64).reshape(-1, 3)
             if chunk.completed + chunk.failed:
                 lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
@@ -302,7 +289,7 @@ class Leases:
                 chunks = chunks.where(Chunk.batch_seq == batch_seq)
             await session.execute(chunks.values(owner=None, lease_until=0.0))
             if batch_seq is None:
-                batches = update(StoredBatch).where(StoredBatch.owner == self._owner)
+                batches = update(StoredBatch).where(StoredBatch.status.in_(ACTIVE), StoredBatch.owner == self._owner)
                 await session.execute(batches.values(owner=None, lease_until=0.0))
 
     async def _still_mine(self, session: AsyncSession, batch: StoredBatch, status: str | None = None) -> None:
@@ -312,34 +299,9 @@ class Leases:
             raise LeaseLost
 
 
-async def _work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any] | None:
-    """If ``batch`` is to be validated or finished now: the columns that change with that. Else None."""
-    if batch.status not in ACTIVE:  # somebody was faster, and it has ended: its chunks are all done, or gone
-        return None
-    if batch.status == FINALIZING or (batch.status == VALIDATING and batch.expires_at > now()):
-        return {}
-    chunks = select(Chunk.number).where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
-    if batch.status == CANCELLING:  # results that come within the lease still count
-        live = await session.scalar(chunks.where(Chunk.lease_until > time.time()).limit(1))
-        return {} if live is None else None
-    if batch.expires_at <= now():
-        ending = EXPIRED
-    elif await session.scalar(chunks.limit(1)) is None:
-        ending = COMPLETED
-    else:
-        return None
-    return {"status": FINALIZING, "ending": ending, "finalizing_at": now()}
-
-
 def _held(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
     """An attempt's own lease: the same owner may have lost it and taken it again."""
     return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
-
-
-def _free(held: Collection[ChunkKey]) -> ColumnElement[bool]:
-    """Of chunks: to be leased by who runs ``held``."""
-    free = Chunk.done.is_(False) & (Chunk.lease_until <= time.time())
-    return free & tuple_(Chunk.batch_seq, Chunk.number).not_in([*held])
 
 
 def _count(chunk: Chunk, outcomes: Collection[Outcome]) -> None:

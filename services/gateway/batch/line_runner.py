@@ -1,124 +1,163 @@
-"""The lines of leased chunks, while they run."""
+"""Runs the lines of leased chunks."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
+from services.common.portions import portions
 from services.gateway.access.lines import Displaced, Line, Lines
-from services.gateway.batch.blobs import Blobs
-from services.gateway.batch.leases import ChunkKey, ChunkLease, Outcome
+from services.gateway.batch.blobs import BLOCK_BYTES, Blobs
+from services.gateway.batch.leases import ChunkLease, Outcome
 from services.gateway.batch.requests import Requests, failed
-from services.gateway.batch.slots import Slot
+from services.gateway.batch.slots import Slot, Slots
 from services.gateway.batch.validation import CHUNK_LINES
+from services.gateway.batch.work import ChunkKey
 
 log = structlog.get_logger(__name__)
+
+_WAITING_KEYS = 64  # keys with chunks whose lines wait for slots
+_RESERVED = 16  # one in 16 slots is for keys that run few lines
+
+
+class Result(NamedTuple):
+    """The outcome of a line. It has its slot until it is in the store."""
+
+    chunk: ChunkKey
+    outcome: Outcome
+    slot: Slot
 
 
 @dataclass(eq=False)
 class RunningChunk:
-    """A chunk that is ours."""
+    """A chunk that this process has leased."""
 
     lease: ChunkLease
     left: set[int]  # lines without a result in the store
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # its lines, or what they wait for
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # of its lines, or of what they wait for
     dropped: bool = False
 
     def drop(self) -> None:
-        """It is not ours any more, or nobody wants it: no line of it begins, and those that run are stopped."""
+        """Start no more lines of the chunk, and cancel those that run: its lease or its batch has ended."""
         self.dropped = True
         for task in self.tasks:
             task.cancel()
 
 
 class LineRunner:
-    """Of an executor. Lives on its event loop."""
+    """Runs the lines of an executor's chunks. Lives on its event loop.
+
+    Keys share the slots: see ``Slots``. A key leases the next chunk when fewer than a chunk's lines wait for slots, so
+    that a free slot finds a line of every key that has one.
+    """
 
     def __init__(self, blobs: Blobs, requests: Requests, lines: Lines, concurrency: int) -> None:
         self._blobs = blobs
         self._requests = requests
         self._lines = lines
-        self._slots = asyncio.Semaphore(concurrency)
-        self._unstarted = 0  # lines of chunks that wait for a slot
-        self._crowded: Counter[str] = Counter()  # chunks that wait for room, by the name of their key
-        self._outcomes: list[tuple[ChunkKey, Outcome]] = []  # each holds a slot until it is kept
-        self.room, self.news = asyncio.Event(), asyncio.Event()  # there may be, for chunks; there are outcomes
+        # Without API keys there is one tenant, which may use every slot.
+        self._slots = Slots(concurrency, concurrency // _RESERVED if lines.guard.wants_keys else 0)
+        self._unstarted: Counter[str] = Counter()  # lines of chunks that wait for a slot, by fairness key
+        self._crowded: Counter[str] = Counter()  # chunks that wait for their key's limits, by fairness key
+        self._results: list[Result] = []
+        self.room = asyncio.Event()  # set when another chunk may be leased
+        self.news = asyncio.Event()  # set when there are results
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that no line has."""
+        return self._slots.free
 
     @property
     def has_room(self) -> bool:
-        """For another chunk: there will soon be slots for it."""
-        return self._unstarted < CHUNK_LINES
+        """Whether another chunk may be leased, of a key that is not ``full``."""
+        return len(self._unstarted.keys() - (+self._crowded).keys()) < _WAITING_KEYS
 
-    def crowded(self) -> list[str]:
-        """Names of keys with a chunk that waits: no other one of theirs would run."""
-        return [*(+self._crowded)]
+    def full(self) -> list[str]:
+        """Return the keys of which no further chunk would run soon."""
+        return [*{key for key in self._unstarted if self.waiting(key) >= CHUNK_LINES} | (+self._crowded).keys()]
 
-    def take_outcomes(self) -> list[tuple[ChunkKey, Outcome]]:
-        """Those that were not taken yet."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+    def waiting(self, key: str) -> int:
+        """Return how many leased lines of a key wait for slots."""
+        return self._unstarted[key]
 
-    def kept(self, outcomes: int) -> None:
-        """So many are in the store, or nobody wants them: there are slots for other lines."""
-        for _ in range(outcomes):
-            self._slots.release()
+    def take_results(self) -> list[Result]:
+        """Return the results that were not taken yet."""
+        results, self._results = self._results, []
+        return results
+
+    def kept(self, results: Iterable[Result]) -> None:
+        """Return the slots of ``results``, which are in the store or are not needed."""
+        for result in results:
+            result.slot.give_back()
 
     def take(self, lease: ChunkLease) -> RunningChunk:
-        """Its chunk, which is to be started next."""
-        self._unstarted += len(lease.lines)
+        """Return the chunk of ``lease``, which the caller starts next."""
+        self._unstarted[lease.batch.fairness_key] += len(lease.lines)
         return RunningChunk(lease, set(lease.lines[:, 0].tolist()))
 
     async def start(self, chunk: RunningChunk) -> None:
-        """Begin each of the chunk's lines, in a task of its own, as slots become free. Raises ``TokaError`` when they
+        """Start each of the chunk's lines in a task of its own when it gets a slot. Raises ``TokaError`` if the lines
         cannot be read."""
-        lease, left = chunk.lease, len(chunk.lease.lines)
+        batch, left = chunk.lease.batch, len(chunk.lease.lines)
         try:
-            ranges = [(offset, size) for _, offset, size in lease.lines.tolist()]
-            texts = await self._blobs.read_ranges(lease.batch.input_blob, ranges)
-            for number, text in zip(lease.lines[:, 0].tolist(), texts, strict=True):
-                line = await self._begin(chunk, left)
-                if line is None:
-                    return
-                slot = Slot(self._slots)
-                await slot.take()
-                left -= 1
-                self._started(1)
-                if chunk.dropped:
-                    line.end()
-                    slot.give_back()
-                    return
-                task = asyncio.create_task(self._run(lease, number, text, line, slot))
-                chunk.tasks.add(task)
-                task.add_done_callback(partial(_line_over, chunk, line, slot))
+            # A key's lines may wait for long, so that few of them are in memory meanwhile.
+            for some in portions(chunk.lease.lines.tolist(), lambda line: int(line[2]), BLOCK_BYTES):
+                ranges = [(offset, size) for _, offset, size in some]
+                texts = await self._blobs.read_ranges(batch.input_blob, ranges)
+                for (number, _, _), text in zip(some, texts, strict=True):
+                    if not await self._start_line(chunk, number, text):
+                        return
+                    left -= 1
+                    self._started(batch.fairness_key, 1)
         finally:
-            self._started(left)
+            self._started(batch.fairness_key, left)
 
-    def _started(self, lines: int) -> None:
-        self._unstarted -= lines
-        if self.has_room:
+    async def _start_line(self, chunk: RunningChunk, number: int, text: bytes) -> bool:
+        """Start a line when its key and the slots have room. Returns False if the chunk was dropped meanwhile."""
+        line = await self._begin(chunk)
+        if line is None:
+            return False
+        slot = Slot(self._slots, chunk.lease.batch.fairness_key)
+        await slot.take()
+        if chunk.dropped:
+            line.end()
+            slot.give_back()
+            return False
+        task = asyncio.create_task(self._run(chunk.lease, number, text, line, slot))
+        chunk.tasks.add(task)
+        task.add_done_callback(partial(_line_over, chunk, line, slot))
+        return True
+
+    def _started(self, key: str, lines: int) -> None:
+        """Count ``lines`` of a key as started, or as given up."""
+        full = self._unstarted[key] >= CHUNK_LINES
+        self._unstarted[key] -= lines
+        if not self._unstarted[key]:
+            del self._unstarted[key]
+        if full and self._unstarted[key] < CHUNK_LINES:
             self.room.set()
 
-    async def _begin(self, chunk: RunningChunk, left: int) -> Line | None:
-        """The next of a chunk's lines, ``left`` of them, once its key has room for it; None: nobody wants it any more.
-        While the chunk waits, chunks of others take its place, and no other one of that key."""
-        name = chunk.lease.batch.key_name
+    async def _begin(self, chunk: RunningChunk) -> Line | None:
+        """Return the chunk's next line when its key's limits have room for it, or None if the chunk was dropped."""
+        name, key = chunk.lease.batch.key_name, chunk.lease.batch.fairness_key
         if chunk.dropped:
             return None
         if (line := self._lines.begin_now(name)) is not None:
             return line
         waiting = asyncio.create_task(self._lines.begin(name))
         chunk.tasks.add(waiting)
-        self._crowded[name] += 1
-        self._started(left)
+        self._crowded[key] += 1
+        self.room.set()
         try:
             await asyncio.wait([waiting])
         finally:
             chunk.tasks.discard(waiting)
-            self._crowded[name] -= 1
-            self._unstarted += left
+            self._crowded[key] -= 1
         return None if waiting.cancelled() else waiting.result()
 
     async def _run(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> None:
@@ -127,7 +166,7 @@ class LineRunner:
         except Exception:
             await slot.take()  # it may have waited without one
             result = failed(lease.batch, number, text)
-        self._outcomes.append((lease.key, result))
+        self._results.append(Result(lease.key, result, slot))
         self.news.set()
 
     async def _result(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
@@ -145,7 +184,7 @@ class LineRunner:
 
 
 def _line_over(chunk: RunningChunk, line: Line, slot: Slot, task: asyncio.Task[Any]) -> None:
-    """A line has a result, which has its slot until it is kept; or it was stopped, perhaps before it began."""
+    """Clean up after a line. A result has the slot until it is kept; a line without a result gives the slot back."""
     chunk.tasks.discard(task)
     line.end()
     if task.cancelled():

@@ -1,6 +1,7 @@
-"""The lines of an input file: read a block at a time, checked, and given a place among their like."""
+"""The lines of an input file: read a block at a time, checked, and given a key to sort them by."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from services.common.batch_line import UsedIds, WrongLine, read_request
 from services.gateway.batch.blobs import Blobs
 
 MAX_LINES = 100_000
-MAX_ERRORS = 100  # that a batch tells
+MAX_ERRORS = 100  # of a batch; further ones are not reported
 _KEY_BYTES = 1024  # of a prompt's beginning
 
 
@@ -30,30 +31,68 @@ class LineTooLong(Exception):
         self.number = number
 
 
-async def read_lines(blobs: Blobs, name: str, most_bytes: int) -> AsyncGenerator[list[RawLine], None]:
-    """Every line that is not empty, those of a block together. Raises ``LineTooLong``."""
-    number, offset, rest = 0, 0, b""
-    async for block in blobs.stream(name):
-        texts = (rest + block).split(b"\n")
-        rest = texts.pop()
-        found, number, offset = _numbered(texts, number, offset)
-        if found:
-            yield found
-        if len(rest) > most_bytes:
-            raise LineTooLong(number + 1)
-    found, _, _ = _numbered([rest], number, offset)
-    if found:
-        yield found
+async def read_lines(
+    blobs: Blobs, name: str, most_bytes: int, most_lines: int = 1024
+) -> AsyncGenerator[list[RawLine], None]:
+    """Yield every line that is not empty, at most ``most_lines`` together. Raises ``LineTooLong``."""
+    splitter = _Splitter(most_lines)
+    blocks = blobs.stream(name)
+    async with aclosing(blocks):
+        async for block in blocks:
+            splitter.add(block)
+            while (some := await blobs.in_thread(splitter.take)) is not None:
+                if some:
+                    yield some
+            if splitter.rest_bytes > most_bytes:
+                raise LineTooLong(splitter.number + 1)
+    splitter.add(b"\n")
+    if some := await blobs.in_thread(splitter.take):
+        yield some
 
 
-def _numbered(texts: list[bytes], number: int, offset: int) -> tuple[list[RawLine], int, int]:
-    found = []
-    for text in texts:
-        number += 1
-        if text.strip():
-            found.append(RawLine(number, offset, text))
-        offset += len(text) + 1
-    return found, number, offset
+class _Splitter:
+    """Splits blocks of a file into lines. One thread uses it at a time."""
+
+    def __init__(self, most: int) -> None:
+        self.number = 0  # of the last line that was taken
+        self._most = most
+        self._offset = 0  # of the first byte of ``_block`` in the file
+        self._block = b""
+        self._at = 0  # in ``_block``: the first byte that was not taken
+        self._rest: list[bytes] = []  # parts of a line whose end has not been read
+        self.rest_bytes = 0
+
+    def add(self, block: bytes) -> None:
+        """Add the next block. All lines of the one before have been taken."""
+        self._offset += len(self._block)
+        self._block, self._at = block, 0
+
+    def take(self) -> list[RawLine] | None:
+        """Return those of the next ``most`` lines of the block that are not empty, or None if no further line ends."""
+        found: list[RawLine] = []
+        for taken in range(self._most):
+            end = self._block.find(b"\n", self._at)
+            if end < 0:
+                if not taken:
+                    self._keep_rest()
+                    return None
+                break
+            text = self._block[self._at : end]
+            offset = self._offset + self._at - self.rest_bytes
+            if self._rest:
+                text = b"".join((*self._rest, text))
+                self._rest, self.rest_bytes = [], 0
+            self.number += 1
+            self._at = end + 1
+            if text.strip():
+                found.append(RawLine(self.number, offset, text))
+        return found
+
+    def _keep_rest(self) -> None:
+        if rest := self._block[self._at :]:
+            self._rest.append(rest)
+            self.rest_bytes += len(rest)
+            self._at = len(self._block)
 
 
 @dataclass
@@ -81,6 +120,11 @@ class LineChecker:
         except WrongLine as error:
             self.fail(error.code, str(error), line.number, error.param)
             return None
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the rest of the file cannot change the result."""
+        return len(self.errors) >= MAX_ERRORS or self.total > MAX_LINES
 
     def _read(self, text: bytes) -> bytes:
         request = read_request(text)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound
 from services.gateway.batch.conversations import Addition, append
+from services.gateway.batch.expiry import delete_some
 from services.gateway.batch.ids import now
 from services.gateway.batch.inserts import Inserts
 from services.gateway.batch.leases import LEASE_S
@@ -23,7 +24,6 @@ RESPONSES_EXPIRE_S = 30 * 24 * 3600
 EVENTS_EXPIRE_S = 3600  # after they were written
 RUNNING = (QUEUED, IN_PROGRESS)
 ABANDONED = "the gateway that generated this response ended before it was done; send the request again"
-_FORGOTTEN_AT_ONCE = 1000
 _FAILED_AT_ONCE = 100
 _READ_AT_ONCE = 64
 MAX_WAITING_BYTES = 256 * 1024 * 1024  # of responses that wait for a slow store; more are not kept
@@ -202,14 +202,12 @@ class Responses:
             return [(row.number, row.data) for row in rows]
 
     async def forget_expired(self) -> bool:
-        """Delete responses and events that have expired. Returns whether there may be more."""
-        expired = select(StoredResponse.seq).where(StoredResponse.expires_at <= now()).limit(_FORGOTTEN_AT_ONCE)
+        """Delete some of the responses and events that have expired. Returns whether there may be more."""
+        event = tuple_(StoredEvents.response_id, StoredEvents.number)
         async with self._store.writing() as session:
-            found = (await session.scalars(expired)).all()
-            if found:
-                await session.execute(delete(StoredResponse).where(StoredResponse.seq.in_(found)))
-            await session.execute(delete(StoredEvents).where(StoredEvents.created_at <= now() - EVENTS_EXPIRE_S))
-        return len(found) == _FORGOTTEN_AT_ONCE
+            more = await delete_some(session, StoredResponse, StoredResponse.seq, StoredResponse.expires_at <= now())
+            old = StoredEvents.created_at <= now() - EVENTS_EXPIRE_S
+            return await delete_some(session, StoredEvents, event, old) or more
 
     async def _change(self, session: AsyncSession, body: dict[str, Any], **values: Any) -> int | None:
         mine = StoredResponse.id == body["id"], StoredResponse.owner == self._owner, StoredResponse.status.in_(RUNNING)

@@ -12,7 +12,7 @@ import structlog
 from fastapi import Request
 
 from services.common.config import GatewayConfig
-from services.common.errors import InvalidRequest, NotFound, TokaError, Unavailable
+from services.common.errors import InvalidRequest, NotFound, StoreUnavailable, TokaError
 from services.gateway.access.lines import Lines
 from services.gateway.batch.background import Background
 from services.gateway.batch.batches import Batches
@@ -22,6 +22,7 @@ from services.gateway.batch.conversations import Conversations
 from services.gateway.batch.executor import Executor
 from services.gateway.batch.expiry import ExpiringTogether
 from services.gateway.batch.files import Files
+from services.gateway.batch.health import StoreHealth
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Leases
 from services.gateway.batch.line_runner import LineRunner
@@ -66,14 +67,16 @@ class BatchService:
     def __init__(self, config: GatewayConfig) -> None:
         self.endpoints: dict[str, Endpoint] = {}
         self._config = config
-        self._trouble: TokaError = Unavailable("the store is not open")
+        self._trouble: TokaError = StoreUnavailable("the store is being opened; send the request again in a moment")
         self._tried = asyncio.Event()  # to open it, once
         self._opened: Opened | None = None
         self._store: Store | None = None
+        self._health = StoreHealth()
         self._opening: asyncio.Task[None] | None = None
 
     def start(self, gateway: "Gateway") -> None:
-        """Open the store, however often it takes, and then begin to work."""
+        """Open the store, as often as that takes, and then begin to work."""
+        self._health = StoreHealth(gateway.metrics.count_store_problem)
         if self._config.store_url == NO_STORE:
             self._trouble = NotFound(
                 "this server keeps no files, batches and responses (store_url=none); start it with a store",
@@ -116,18 +119,23 @@ class BatchService:
             await self._store.close()
 
     async def _open(self, gateway: "Gateway") -> None:
+        logged = ""
         while self._opened is None:
             try:
                 self._opened = await self._open_once(gateway)
             except TokaError as error:
-                if error.message != self._trouble.message:
+                if isinstance(error, InvalidRequest) and error.message != logged:  # others were logged by the health
                     log.warning("no files and batches", reason=error.message)
-                self._trouble = Unavailable(f"files and batches are not available: {error.message}")
-                self._tried.set()
-                await asyncio.sleep(_OPEN_AGAIN_S)
-            except Exception:
-                log.exception("the store cannot be opened")
-                self._trouble = Unavailable("files and batches are not available; the server's log has the details")
+                    logged = error.message
+                self._trouble = StoreUnavailable(f"files and batches are not available: {error.message}")
+            except Exception as error:
+                if repr(error) != logged:
+                    log.exception("the store cannot be opened")
+                    logged = repr(error)
+                self._trouble = StoreUnavailable(
+                    "files and batches are not available; the server's log has the details"
+                )
+            if self._opened is None:
                 self._tried.set()
                 await asyncio.sleep(_OPEN_AGAIN_S)
         self._tried.set()
@@ -136,9 +144,9 @@ class BatchService:
 
     async def _open_once(self, gateway: "Gateway") -> Opened:
         config = self._config
-        blobs = await asyncio.to_thread(Blobs, f"{config.store_dir}/files")
+        blobs = await asyncio.to_thread(Blobs, f"{config.store_dir}/files", self._health)
         try:
-            store = await Store.open(store_url(config))
+            store = await Store.open(store_url(config), self._health)
         except BaseException:
             blobs.stop()
             raise

@@ -1,5 +1,7 @@
 """The database: opened, its schema made or brought up to date, and its transactions."""
 
+import asyncio
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +21,8 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
-from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
+from services.common.errors import FailedPrecondition, InvalidRequest, StoreUnavailable
+from services.gateway.batch.health import StoreHealth, diagnose
 from services.gateway.batch.tables import (
     COMPLETED,
     Base,
@@ -79,6 +82,12 @@ def _version_5(connection: Connection) -> None:
         index.create(connection, checkfirst=True)
 
 
+def _version_6(connection: Connection) -> None:
+    for table in (StoredFile.__table__, StoredChat.__table__, StoredBatch.__table__):
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
+
+
 def _add_column(connection: Connection, table: Table, name: str, default: str | None) -> None:
     """Add a column that is never NULL, or with ``default`` None one that may be, unless a new store has it already."""
     if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
@@ -88,28 +97,41 @@ def _add_column(connection: Connection, table: Table, name: str, default: str | 
 
 
 # Each brings the schema from the version before to its own; the n-th makes version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
+    _version_1,
+    _version_2,
+    _version_3,
+    _version_4,
+    _version_5,
+    _version_6,
+)
 
 
 class Store:
     """Made by ``open``; used on the gateway's event loop."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, health: StoreHealth) -> None:
         self._engine = engine
+        self._health = health
+        self._path = _path_of(engine)
+        self._file: tuple[int, int] | None = None  # identity of the file at ``_path``, once it is open
+        self._reopening = asyncio.Lock()
+        # SQLite has one writer at a time, and a second one polls for its turn. In this process they queue instead.
+        self._turn = asyncio.Lock() if engine.dialect.name == "sqlite" else None
         self._read = async_sessionmaker(engine, expire_on_commit=False)
         self._write = async_sessionmaker(engine.execution_options(toka_writes=True), expire_on_commit=False)
 
     @classmethod
-    async def open(cls, url: str) -> "Store":
-        """The database at ``url``, with its tables. Several processes may do so at once.
+    async def open(cls, url: str, health: StoreHealth | None = None) -> "Store":
+        """Open the database at ``url`` and bring its tables up to date. Several processes may do so at once.
 
-        Raises ``Unavailable`` for a database that does not answer, other ``TokaError`` for one that never will.
+        Raises ``StoreUnavailable`` for a database that cannot be used now, other ``TokaError`` for one that never can.
         """
-        engine = _make_engine(url)
-        store = cls(engine)
+        health = health or StoreHealth()
+        engine = _make_engine(url, health)
+        store = cls(engine, health)
         try:
-            async with _translated(), engine.execution_options(toka_writes=True).begin() as connection:
-                await connection.run_sync(_migrate)
+            await store._migrate()
         except BaseException:
             await store.close()
             raise
@@ -117,15 +139,83 @@ class Store:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that only reads."""
-        async with _translated(), self._read() as session:
-            yield session
+        """A transaction that only reads. Raises ``StoreUnavailable``."""
+        async with self._watched(writing=False):
+            await self._follow_file()
+            async with self._read() as session:
+                yield session
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that is committed at its end, if nothing was raised."""
-        async with _translated(), self._write.begin() as session:
-            yield session
+        """A transaction that is committed at its end, if nothing was raised. Raises ``StoreUnavailable``."""
+        async with self._watched(writing=True):
+            await self._follow_file()
+            async with self._writer(), self._write.begin() as session:
+                yield session
+
+    async def _migrate(self) -> None:
+        async with self._watched(writing=True):
+            async with self._engine.execution_options(toka_writes=True).begin() as connection:
+                opened = _identity(self._path)
+                try:
+                    await connection.run_sync(_migrate)
+                except FailedPrecondition as error:
+                    self._health.failed("database", "newer", error.message, writing=True)
+                    raise
+            self._file = opened
+
+    async def _follow_file(self) -> None:
+        """Open SQLite's database again if its file was replaced. Raises ``StoreUnavailable`` if the file is gone.
+
+        SQLite itself would go on with the file that was deleted, or make an empty one.
+        """
+        if self._path is None or (self._file is not None and _identity(self._path) == self._file):
+            return
+        self._file = None  # the next file may get the number of this one
+        await self._engine.dispose()
+        if _identity(self._path) is None:
+            raise self._health.failed(
+                "database",
+                "missing",
+                f"the database {self._path} is gone; put it back, or start the gateway again with an empty store",
+                writing=False,
+            )
+        async with self._reopening:
+            if self._file is None:
+                try:
+                    await self._migrate()
+                except FailedPrecondition as error:
+                    raise StoreUnavailable(error.message) from error
+                self._health.replaced()
+
+    @asynccontextmanager
+    async def _watched(self, *, writing: bool) -> AsyncIterator[None]:
+        """Raise what the database says as ``StoreUnavailable``, if it may go well another time or with an operator's
+        help, and tell the health."""
+        try:
+            yield
+        except (PoolTimeout, TimeoutError, OSError, sqlite3.Error, DBAPIError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            found = None if self._path is None or cause is None else diagnose(cause, self._path)
+            if found is None and not _may_pass(error):
+                raise
+            problem, message = found or ("error", f"the store does not answer: {str(cause) or 'it takes too long'}")
+            if problem == "damaged":
+                await self._engine.dispose()  # the next connections open the file that replaces it
+            raise self._health.failed("database", problem, message, writing=writing) from error
+        self._health.worked("database", writing=writing)
+
+    @asynccontextmanager
+    async def _writer(self) -> AsyncIterator[None]:
+        if self._turn is None:
+            yield
+            return
+        async with asyncio.timeout(_LOCK_WAIT_S):
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def close(self) -> None:
         """Let the connections go."""
@@ -138,7 +228,7 @@ async def rows_changed(session: AsyncSession, statement: UpdateBase) -> int:
     return cast("CursorResult[Any]", result).rowcount  # which one of an update or a delete is
 
 
-def _make_engine(url: str) -> AsyncEngine:
+def _make_engine(url: str, health: StoreHealth | None = None) -> AsyncEngine:
     try:
         parsed = make_url(url)
         parsed = parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
@@ -151,6 +241,7 @@ def _make_engine(url: str) -> AsyncEngine:
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         arguments = {"timeout": _LOCK_WAIT_S, "cached_statements": _STATEMENTS}
+        arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
         engine = create_async_engine(parsed, connect_args=arguments)
     except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError, ValueError) as error:
         raise InvalidRequest(
@@ -159,7 +250,10 @@ def _make_engine(url: str) -> AsyncEngine:
             field="store_url",
         ) from error
     except OSError as error:
-        raise Unavailable(f"cannot make the directory of the database: {error}") from error
+        message = (
+            f"the directory of the database cannot be made ({error}); make it, or name another one with store_dir="
+        )
+        raise (health or StoreHealth()).failed("database", "missing", message, writing=True) from error
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
@@ -190,23 +284,34 @@ def _migrate(connection: Connection) -> None:
         version = 0
     if version > len(MIGRATIONS):
         raise FailedPrecondition(
-            f"the store has schema version {version}, and this program knows {len(MIGRATIONS)}: a newer one made it;"
-            " run that, or name another store with store_url="
+            f"the store has schema version {version}, and this program knows {len(MIGRATIONS)}: a newer program made"
+            f" {connection.engine.url.database}; run that, or name another store with store_url="
         )
     for migrate in MIGRATIONS[version:]:
         migrate(connection)
     connection.execute(update(SchemaVersion).values(version=len(MIGRATIONS)))
 
 
-@asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    """What the database has to say, as an error of ours."""
+def _may_pass(error: Exception) -> bool:
+    """Return whether the same statement may succeed another time."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, (PoolTimeout, OSError, sqlite3.OperationalError))
+    passing = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
+    return passing or error.connection_invalidated or isinstance(error, (InterfaceError, OperationalError))
+
+
+def _path_of(engine: AsyncEngine) -> str | None:
+    """Return the path of SQLite's database, or None for one in memory and for other databases."""
+    name = engine.url.database or ""
+    if engine.dialect.name != "sqlite" or not name or name == ":memory:":
+        return None
+    return name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name
+
+
+def _identity(path: str | None) -> tuple[int, int] | None:
+    """Return device and inode of a file, or None if it is not there."""
     try:
-        yield
-    except (PoolTimeout, OSError, sqlite3.OperationalError) as error:
-        raise Unavailable(f"the store does not answer: {str(error) or 'it takes too long'}") from error
-    except DBAPIError as error:
-        again = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
-        if again or error.connection_invalidated or isinstance(error, (InterfaceError, OperationalError)):
-            raise Unavailable(f"the store does not answer: {error.orig}") from error
-        raise
+        found = None if path is None else os.stat(path)
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)

@@ -60,7 +60,11 @@ class StoredFile(Base):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
     key_name: Mapped[str] = _key_name()
 
-    __table_args__ = (Index("toka_files_key", "key_name", "seq"),)
+    __table_args__ = (
+        Index("toka_files_key", "key_name", "seq"),
+        Index("toka_files_status", "key_name", "status", "seq"),
+        Index("toka_files_purpose", "key_name", "status", "purpose", "seq"),
+    )
 
 
 class StoredResponse(Base):
@@ -141,7 +145,13 @@ class StoredChat(Base):
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
     key_name: Mapped[str] = _key_name()
 
-    __table_args__ = (Index("toka_chats_key", "key_name", "seq"),)
+    __table_args__ = (
+        Index("toka_chats_key", "key_name", "seq"),
+        Index("toka_chats_model", "key_name", "model", "seq"),
+        # A filter by labels reads this index instead of the rows. PostgreSQL cannot index JSON so, and keeps long
+        # values out of its rows anyway.
+        Index("toka_chats_labels", "key_name", "seq", "expires_at", "labels").ddl_if(dialect="sqlite"),
+    )
 
 
 class StoredTry(Base):
@@ -205,7 +215,12 @@ class StoredBatch(Base):
     purged: Mapped[bool] = mapped_column(default=False)  # its chunks and results are gone
     key_name: Mapped[str] = _key_name()
 
-    __table_args__ = (Index("toka_batches_key", "key_name", "seq"),)
+    __table_args__ = (
+        Index("toka_batches_key", "key_name", "seq"),
+        Index("toka_batches_turns", "fairness_key", "status", "seq"),
+        Index("toka_batches_input", "input_file_id", "status"),
+        Index("toka_batches_unpurged", "purged", "status"),
+    )
 
 
 class Chunk(Base):

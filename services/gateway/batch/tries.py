@@ -1,10 +1,11 @@
 """Records of idempotency keys: which request one stands for, and what that made."""
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.errors import ReusedIdempotencyKey
+from services.gateway.batch.expiry import delete_some
 from services.gateway.batch.ids import new_id, now
 from services.gateway.batch.store import Store
 from services.gateway.batch.tables import StoredTry
@@ -45,10 +46,12 @@ class Tries:
                 )
             return found.name
 
-    async def forget_expired(self) -> None:
-        """Forget those whose time is over."""
+    async def forget_expired(self) -> bool:
+        """Delete some of the records that have expired. Returns whether there may be more."""
+        name = tuple_(StoredTry.key_name, StoredTry.idempotency_key)
+        expired = StoredTry.created_at <= now() - TRIES_EXPIRE_S
         async with self._store.writing() as session:
-            await session.execute(delete(StoredTry).where(StoredTry.created_at <= now() - TRIES_EXPIRE_S))
+            return await delete_some(session, StoredTry, name, expired)
 
     async def _find(self, session: AsyncSession, key_name: str, idempotency_key: str) -> StoredTry | None:
         mine = StoredTry.key_name == key_name, StoredTry.idempotency_key == idempotency_key

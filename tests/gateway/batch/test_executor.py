@@ -53,18 +53,32 @@ class Gateway:
 
     async def _answer(self, request) -> Response:
         read_caller(request)
-        self.asked[orjson.loads(await request.body())["prompt"]] += 1
+        prompt = orjson.loads(await request.body())["prompt"]
+        self.asked[prompt] += 1
+        await self.before_answer(prompt)
         await self.go.wait()
         return Response(b"{}")
 
-    async def batch(self, name: str, chunks: int, size: int) -> StoredBatch:
-        """In progress, with ``chunks`` of ``size`` lines that ask for ``name`` and their number."""
-        texts = [line(f"{n}", prompt=f"{name}{n}").encode() + b"\n" for n in range(chunks * size)]
+    async def before_answer(self, prompt: str) -> None:
+        """Called with the prompt of each line; a test may replace it."""
+
+    async def blob(self, name: str, count: int, prefix: str | None = None) -> str:
+        """Write a file ``name`` of ``count`` lines whose ids and prompts are the prefix and a number."""
+        await self._write(name, _texts(name if prefix is None else prefix, count))
+        return name
+
+    async def _write(self, name: str, texts: list[bytes]) -> None:
         writer = await self.blobs.create(name)
         await writer.write(b"".join(texts))
         await writer.close()
+
+    async def batch(self, name: str, chunks: int, size: int, key: str = "") -> StoredBatch:
+        """In progress, with ``chunks`` of ``size`` lines that ask for ``name`` and their number."""
+        texts = _texts(name, chunks * size)
+        await self._write(name, texts)
         batch = new_batch()
         batch.input_blob = name
+        batch.fairness_key = key
         async with self._store.writing() as session:
             session.add(batch)
         first = owner(self._store, "first")
@@ -87,8 +101,12 @@ class Gateway:
                 await asyncio.sleep(0.01)
 
     async def all_slots(self) -> None:
-        """They are there to be taken."""
-        await asyncio.wait_for(asyncio.gather(*(self.runner._slots.acquire() for _ in range(SLOTS))), PATIENCE_S)
+        """Wait until no line has a slot."""
+        await until(lambda: self.runner.free_slots == SLOTS)
+
+
+def _texts(prefix: str, count: int) -> list[bytes]:
+    return [line(f"{prefix}{n}", prompt=f"{prefix}{n}").encode() + b"\n" for n in range(count)]
 
 
 @contextlib.asynccontextmanager

@@ -30,14 +30,14 @@ async def test_lines_that_are_stopped_before_their_first_step_leave_their_places
     await writer.write(b"{}\n" * LINES)
     await writer.close()
     runner = LineRunner(blobs, None, Lines(Guard(GatewayConfig())), LINES)
-    batch = StoredBatch(seq=1, id="batch_1", input_blob="in", key_name="")
+    batch = StoredBatch(seq=1, id="batch_1", input_blob="in", key_name="", fairness_key="")
     chunk = runner.take(ChunkLease(batch, 0, np.array([(number + 1, 3 * number, 2) for number in range(LINES)])))
     await runner.start(chunk)
     begun = list(chunk.tasks)
-    assert (len(begun), runner._slots.locked()) == (LINES, True)
+    assert (len(begun), runner.free_slots) == (LINES, 0)
     chunk.drop()
     await asyncio.gather(*begun, return_exceptions=True)
-    await asyncio.wait_for(asyncio.gather(*(runner._slots.acquire() for _ in range(LINES))), 60)
+    assert runner.free_slots == LINES
     blobs.stop()
 
 
@@ -65,7 +65,8 @@ async def test_a_line_that_fails_as_nobody_foresaw_ends_alone_with_an_error_that
         chunk = runner.take(ChunkLease(batch, 0, np.array(places)))
         await runner.start(chunk)
         await asyncio.wait_for(asyncio.gather(*chunk.tasks), PATIENCE_S)
-    outcomes = {result.line: result for _, result in runner.take_outcomes()}
+    results = runner.take_results()
+    outcomes = {result.outcome.line: result.outcome for result in results}
     told = {number: orjson.loads(result.body) for number, result in outcomes.items()}
     assert {number: (result.ok, told[number]["custom_id"]) for number, result in outcomes.items()} == {
         1: (True, "good"), 2: (False, "raise"), 3: (False, "garbage"), 4: (False, None),
@@ -78,7 +79,7 @@ async def test_a_line_that_fails_as_nobody_foresaw_ends_alone_with_an_error_that
         [logged] = [each for each in logs if each.get("line") == number]
         assert (logged["id"], logged["request_id"]) == ("batch_1", response["request_id"])
         assert response["request_id"]
-    assert runner._slots.locked()  # until what came of the lines is kept
-    runner.kept(LINES)
-    await asyncio.wait_for(asyncio.gather(*(runner._slots.acquire() for _ in range(LINES))), PATIENCE_S)
+    assert runner.free_slots == 0  # until the results are in the store
+    runner.kept(results)
+    assert runner.free_slots == LINES
     blobs.stop()

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 
 import numpy as np
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import inspect, select, text, update
 
 from services.common.errors import FailedPrecondition, NotFound
 from services.gateway.batch import files, leases
@@ -324,11 +324,20 @@ async def test_a_file_whose_time_is_over_stays_until_the_batch_that_it_was_given
     assert await forget() == ["b"]
 
 
+async def indexes(store: Store) -> set[str]:
+    def names(session) -> set[str]:
+        found = inspect(session.connection())
+        return {index["name"] for table in found.get_table_names() for index in found.get_indexes(table)}
+
+    async with store.reading() as session:
+        return await session.run_sync(names)
+
+
 async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_is_in_it(store, store_url):
-    batch = await running_batch(store)
+    batch, complete = await running_batch(store), await indexes(store)
     async with store.writing() as session:
-        for table in ("toka_files", "toka_batches"):
-            await session.execute(text(f"DROP INDEX {table}_key"))
+        for index in ("files_key", "files_status", "files_purpose", "batches_key", "batches_turns", "batches_unpurged"):
+            await session.execute(text(f"DROP INDEX toka_{index}"))
         for table in ("toka_files", "toka_batches", "toka_responses"):
             await session.execute(text(f"ALTER TABLE {table} DROP COLUMN key_name"))
         for table in ("toka_batches", "toka_chunks"):
@@ -357,5 +366,6 @@ async def test_a_store_of_an_older_program_is_brought_up_to_date_with_all_that_i
         assert (await Conversations(newer).create(None, [{"id": "msg_1"}], "")).items == 1
         assert await Responses(newer, "mine").events("resp_1", 0) == []
         assert (await Chats(newer).page("", ChatFilter(), after=None, limit=1, newest_first=True)) == ([], False)
+        assert await indexes(newer) == complete
     finally:
         await newer.close()
