@@ -154,6 +154,8 @@ class Session:
             message: Any = await self._stream.read()  # a SessionResponse, or the end
             if message is grpc.aio.EOF:
                 raise Unavailable("the scheduler closed the session")
+            if message is None:  # gRPC's way to say that it could not be decoded
+                raise Unavailable("the scheduler sent a message that cannot be read")
             match message.WhichOneof("payload"):
                 case "outputs":
                     self._on_outputs(codec.decode_outputs(message.outputs))

@@ -252,7 +252,7 @@ class Replica:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError as error:
             raise Unavailable("the connection ended at once") from error
-        if message is grpc.aio.EOF or message.WhichOneof("payload") != "opened":
+        if message is grpc.aio.EOF or message is None or message.WhichOneof("payload") != "opened":
             raise Unavailable("it did not open the session")
         opened: session_pb2.SessionOpened = message.opened
         return opened
