@@ -278,7 +278,15 @@ class Replica:
             write("scheduler not available", scheduler=self.address, reason=reason)
         self._trouble, self._boots = reason, error.reason == _NO_WORKER
         lost = Unavailable(f"the scheduler was lost: {reason}; send the request again")
+        if error.reason == codec.MESSAGES_LOST:
+            self._fail_incomplete(lost)
         self._drop_session(lost, self._kind_of_loss(error))
+
+    def _fail_incomplete(self, error: TokaError) -> None:
+        """End the requests that have tokens of this session: tokens between them may be missing."""
+        if self._session is not None:
+            for generation in self._session.begun():
+                generation.fail(error)
 
     def _kind_of_loss(self, error: TokaError) -> FailoverReason:
         if error.reason == "DRAINING" or (self.load is not None and self.load.not_ready_reason == DRAINING):
