@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.rpc import acceptor
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.server import RpcServer
+from services.common.rpc.status import from_rpc_error
 from tests.common.rpc.http2 import call
 
 NOT_UTF8 = b"/grpc.health.v1.Health/\xff\xfe"
@@ -66,3 +67,17 @@ async def until_it_ends(server: RpcServer) -> None:
         while True:
             await server.check()
             await asyncio.sleep(0.01)
+
+
+async def test_details_that_cannot_be_read_leave_code_and_message():
+    async def fail(request, context):
+        await context.abort(grpc.StatusCode.ABORTED, "why", (("grpc-status-details-bin", b"\xff\xff"),))
+
+    server = RpcServer("x.y.Service")
+    handlers = {"Fail": grpc.unary_unary_rpc_method_handler(fail)}
+    server.grpc_server.add_registered_method_handlers("x.y.Service", handlers)
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await channel.unary_unary("/x.y.Service/Fail")(b"", timeout=20)
+    assert from_rpc_error(raised.value).message == "why"
+    await server.stop(0)
