@@ -27,7 +27,7 @@ from bench.traces import mix
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.model_files import ModelCard, read_card
-from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.channel import PLAIN
 from services.launcher.readiness import grpc_ready
 from services.scheduler.__main__ import main as run_scheduler
 from tests.fakes.model import FakeShape
@@ -129,7 +129,7 @@ class Client:
 
     async def run(self, address: str, seconds: float) -> dict[str, float]:
         """Seconds from the first request on; the session stays open for ``seconds`` at least."""
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with PLAIN.open_aio(address) as channel:
             call = channel.stream_stream(SESSION, request_serializer=None, response_deserializer=None)()
             await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen()).SerializeToString())
             await call.read()

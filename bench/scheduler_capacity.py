@@ -23,7 +23,7 @@ from bench.server import START_TIMEOUT_S, free_port, report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.packed import read_fixed32
-from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.channel import PLAIN
 from services.common.text.tokenizer import Tokenizer
 from services.launcher.readiness import grpc_ready
 from services.scheduler.api.encoding import encode_outputs
@@ -67,7 +67,7 @@ def submit_message(handle: int) -> session_pb2.SessionRequest:
 
 async def deliver(address: str, sequences: int, seconds: float, full: bool) -> dict[str, float]:
     """Keep ``sequences`` running, or as many as there are pages for, and count what arrives."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with PLAIN.open_aio(address) as channel:
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session()
         await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="bench")))
         submitted = finished = tokens = messages = 0

@@ -225,10 +225,15 @@ class SchedulerServer:
             self._failure.set_exception(error)
 
     async def _watch_pulse(self) -> None:
-        """Health is what the step loop says, and what its silence says."""
+        """Report the state of the step loop as health, until the scheduler fails. Fail once the gRPC server has."""
         ready, pause = False, min(_PULSE_S, self._config.step_deadline / 8)
         while not self._failure.done():
             now = await self._pulse_of_loop()
+            try:
+                await self._rpc.check()
+            except Exception as error:
+                self._fail(Internal(f"the gRPC server accepts no calls any more: {error!r}"))
+                break
             if now != ready:
                 ready = now
                 await self._rpc.set_ready(ready)

@@ -15,6 +15,7 @@ import pytest
 from bench.chaos.__main__ import is_right
 from bench.chaos.answer import Answer, Choice, Defect, check, check_beginning
 from bench.chaos.clients import Clients
+from bench.chaos.links import is_right as links_are_right
 from bench.chaos.network import Link, network
 from bench.chaos.questions import Question, make_questions
 from bench.chaos.recovery import Ask, Recoveries
@@ -253,3 +254,20 @@ def connects(host: str, patience_s: float) -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("trial", "right"),
+    [
+        ({}, True),
+        ({"ready_s": 15.1}, False),
+        ({"ready_s": None}, False),
+        ({"hang": 1}, False),
+        ({"wrong": 1}, False),
+        ({"wrong": 1, "fault": "garble"}, True),  # of links in plain text
+        ({"ended": "scheduler.log"}, False),
+    ],
+)
+def test_links_are_right_only_if_they_are_ready_soon_and_every_request_ended(trial, right):
+    usual = {"link": "client-gateway", "fault": "stall", "seconds": 1, "ready_s": 2.0, "right": 3, "error": 1}
+    assert links_are_right({"trials": [usual, usual | trial]}) is right

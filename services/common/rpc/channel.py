@@ -1,4 +1,4 @@
-"""Channels of every process: their options, each with the failure it prevents, and how they are opened."""
+"""Channels of every process: their options, each with the failure it prevents, and the ``Dialer`` that opens them."""
 
 from dataclasses import dataclass
 
@@ -25,10 +25,14 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # Each channel has connections of its own. By default all channels to an address share one, so a new channel that
+    # replaces one with a broken connection would get that connection back.
+    ("grpc.use_local_subchannel_pool", 1),
     # Connect soon after the peer has started: it may be ready for requests as soon as it listens.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # In spite of its name, the time that gRPC gives an attempt to connect, handshakes included.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
 
 
@@ -55,8 +59,10 @@ def server_options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Dialer:
-    """How a process reaches servers of ours and what it shows them. Any thread may use it. Certificates and token are
-    those of the moment, so a channel is opened for each try to connect."""
+    """Opens every channel of a process, with its certificates and token. Any thread may use it.
+
+    Callers open a new channel for each attempt to connect: it has the current certificates and a connection of its own.
+    """
 
     certificates: Certificates | None = None
     server_name: str | None = None
@@ -68,13 +74,13 @@ class Dialer:
         return cls(Certificates.of(config), config.grpc_server_name, TokenFile.of(token_file))
 
     def open(self, address: str) -> grpc.Channel:
-        """A channel of the blocking API to ``address``, which the caller closes."""
+        """Open a channel of the blocking API to ``address``. The caller closes it."""
         if (certificates := self._certificates_for(address)) is None:
             return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         return grpc.secure_channel(address, certificates.of_client(), options=self._options)
 
     def open_aio(self, address: str) -> grpc.aio.Channel:
-        """As ``open``, on an event loop."""
+        """Open a channel of the asyncio API to ``address``. The caller closes it."""
         if (certificates := self._certificates_for(address)) is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(address, certificates.of_client(), options=self._options)

@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.rpc.acceptor import accepting_server
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from services.common.rpc.health import WatchedHealth
@@ -32,9 +33,7 @@ class RpcServer:
     ) -> None:
         """``interceptors`` may raise what servicers may."""
         self._certificates = certificates
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=server_options(max_receive_bytes)
-        )
+        self._server = accepting_server((ErrorInterceptor(), *interceptors), server_options(max_receive_bytes))
         self._names = ("", service_name)
         self._health = WatchedHealth(_MOST_WATCHERS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -43,7 +42,7 @@ class RpcServer:
 
     @property
     def grpc_server(self) -> grpc.aio.Server:
-        """Where the generated ``add_...Servicer_to_server`` registers the service."""
+        """The server at which the generated ``add_...Servicer_to_server`` registers the service."""
         return self._server
 
     async def start(self, address: str) -> str:
@@ -62,6 +61,10 @@ class RpcServer:
         status = serving if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._health.set(name, status)
+
+    async def check(self) -> None:
+        """Raise the exception that ended the serving loop, if any: the server accepts no call any more."""
+        await self._server.wait_for_termination(0)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""

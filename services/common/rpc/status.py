@@ -2,7 +2,7 @@
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -78,8 +78,12 @@ def from_status(status: status_pb2.Status) -> errors.TokaError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.TokaError:
-    """A failed call as one of ours; statuses without details (a lost connection) keep code and message."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # gRPC's errors are calls, too
+    """Return the ``TokaError`` of a failed call. A status without details that can be read (such as one of a lost
+    connection) keeps its code and message."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # gRPC's errors are calls, too
+    except (DecodeError, ValueError):  # garbled details, or details that contradict the status
+        status = None
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)
     return from_status(status)

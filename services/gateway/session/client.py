@@ -14,7 +14,7 @@ import numpy as np
 from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.status import from_rpc_error, from_status
-from services.gateway.generation import Call, Choice
+from services.gateway.generation import Call, Choice, Generation
 from services.gateway.metrics import RequestMetrics
 from services.gateway.session import codec
 from services.gateway.session.seats import Seats
@@ -79,6 +79,7 @@ class Session:
         self._unaccepted: dict[int, Call] = {}  # by first handle
         self._seats = Seats()
         self._beats_answered = 0
+        self._written = self._received = 1  # messages; both sides have sent their first
         self._last_step_at = -1.0
 
     def submit(self, call: Call) -> None:
@@ -121,6 +122,11 @@ class Session:
         """Messages that are to be written."""
         return len(self._outbox)
 
+    def begun(self) -> set[Generation]:
+        """Return the generations that have tokens of this session."""
+        handles = {handle: choice for handle, choice in self._samples.items() if choice is not None}
+        return {choice.generation for handle, choice in handles.items() if len(self._seats.tokens(handle))}
+
     def abandon(self, *, all_of_it: bool = True) -> dict[Choice, np.ndarray]:
         """Unfinished choices, with their tokens, uint32: nothing comes of them here any more. If not ``all_of_it``,
         those stay that were lost before and have had no token since."""
@@ -154,6 +160,8 @@ class Session:
             message: Any = await self._stream.read()  # a SessionResponse, or the end
             if message is grpc.aio.EOF:
                 raise Unavailable("the scheduler closed the session")
+            if message is None:  # gRPC's way to say that it could not be decoded
+                raise Unavailable("the scheduler sent a message that cannot be read", reason=codec.MESSAGES_LOST)
             match message.WhichOneof("payload"):
                 case "outputs":
                     self._on_outputs(codec.decode_outputs(message.outputs))
@@ -165,17 +173,24 @@ class Session:
                 case "rejection":
                     self._on_rejection(message.rejection)
                 case "heartbeat":
+                    codec.check_count(message.heartbeat, self._received)
                     self._beats_answered = max(self._beats_answered, message.heartbeat.nonce)
+            self._received += 1
 
     async def _write(self) -> None:
         while True:
             await self._has_mail.wait()
             self._has_mail.clear()
             while self._outbox:
-                await self._stream.write(self._outbox.popleft())
+                message = self._outbox.popleft()
+                if message.HasField("heartbeat"):
+                    message.heartbeat.messages_before = self._written
+                await self._stream.write(message)
+                self._written += 1
             if self._cancels:  # after the submits they are about
                 cancels, self._cancels = list(self._cancels), {}
                 await self._stream.write(codec.encode_cancel(cancels))
+                self._written += 1
 
     async def _beat(self) -> None:
         """Counts intervals, not wall time: a gateway that was itself stopped does not blame the scheduler."""
@@ -237,6 +252,7 @@ class Session:
             if fed.any():
                 self._feed(news, fed)
         lost: dict[Choice, np.ndarray] = {}
+        incomplete: Unavailable | None = None
         for handle, ending in news.endings:
             choice, ids = self._end(handle)
             if choice is None:
@@ -244,12 +260,22 @@ class Session:
             if isinstance(ending.error, Unavailable):  # another scheduler may go on with it
                 lost[choice], reason = ids, ending.error
                 continue
+            if ending.error is None and ending.completion_tokens > (count := len(choice.held) + len(ids)):
+                incomplete = Unavailable(
+                    f"{count} of {ending.completion_tokens} tokens were received from the scheduler; send the request"
+                    " again",
+                    reason=codec.MESSAGES_LOST,
+                )
+                choice.generation.fail(incomplete)
+                continue
             try:
                 self._finish(choice, ids, ending)
             except Exception as error:
                 choice.generation.break_off("an ending could not be taken in", error)
         if lost:
             self._owner.lose(lost, reason)
+        if incomplete is not None:
+            raise incomplete
 
     def _finish(self, choice: Choice, ids: np.ndarray, ending: codec.Ending) -> None:
         if not choice.generation.fed:

@@ -14,6 +14,7 @@ from services.gateway.job import Grammar, Part, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR, RESUME_MINOR = "1", 5
+MESSAGES_LOST = "MESSAGES_LOST"  # reason of a session's end: what was received on it may be incomplete
 
 # Those that a scheduler has a default for.
 _SAMPLING = (
@@ -129,6 +130,15 @@ def encode_open(client_id: str) -> session_pb2.SessionRequest:
 def encode_heartbeat(nonce: int) -> session_pb2.SessionRequest:
     """Ask the scheduler's step loop for a sign of life."""
     return session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat(nonce=nonce))
+
+
+def check_count(heartbeat: session_pb2.Heartbeat, received: int) -> None:
+    """Raise ``Unavailable`` if messages before ``heartbeat`` were lost. ``received``: how many there were."""
+    if heartbeat.messages_before not in (0, received):
+        raise errors.Unavailable(
+            f"{heartbeat.messages_before} messages were sent on the session and {received} were received",
+            reason=MESSAGES_LOST,
+        )
 
 
 def encode_cancel(handles: list[int]) -> session_pb2.SessionRequest:

@@ -252,7 +252,7 @@ class Replica:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError as error:
             raise Unavailable("the connection ended at once") from error
-        if message is grpc.aio.EOF or message.WhichOneof("payload") != "opened":
+        if message is grpc.aio.EOF or message is None or message.WhichOneof("payload") != "opened":
             raise Unavailable("it did not open the session")
         opened: session_pb2.SessionOpened = message.opened
         return opened
@@ -278,7 +278,15 @@ class Replica:
             write("scheduler not available", scheduler=self.address, reason=reason)
         self._trouble, self._boots = reason, error.reason == _NO_WORKER
         lost = Unavailable(f"the scheduler was lost: {reason}; send the request again")
+        if error.reason == codec.MESSAGES_LOST:
+            self._fail_incomplete(lost)
         self._drop_session(lost, self._kind_of_loss(error))
+
+    def _fail_incomplete(self, error: TokaError) -> None:
+        """End the requests that have tokens of this session: tokens between them may be missing."""
+        if self._session is not None:
+            for generation in self._session.begun():
+                generation.fail(error)
 
     def _kind_of_loss(self, error: TokaError) -> FailoverReason:
         if error.reason == "DRAINING" or (self.load is not None and self.load.not_ready_reason == DRAINING):

@@ -50,6 +50,7 @@ class Session:
         self._heard = False  # from the client, since the last look
         self._taking = False  # what was heard, which may have to wait
         self._beats = False  # it sends heartbeats
+        self._received = 1  # messages, `open` included
         self._error: Exception | None = None
         self._traces = Traces(hub.tracing)
 
@@ -62,12 +63,17 @@ class Session:
         self._sink, self._mailbox = self._hub.open(session=True)
         self._proofs = Proofs(self._hub.engine, self._prover, self._sink)
         log.info("session opened", client_id=first.open.client_id, sink=self._sink)
+        sent = 1
         tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._notice_silence())]
         try:
             yield session_pb2.SessionResponse(opened=opened)
             while (item := await self._mailbox.get()) is not None:
                 self._note(item)
-                yield self._encode(item)
+                response = self._encode(item)
+                if response.HasField("heartbeat"):
+                    response.heartbeat.messages_before = sent
+                sent += 1
+                yield response
             if self._error is not None:
                 raise self._error
         finally:
@@ -129,6 +135,7 @@ class Session:
                     await self._take(message)
                 finally:
                     self._taking = False
+                self._received += 1
                 if self._hub.engine.backlog > _MOST_BACKLOG:
                     await asyncio.sleep(_PAUSE_S)
         except TokaError as error:  # the stream itself is wrong
@@ -151,6 +158,12 @@ class Session:
                 self._hub.engine.cancel(self._sink, self._proofs.keep_cancels(message.cancel.handles))
             case "heartbeat":
                 self._beats = True
+                if message.heartbeat.messages_before not in (0, self._received):
+                    raise Unavailable(
+                        f"{message.heartbeat.messages_before} messages were sent on the session and {self._received}"
+                        " were received: the connection loses messages",
+                        reason="MESSAGES_LOST",
+                    )
                 self._hub.engine.heartbeat(self._sink, message.heartbeat.nonce)
             case "open":
                 raise FailedPrecondition("the session is open already: `open` is its first message only")

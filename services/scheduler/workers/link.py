@@ -1,6 +1,7 @@
 """The step streams to the workers of a replica: connect as soon as the workers are ready, send the hello, carry plans
 and results, and connect again when a stream is lost."""
 
+import math
 import queue
 import threading
 import time
@@ -14,7 +15,9 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.rpc.channel import PLAIN, Dialer
+from services.scheduler.workers import heartbeat
 from services.scheduler.workers.codec import decode_result
+from services.scheduler.workers.heartbeat import Heartbeat
 from services.scheduler.workers.replica import Unready, as_one, reports
 from services.scheduler.workers.stream import Answer, RankStream, WorkerEvents, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -30,8 +33,6 @@ _FAREWELL_S = 2.0  # plans that were sent have reached the workers by then
 
 _NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
-# What a rank's thread has to say: that it is ready (None), or how its stream ended.
-_Heard = queue.SimpleQueue[tuple[RankStream, str | Exception | None]]
 _Call = TypeVar("_Call", bound=grpc.RpcContext)
 
 
@@ -136,7 +137,8 @@ class WorkerLink:
                 plans = min(self._plans_in_flight, info.max_plans_in_flight)
                 ranks = [RankStream(address, reports=reports(each)) for address, each in infos.items()]
                 stream = WorkerStream(info, plans, ranks, self._events)
-                reason = self._follow(stream, stubs)
+                heartbeats = [Heartbeat(address, channel, self._dialer) for address, channel in opened.items()]
+                reason = self._follow(stream, stubs, _Heard(heartbeats))
             except Unready as error:
                 reason = str(error)
             except grpc.FutureCancelledError:
@@ -191,10 +193,11 @@ class WorkerLink:
                 call.cancel()
         return infos
 
-    def _follow(self, stream: WorkerStream, stubs: dict[str, worker_pb2_grpc.WorkerServiceStub]) -> str:
-        """Say the same hello to all ranks, and report what comes until the first of their streams ends: why. Then all
-        of them end."""
-        heard: _Heard = queue.SimpleQueue()
+    def _follow(
+        self, stream: WorkerStream, stubs: dict[str, worker_pb2_grpc.WorkerServiceStub], heard: "_Heard"
+    ) -> str:
+        """Send the same hello to all ranks, and report their results until the first stream ends. Then end the others.
+        Returns why the first one ended."""
         hello = worker_pb2.Hello(
             scheduler_id=self._scheduler_id,
             expected_incarnation_id=stream.info.incarnation_id,
@@ -217,24 +220,26 @@ class WorkerLink:
                 stream.end()
             for reader in readers:
                 reader.join()
+            heard.stop()
             stream.finish()  # for gRPC's threads, which wait for plans
 
-    def _until_ready(self, stream: WorkerStream, heard: _Heard) -> str:
-        """Wait for every rank; empty, or why it was in vain."""
+    def _until_ready(self, stream: WorkerStream, heard: "_Heard") -> str:
+        """Wait until every rank is ready. Returns an empty string, or why one will not be."""
         waiting = {rank.address for rank in stream.ranks}
         until = time.monotonic() + _READY_TIMEOUT_S
         while waiting:
             try:
-                rank, ended = heard.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
+                rank, ended = heard.get(until)
+            except TimeoutError:
                 return f"worker {', '.join(sorted(waiting))}: no answer to the hello within {_READY_TIMEOUT_S:g} s"
             if ended is not None:
                 return _reason(ended)
-            waiting.discard(rank.address)
+            if rank is not None:
+                waiting.discard(rank.address)
         return ""
 
-    def _serve(self, stream: WorkerStream, heard: _Heard) -> str:
-        """Until the end of the first stream: why."""
+    def _serve(self, stream: WorkerStream, heard: "_Heard") -> str:
+        """Return why the first stream ended, when it has."""
         self._stream, self._served, self._said = stream, True, ""
         log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
         self._events.worker_connected(stream)
@@ -243,7 +248,7 @@ class WorkerLink:
         return _reason(ended)
 
     def _read(
-        self, stream: WorkerStream, rank: RankStream, call: Iterable[worker_pb2.RunStepsResponse], heard: _Heard
+        self, stream: WorkerStream, rank: RankStream, call: Iterable[worker_pb2.RunStepsResponse], heard: "_Heard"
     ) -> None:
         """The thread of one rank's answers, which ``call`` gives."""
         ended: str | Exception = f"worker {rank.address} ended the stream"
@@ -266,9 +271,37 @@ class WorkerLink:
             ended = _named(rank.address, error)
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 log.error("the worker refuses a plan", reason=ended)
+        except ValueError as error:  # garbled arrays: a new connection may help
+            ended = f"worker {rank.address}: a result that cannot be read: {error}"
         except Exception as error:
             ended = error
         heard.put((rank, ended))
+
+
+class _Heard:
+    """What the threads of the ranks report to the link's thread: a rank is ready (None), or why its stream ended."""
+
+    def __init__(self, heartbeats: Sequence[Heartbeat]) -> None:
+        self._queue: queue.SimpleQueue[tuple[RankStream | None, str | Exception | None]] = queue.SimpleQueue()
+        self._heartbeats = heartbeats
+
+    def put(self, report: tuple[RankStream, str | Exception | None]) -> None:
+        self._queue.put(report)
+
+    def get(self, until_s: float = math.inf) -> tuple[RankStream | None, str | Exception | None]:
+        """Wait for the next report, or for a heartbeat that gives its connection up (without a rank). Raises
+        ``TimeoutError`` at ``until_s``, a monotonic time."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            try:
+                return self._queue.get(timeout=min(left_s, heartbeat.INTERVAL_S))
+            except queue.Empty:
+                if reason := next(filter(None, [each.look() for each in self._heartbeats]), ""):
+                    return None, reason
+        raise TimeoutError
+
+    def stop(self) -> None:
+        for each in self._heartbeats:
+            each.stop()
 
 
 def _reason(ended: str | Exception) -> str:

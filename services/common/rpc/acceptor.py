@@ -1,0 +1,56 @@
+"""An asyncio gRPC server that survives method names that are not UTF-8.
+
+The serving loop of ``grpc.aio`` decodes the path of each call to a method that is not registered. A path that is not
+UTF-8 ends the loop with ``UnicodeDecodeError``, and the server accepts no call from then on (grpcio 1.85). The server
+of this module never has such a path decoded: all calls to methods that are not registered go to one registered method,
+which answers UNIMPLEMENTED.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from grpc._cython import cygrpc
+from grpc.aio import _server
+
+_UNKNOWN = "/tokasaurus.common.Unknown/Method"
+
+
+class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
+    """The serving loop. Overrides a private method of grpcio; ``tests/common/rpc/test_server.py`` fails if a release of
+    grpcio does not call it any more."""
+
+    def _make_request_call_future(self, method: bytes | None) -> "asyncio.Future[Any]":
+        """Return a future of the next call to the registered ``method``. None stands for all other methods: the result
+        is a future without a result, because ``_UNKNOWN`` takes these calls."""
+        loop = asyncio.get_running_loop()
+        if method is None:
+            return loop.create_future()
+        if method == _UNKNOWN.encode():
+            return loop.create_task(self._request_call())
+        return loop.create_task(self._request_registered_call(method))
+
+
+def accepting_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
+) -> grpc.aio.Server:
+    """Return a server with an ``_Acceptor`` as its serving loop. Owned by the running event loop."""
+    server: Any = _AcceptingServer(interceptors, options)
+    return cast(grpc.aio.Server, server)
+
+
+class _AcceptingServer(_server.Server):
+    def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]) -> None:
+        self._loop = cygrpc.get_working_loop()
+        self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), None)
+        unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._server.add_registered_method_handlers({_UNKNOWN: unknown})
+
+
+async def _refuse(
+    requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
+) -> AsyncIterator[bytes]:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    yield b""
