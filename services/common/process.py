@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 
+from services.common.children import use_safe_paths
 from services.common.config import ServiceConfig, from_command_line
 from services.common.errors import TokaError
 from services.common.init import stand_in_front
@@ -65,6 +66,7 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, Stop], Coroutine[A
     """
     global _own_name
     stand_in_front()
+    use_safe_paths()
     _own_name = name
     config = from_command_line(kind)
     relay_output()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
+from services.common.children import module_command, module_environment
 from services.common.config import WorkerConfig
 from services.common.errors import PEER_LOST_STATUS, InvalidRequest, Unavailable
 from services.common.process import PARENT_PID, Stop, run_service
@@ -66,9 +67,9 @@ def rank_environments(config: WorkerConfig, environment: dict[str, str]) -> Iter
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
     """Raises ``Unavailable`` with the exit status of the rank that ended first, where that is not 0."""
-    flags, environments = rank_flags(config, sys.argv[1:]), rank_environments(config, dict(os.environ))
+    flags, environments = rank_flags(config, sys.argv[1:]), rank_environments(config, module_environment(os.environ))
     starts = [
-        asyncio.create_subprocess_exec(sys.executable, "-m", "services.worker", *own, env=environment)
+        asyncio.create_subprocess_exec(*module_command("services.worker", *own), env=environment)
         for own, environment in list(zip(flags, environments, strict=True))
     ]
     ranks = await asyncio.gather(*starts)

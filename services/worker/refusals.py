@@ -1,6 +1,8 @@
 """Flags and models that a kind of device has no use for, or no kernels. No torch here: it can be asked before a
 start."""
 
+from pathlib import Path
+
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker.models.config import ModelConfig
@@ -10,6 +12,7 @@ _CONVERTS = (8, 9)
 _ROW_WISE = (9, 0)  # products of rows with a scale each
 # The product of two matrices in fp8 takes whole blocks of so many elements.
 _BLOCK = 16
+_NUMBA_SETTINGS = Path(".numba_config.yaml")
 
 
 def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
@@ -34,6 +37,19 @@ def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
                 f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
                 field=name,
             )
+
+
+def refuse_numba_settings() -> None:
+    """Raise ``InvalidRequest`` if the current directory has a settings file of numba's.
+
+    Numba reads it unasked. It names the directory of numba's compiled code, which is pickled: a model's directory that
+    has both could run code in the worker.
+    """
+    if _NUMBA_SETTINGS.exists():
+        raise InvalidRequest(
+            f"{_NUMBA_SETTINGS.absolute()}: numba would take its settings from this file in the current directory,"
+            " and the name of a directory with code to run; start in another directory, or remove the file"
+        )
 
 
 def refuse_sizes_of_cuda(page_size: int, head_dim: int) -> None:
