@@ -86,6 +86,18 @@ def refuse_fp8_products(device: str, capability: tuple[int, int]) -> None:
         )
 
 
+def refuse_too_large_weights(model: str, needed: int, memory: int) -> None:
+    """Raise ``InvalidRequest`` if the weights and the table of positions, ``needed`` bytes, exceed the ``memory`` of
+    the device, in bytes."""
+    if needed > memory:
+        raise InvalidRequest(
+            f"flag model={model}: config.json describes weights and a table of positions of {needed / 2**30:,.1f} GiB,"
+            f" and this device has {memory / 2**30:,.1f} GiB; choose a smaller model, a lower max_context_tokens, or"
+            " more ranks",
+            field="model",
+        )
+
+
 def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
     """``config``: of what each of ``tp_size`` ranks has. Raises ``InvalidRequest``."""
     sizes = {
