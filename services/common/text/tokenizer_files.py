@@ -3,6 +3,7 @@ tiktoken vocabulary."""
 
 import contextlib
 import re
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from services.common.model_json import (
     LARGEST_TOKENIZER,
     MOST_VOCABULARY,
     JsonObject,
+    parse_json,
     read_bytes,
     read_json,
 )
@@ -24,6 +26,7 @@ from services.common.text.tokenizer_class import read_model_type, read_tokenizer
 _VOCABULARIES = ("tokenizer.model", "tiktoken.model", "*.tiktoken")
 _LLAMA3_BOS = "<|begin_of_text|>"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* +\d+\s")
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*[^n\s]')
 _MOST_RESERVED = 1 << 16  # ids between added tokens that no token has
 _LONGEST_REASON = 200  # characters of a library's message
 # Encoded once when a tokenizer is loaded, so that one that cannot encode at all is refused at the start.
@@ -40,11 +43,31 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
     content = read_bytes(whole, most=LARGEST_TOKENIZER, field="tokenizer")
     if content is None:
         return _convert(directory)
+    if _PREFIX.search(content):
+        _check_prefix(content, whole)
     with translated(whole, "loading it failed", "fetch the file again"):
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
     return backend
+
+
+def _check_prefix(content: bytes, path: Path) -> None:
+    """Refuse merges that do not have the ``continuing_subword_prefix``: ``tokenizers`` 0.23 aborts the process."""
+    document = parse_json(content, str(path))
+    model = document.get("model") if isinstance(document, dict) else None
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(merges, list):
+        return  # the library refuses it
+    prefix = model.get("continuing_subword_prefix")
+    pairs = (each.split(" ") if isinstance(each, str) else each for each in merges)
+    seconds = (pair[1] if isinstance(pair, list) and len(pair) == 2 else None for pair in pairs)
+    if not all(isinstance(second, str) and second.startswith(str(prefix)) for second in seconds):
+        raise InvalidRequest(
+            f"{path}: model.continuing_subword_prefix={reprlib.repr(prefix)} does not begin every second part of"
+            " model.merges; fetch the file again, or name another directory with tokenizer=",
+            field="tokenizer",
+        )
 
 
 def probe(backend: tokenizers.Tokenizer, directory: Path, size: int) -> None:
