@@ -12,6 +12,7 @@ from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
 from services.common.generation_config import GenerationDefaults, read_generation_defaults
 from services.common.model_json import LARGEST_TOKENIZER, MOST_VOCABULARY, JsonObject, read_bytes, read_json
+from services.common.private_files import usual_permissions
 
 BUILTIN = Path(__file__).parent / "builtin_model"
 TOKENIZER_FILES = (
@@ -46,7 +47,8 @@ def resolve(model: str, *, weights: bool) -> Path:
 
     wanted = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
+        with usual_permissions():  # users of a host share the hub's cache
+            return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
     except Exception as error:
         raise InvalidRequest(
             f"model={model!r} is neither a local directory nor a model the hub gave us"

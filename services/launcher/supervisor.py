@@ -23,6 +23,7 @@ import structlog
 
 from services.common.children import module_command, module_environment
 from services.common.errors import PEER_LOST_STATUS, Unavailable
+from services.common.private_files import usual_umask
 from services.common.process import PARENT_PID, Stop
 from services.launcher.deployment import ChildSpec, child_environment
 from services.launcher.readiness import wait_until_ready
@@ -153,7 +154,12 @@ class Child:
                 lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(reading, "rb")
             )
             self.process = await asyncio.create_subprocess_exec(
-                *command, env=environment, stderr=writing, pass_fds=inherited, start_new_session=True
+                *command,
+                env=environment,
+                stderr=writing,
+                pass_fds=inherited,
+                start_new_session=True,
+                umask=usual_umask(),
             )
         finally:
             os.close(writing)
