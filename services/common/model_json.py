@@ -10,7 +10,7 @@ import reprlib
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest
 
@@ -18,6 +18,7 @@ LARGEST_JSON = 32 * 1024**2  # bytes of a file; the largest index of a published
 LARGEST_TOKENIZER = 256 * 1024**2  # bytes of a file; published ones have up to 34 MB
 MOST_VOCABULARY = 1 << 22  # token ids; published models have up to 262,208
 _DEEPEST = 64  # objects and lists inside each other
+V = TypeVar("V")
 _FETCH = "fetch the file again, or choose another model"
 
 
@@ -189,7 +190,7 @@ class JsonObject:
             raise self.wrong(name, "an object")
         return JsonObject(self._file, value or {}, f"{self._path}{name}.", flag=self._flag)
 
-    def _given(self, name: str, value: Any) -> Any:
+    def _given(self, name: str, value: V | None) -> V:
         if value is None:
             raise InvalidRequest(f"{self._file}: {self._path}{name} is missing", field=self._flag)
         return value
