@@ -19,6 +19,7 @@ from bench.server import report
 from services.common import model_files
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
+from services.common.model_json import read_json
 from services.common.text.tokenizer import Tokenizer
 from services.worker import weights
 from services.worker.attention.base import AttentionBatch, AttentionStep
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def load(card: model_files.ModelCard, dtype: torch.dtype, quantization: str, device: torch.device) -> DecoderModel:
-    config = read_model_config(model_files.read_json(card.directory / "config.json"))
+    config = read_model_config(read_json(card.directory / "config.json"))
     model = DecoderModel(config, dtype, device, TorchKernels(), make_linear(config, dtype, device, quantization))
     weights.load(card.directory, model.targets(), tied_embeddings=config.tied_embeddings)
     return model

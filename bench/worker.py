@@ -26,6 +26,7 @@ from bench.windows import HEADINGS, Windows
 from services.common import model_files
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
+from services.common.model_json import read_json
 from services.worker.runner.plan import Plan
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _profiled(worker: LocalWorker, feeder: Feeder, plan: Plan, sizes: StepSizes,
 
     table = profile(step, grouped=sizes.prefix_pairs > 0)
     directory = model_files.read_card(worker.config.model).directory
-    model = read_model_config(model_files.read_json(directory / "config.json"))
+    model = read_model_config(read_json(directory / "config.json"))
     least = least_ms(sizes, model, rates, fp8=worker.config.quantization == "fp8")
     parts = {
         name: {"ms": table.parts.get(name, 0.0), "least_ms": least[name], "launches": table.counts[name]}

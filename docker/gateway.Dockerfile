@@ -21,7 +21,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
 # Compose mounts a volume here, which begins with this owner and mode.
 RUN install -d -o toka -m 700 /store
 USER toka
-ENV TOKA_HOST=0.0.0.0 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1
+ENV TOKA_HOST=0.0.0.0 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 EXPOSE 10210
 HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-c", "import os, urllib.request as r; port = os.environ.get('TOKA_ADMIN_PORT') or 10210; r.urlopen(f'http://127.0.0.1:{port}/ready', timeout=3)"]

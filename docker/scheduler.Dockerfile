@@ -21,7 +21,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
 # Compose mounts a volume here, which begins with this owner and mode.
 RUN install -d -o toka -m 700 /recordings
 USER toka
-ENV TOKA_SCHEDULER_LISTEN=0.0.0.0:10310 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1
+ENV TOKA_SCHEDULER_LISTEN=0.0.0.0:10310 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 EXPOSE 10310
 HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10310"]

@@ -44,7 +44,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
 RUN install -d -o toka -m 700 /cache
 USER toka
 ENV TOKA_WORKER_LISTEN=0.0.0.0:10410 TOKA_COMPILE_CACHE_DIR=/cache HF_HOME=/cache/huggingface \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 EXPOSE 10410
 HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10410"]

@@ -6,7 +6,8 @@ all. Every answer must be one that a server may give: no 5xx, no UNKNOWN, no INT
 Every prompt holds a mark, which may be in no answer but its own. What the fake worker answers is a function of the
 prompt: right requests beside wrong ones must get just that. A worker with a real model gets plans, of which some break
 the contract: it must refuse them, and go on as another worker that never saw one. Clients with wrong certificates call
-every gRPC port of two replicas with mutual TLS: a port accepts those that SECURITY.md names.
+every gRPC port of two replicas with mutual TLS: a port accepts those that SECURITY.md names. Models with wrong files
+are read: each must be refused in one sentence, in bounded time and memory.
 
 A request is a function of ``seed`` and its number. What was found is kept in ``directory``, each with its request. The
 last line is one JSON object; exit status 1 when anything was found.
@@ -21,6 +22,7 @@ from bench.fuzz.certificates import CertificateFuzzer
 from bench.fuzz.config import SURFACES, FuzzConfig
 from bench.fuzz.findings import Findings
 from bench.fuzz.http import HttpFuzzer
+from bench.fuzz.models import ModelFuzzer
 from bench.fuzz.plans import PlanFuzzer
 from bench.fuzz.scheduler import SchedulerFuzzer
 from bench.fuzz.target import target
@@ -60,6 +62,8 @@ async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> di
                 figures["grpc"] = await SchedulerFuzzer(config, running, findings).run(counts["grpc"])
             await running.look(findings)
         running.look_at_logs(findings)
+    if counts["models"]:
+        figures["models"] = await asyncio.to_thread(ModelFuzzer(config, directory, findings).run, counts["models"])
     if counts["plans"]:
         figures["plans"] = await PlanFuzzer(config, directory, findings).run(counts["plans"])
     if counts["certificates"]:

@@ -3,9 +3,12 @@
 import importlib
 import sys
 
+from services.common.children import use_safe_paths
+
 
 def run(program: str, module: str) -> None:
     """The typer ``app`` of ``module``. What it needs is the extra ``cli``: without it, a sentence and status 2."""
+    use_safe_paths()
     try:
         app = importlib.import_module(module).app
     except ModuleNotFoundError as error:

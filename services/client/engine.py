@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from services.common.children import module_command, module_environment
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.flags import ENV_PREFIX, FlagError, load
@@ -33,9 +34,10 @@ class Engine:
         """With ``flags`` of ``toka``; returns once it serves. Raises ``InvalidRequest`` for a wrong flag, and
         ``Unavailable`` with the engine's last words."""
         arguments = _arguments({"log_level": "ERROR", "grpc_port": 0, "gateways": 0, **flags})
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        inherited = module_environment(os.environ)
+        environment = {name: value for name, value in inherited.items() if not name.startswith(ENV_PREFIX)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.launcher.toka", *arguments,
+            *module_command("services.launcher.toka", *arguments),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env=environment | {PARENT_PID: str(os.getpid())}, start_new_session=True, limit=_LONGEST_LINE,
         )  # fmt: skip

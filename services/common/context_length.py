@@ -3,38 +3,57 @@
 from collections.abc import Mapping
 from typing import Any
 
+from services.common.model_json import JsonObject
+
 # The value that transformers' config classes have for ``max_position_embeddings`` if a file leaves it out.
 _DEFAULT = 2048
+MOST_TOKENS = 1 << 26  # of a context; the longest published one has 10 million
+_MOST_FACTOR = 1e6
 
 
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Return ``max_position_embeddings``, in tokens. Raises ``InvalidRequest`` for a value that is no such length."""
+    return JsonObject("config.json", config).integer("max_position_embeddings", _DEFAULT, most=MOST_TOKENS)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> JsonObject:
     """Return the settings of the rotation: ``rope_parameters`` as transformers 5 writes them, or the older
     ``rope_scaling``. ``rope_type`` and ``original_max_position_embeddings`` are always in it.
 
     As in transformers, an ``original_max_position_embeddings`` beside the settings overrides the one among them, and
-    ``max_position_embeddings`` stands in for both.
+    ``max_position_embeddings`` stands in for both. Raises ``InvalidRequest`` for values of a wrong type or size.
     """
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
-    settings["original_max_position_embeddings"] = (
-        config.get("original_max_position_embeddings")
-        or settings.get("original_max_position_embeddings")
-        or config.get("max_position_embeddings", _DEFAULT)
-    )
-    return settings
+    whole = JsonObject("config.json", config)
+    name = "rope_parameters" if whole.object("rope_parameters").values else "rope_scaling"
+    found = whole.object(name)
+    original = "original_max_position_embeddings"
+    lengths = (each.integer_or_none(original, most=MOST_TOKENS) for each in (whole, found))
+    added = {
+        "rope_type": found.text("rope_type") or found.text("type") or "default",
+        original: next((length for length in lengths if length is not None), max_positions(config)),
+    }
+    return JsonObject("config.json", {**found.values, **added}, f"{name}.")
+
+
+def rope_factor(settings: JsonObject) -> float | None:
+    """Return the ``factor`` of ``rope_parameters``, or None if it is absent. Raises ``InvalidRequest``."""
+    return settings.number_or_none("factor", least=1e-3, most=_MOST_FACTOR)
 
 
 def context_length(config: Mapping[str, Any]) -> int:
     """Return the longest context of a model, prompt and answer together, in tokens.
 
     It is ``max_position_embeddings``, which is the length before scaling in configs with ``dynamic`` scaling, and often
-    in those with ``yarn``; the other kinds of scaling state the length after it.
+    in those with ``yarn``; the other kinds of scaling state the length after it. Raises ``InvalidRequest`` for values
+    of a wrong type or size.
     """
-    length: int = config.get("max_position_embeddings", _DEFAULT)
+    length = max_positions(config)
     settings = rope_parameters(config)
-    kind, factor = settings["rope_type"], settings.get("factor") or 1.0
+    kind, factor = settings.values["rope_type"], rope_factor(settings) or 1.0
     if kind == "dynamic":
-        return int(length * factor)
+        length = int(length * factor)
     if kind == "yarn":
-        return max(length, int(settings["original_max_position_embeddings"] * factor))
+        length = max(length, int(settings.values["original_max_position_embeddings"] * factor))
+    if not 1 <= length <= MOST_TOKENS:
+        raise settings.wrong("factor", f"one that makes the context 1 to {MOST_TOKENS:,} tokens long")
     return length

@@ -4,15 +4,15 @@
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
 from services.common.generation_config import GenerationDefaults, read_generation_defaults
+from services.common.model_json import LARGEST_TOKENIZER, MOST_VOCABULARY, JsonObject, read_bytes, read_json
+from services.common.private_files import usual_permissions
 
 BUILTIN = Path(__file__).parent / "builtin_model"
 TOKENIZER_FILES = (
@@ -47,7 +47,8 @@ def resolve(model: str, *, weights: bool) -> Path:
 
     wanted = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
+        with usual_permissions():  # users of a host share the hub's cache
+            return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
     except Exception as error:
         raise InvalidRequest(
             f"model={model!r} is neither a local directory nor a model the hub gave us"
@@ -83,41 +84,40 @@ def read_card(model: str, served_names: Sequence[str] = (), *, weights: bool = F
     name, *aliases = names_of(model, served_names)
     directory = resolve(model, weights=weights)
     config = read_json(directory / "config.json", required=True)
-    if not isinstance(config.get("vocab_size"), int):
+    if config.get("vocab_size") is None:
         raise InvalidRequest(f"{directory / 'config.json'} has no vocab_size: not a language model's", field="model")
+    vocab_size = JsonObject(str(directory / "config.json"), config).integer("vocab_size", most=MOST_VOCABULARY)
     generation = read_json(directory / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    source, values = "generation_config.json", generation
+    if "eos_token_id" not in generation:
+        source, values = "config.json", config
+    eos = _token_ids(JsonObject(str(directory / source), values), "eos_token_id")
     return ModelCard(
         name=name,
         aliases=tuple(aliases),
         root=model,
         directory=directory,
-        vocab_size=config["vocab_size"],
+        vocab_size=vocab_size,
         max_context_tokens=context_length(config),
-        eos_token_ids=tuple(sorted(set(eos))),
+        eos_token_ids=eos,
         defaults=read_generation_defaults(generation),
     )
 
 
+def _token_ids(given: JsonObject, name: str) -> tuple[int, ...]:
+    """Return the token ids of a field that has one, several or none, sorted."""
+    value = given.values.get(name)
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(token) is not int or not 0 <= token < MOST_VOCABULARY for token in listed):
+        raise given.wrong(name, f"a token id from 0 to {MOST_VOCABULARY - 1:,}, or a list of them")
+    return tuple(sorted(set(listed)))
+
+
 def tokenizer_fingerprint(directory: Path) -> str:
-    """SHA-256 over the tokenizer's files: equal fingerprints tokenise equally."""
+    """Return the SHA-256 of the tokenizer's files: equal fingerprints tokenise equally. Raises ``InvalidRequest``."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
-        path = directory / name
-        if path.exists():
-            digest.update(name.encode() + b"\0" + path.read_bytes())
+        content = read_bytes(directory / name, most=LARGEST_TOKENIZER, field="tokenizer")
+        if content is not None:
+            digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()
-
-
-def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """A JSON object from ``path``; empty when there is no such file and it is not required."""
-    if not path.exists():
-        if required:
-            raise InvalidRequest(f"{path} does not exist: model= must be a Hugging Face model directory", field="model")
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        return content
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{path} is not valid JSON: {error}", field="model") from error

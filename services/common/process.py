@@ -15,10 +15,12 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 
+from services.common.children import use_safe_paths
 from services.common.config import ServiceConfig, from_command_line
 from services.common.errors import TokaError
 from services.common.init import stand_in_front
 from services.common.log import configure
+from services.common.private_files import keep_files_private
 from services.common.relay import last_words, relay_output
 
 PARENT_PID = "TOKA_PARENT_PID"
@@ -65,6 +67,8 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, Stop], Coroutine[A
     """
     global _own_name
     stand_in_front()
+    use_safe_paths()
+    keep_files_private()
     _own_name = name
     config = from_command_line(kind)
     relay_output()

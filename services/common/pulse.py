@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import os
 import signal
-import sys
 import termios
 from collections.abc import Callable
 
 import structlog
 
 from services.common import watchdog
+from services.common.children import script_command
 from services.common.config import ServiceConfig
 from services.common.log import is_console
 from services.common.process import own_name
@@ -110,11 +110,11 @@ class Pulse:
         """Spawned, not forked: gRPC and torch may be loaded."""
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        command = [sys.executable, "-I", "-S", watchdog.__file__, own_name(), str(os.getpid())]
-        command += [self._log_format, self._what, *map(str, self._limits)]
+        words = [own_name(), str(os.getpid()), self._log_format, self._what, *map(str, self._limits)]
+        command = script_command(watchdog.__file__, *words)
         files = [(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
         try:
-            self._pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=files)
+            self._pid = os.posix_spawn(command[0], command, os.environ, file_actions=files)
         finally:
             os.close(reading)
         self._unread = -int(_LOAD_S / self._interval_s)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from services.common.batch_line import UsedIds, WrongLine, read_request
+from services.common.children import module_command, module_environment
 from services.common.config import DeploymentConfig, from_command_line
 from services.common.flags import Bool, Int
 from services.common.process import PARENT_PID
@@ -238,9 +239,9 @@ def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
     port = config.port if "port" in flags else _free_port()
     given = [argument for argument in sys.argv[1:] if argument.partition("=")[0].lstrip("-").replace("-", "_") in flags]
     more = {"port": port, "grpc_port": 0, "store_url": "none"}
-    command = [sys.executable, "-m", "services.launcher.toka", *given]
-    command += [f"{name}={value}" for name, value in more.items() if name not in flags]
-    environment = os.environ | {PARENT_PID: str(os.getpid())}
+    given += [f"{name}={value}" for name, value in more.items() if name not in flags]
+    command = module_command("services.launcher.toka", *given)
+    environment = module_environment(os.environ) | {PARENT_PID: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

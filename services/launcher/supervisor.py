@@ -21,7 +21,9 @@ from typing import Any
 
 import structlog
 
+from services.common.children import module_command, module_environment
 from services.common.errors import PEER_LOST_STATUS, Unavailable
+from services.common.private_files import usual_umask
 from services.common.process import PARENT_PID, Stop
 from services.launcher.deployment import ChildSpec, child_environment
 from services.launcher.readiness import wait_until_ready
@@ -137,12 +139,12 @@ class Child:
             self._stderr.close()  # somebody may have left the group and have its other end
 
     async def _start(self) -> asyncio.subprocess.Process:
-        environment = child_environment(self.spec, dict(os.environ)) | {PARENT_PID: str(os.getpid())}
+        environment = child_environment(self.spec, module_environment(os.environ)) | {PARENT_PID: str(os.getpid())}
         inherited = []
         if self._listener is not None and self.spec.handover is not None:
             inherited.append(self._listener.fileno())
             environment |= replace(self.spec.handover, listener=self._listener.fileno()).environment
-        command = [sys.executable, "-m", self.spec.module, *self.spec.flags]
+        command = module_command(self.spec.module, *self.spec.flags)
         # A session of its own: Ctrl-C reaches us alone, and we end the children in order.
         # A pipe of our own: asyncio's makes ``wait`` wait for everybody who has the child's stderr, not for the child.
         reading, writing = os.pipe()
@@ -152,7 +154,12 @@ class Child:
                 lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(reading, "rb")
             )
             self.process = await asyncio.create_subprocess_exec(
-                *command, env=environment, stderr=writing, pass_fds=inherited, start_new_session=True
+                *command,
+                env=environment,
+                stderr=writing,
+                pass_fds=inherited,
+                start_new_session=True,
+                umask=usual_umask(),
             )
         finally:
             os.close(writing)

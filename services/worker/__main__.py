@@ -10,6 +10,7 @@ from services.common.process import Stop, end_now, run_service, unless_stopped
 from services.common.pulse import Pulse
 from services.worker.caches import keep_compiled_code_in
 from services.worker.progress import BootProgress
+from services.worker.refusals import refuse_numba_settings
 
 # It may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
 BOOT_S = 1800.0
@@ -41,6 +42,7 @@ async def _serve(config: WorkerConfig, stop: Stop) -> None:
 
 def _load_libraries(config: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:
     """Load torch and the compilers behind it. Returns ``services.worker.server.serve``. Raises ``InvalidRequest``."""
+    refuse_numba_settings()
     gc.disable()  # imports make a million objects and hardly a cycle
     try:
         if _compiles(config):

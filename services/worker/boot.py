@@ -14,6 +14,7 @@ import torch
 from services.common import host, model_files
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.model_json import read_json
 from services.worker import weights
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
@@ -29,6 +30,7 @@ from services.worker.kv_cache import KvCache
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.rope import describe_scaling
+from services.worker.memory import rotation_bytes, weight_bytes
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.registry import read_model_config
@@ -43,7 +45,7 @@ from services.worker.parallel.stages import layers_of
 from services.worker.precompile.background import compiling_ahead
 from services.worker.precompile.job import Gpu, Job
 from services.worker.progress import BootProgress
-from services.worker.refusals import refuse_what_a_cpu_has_not
+from services.worker.refusals import refuse_too_large_weights, refuse_what_a_cpu_has_not
 from services.worker.rehearsal import PLAIN, decodes, every_feature, mixed, step
 from services.worker.runner.base import Runner
 from services.worker.runner.plan import Admission, Batch, Limits
@@ -98,6 +100,8 @@ def boot(
     log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
+    if config.load_format != "dummy":
+        weights.check(card.directory, described)
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as background:
         with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
             group = _join_replica(config, ranks, device, dtype, described.head_dim)
@@ -115,6 +119,8 @@ def boot(
                 " are free); use a smaller model, dtype=bfloat16, or end other programs",
                 field="model",
             )
+        needed = weight_bytes(described, ranks, layers, dtype.itemsize, config.quantization)
+        refuse_too_large_weights(config.model, needed + rotation_bytes(described), facts.total)
         if _compiles_ahead(chosen, device, ranks, progress):
             available = flashinfer_spans.available(described.head_dim, cache_dtype(chosen, dtype))
             gpu = Gpu(facts.name, facts.capability, facts.total, available)
@@ -156,7 +162,7 @@ def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig
 
     Raises ``InvalidRequest`` naming the file or flag."""
     card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
-    described = read_model_config(model_files.read_json(card.directory / "config.json", required=True))
+    described = read_model_config(read_json(card.directory / "config.json", required=True))
     return card, replace(described, max_context_tokens=_max_context(config, described.max_context_tokens))
 
 

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from services.common.errors import InvalidRequest
+from services.common.private_files import WRITING, warn_if_shared
 
 # Read by inductor and Triton when they compile, by FlashInfer when it is loaded.
 _VARIABLES = {
@@ -32,4 +33,6 @@ def keep_compiled_code_in(directory: str) -> None:
             " choose a directory that this user may write, or leave the flag out",
             field="compile_cache_dir",
         ) from error
+    # The compilers load and run what they find there.
+    warn_if_shared("compiled code", [base, *(base / name for name in _VARIABLES.values())], WRITING)
     os.environ |= {variable: str(base / name) for variable, name in _VARIABLES.items()}

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
+from services.common.children import module_command, module_environment
 from services.common.config import WorkerConfig
 from services.common.errors import PEER_LOST_STATUS, InvalidRequest, Unavailable
+from services.common.private_files import usual_umask
 from services.common.process import PARENT_PID, Stop, run_service
 
 PEER_GRACE_S = 5.0  # for those whose peer has ended to notice
@@ -66,9 +68,9 @@ def rank_environments(config: WorkerConfig, environment: dict[str, str]) -> Iter
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
     """Raises ``Unavailable`` with the exit status of the rank that ended first, where that is not 0."""
-    flags, environments = rank_flags(config, sys.argv[1:]), rank_environments(config, dict(os.environ))
+    flags, environments = rank_flags(config, sys.argv[1:]), rank_environments(config, module_environment(os.environ))
     starts = [
-        asyncio.create_subprocess_exec(sys.executable, "-m", "services.worker", *own, env=environment)
+        asyncio.create_subprocess_exec(*module_command("services.worker", *own), env=environment, umask=usual_umask())
         for own, environment in list(zip(flags, environments, strict=True))
     ]
     ranks = await asyncio.gather(*starts)

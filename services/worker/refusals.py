@@ -1,6 +1,8 @@
 """Flags and models that a kind of device has no use for, or no kernels. No torch here: it can be asked before a
 start."""
 
+from pathlib import Path
+
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker.models.config import ModelConfig
@@ -10,6 +12,7 @@ _CONVERTS = (8, 9)
 _ROW_WISE = (9, 0)  # products of rows with a scale each
 # The product of two matrices in fp8 takes whole blocks of so many elements.
 _BLOCK = 16
+_NUMBA_SETTINGS = Path(".numba_config.yaml")
 
 
 def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
@@ -34,6 +37,19 @@ def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
                 f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
                 field=name,
             )
+
+
+def refuse_numba_settings() -> None:
+    """Raise ``InvalidRequest`` if the current directory has a settings file of numba's.
+
+    Numba reads it unasked. It names the directory of numba's compiled code, which is pickled: a model's directory that
+    has both could run code in the worker.
+    """
+    if _NUMBA_SETTINGS.exists():
+        raise InvalidRequest(
+            f"{_NUMBA_SETTINGS.absolute()}: numba would take its settings from this file in the current directory,"
+            " and the name of a directory with code to run; start in another directory, or remove the file"
+        )
 
 
 def refuse_sizes_of_cuda(page_size: int, head_dim: int) -> None:
@@ -67,6 +83,18 @@ def refuse_fp8_products(device: str, capability: tuple[int, int]) -> None:
             f"flag quantization=fp8: {device} (compute capability {_dotted(capability)}) has no row-wise fp8 products,"
             f" {_dotted(_ROW_WISE)} and later have; use quantization=none",
             field="quantization",
+        )
+
+
+def refuse_too_large_weights(model: str, needed: int, memory: int) -> None:
+    """Raise ``InvalidRequest`` if the weights and the table of positions, ``needed`` bytes, exceed the ``memory`` of
+    the device, in bytes."""
+    if needed > memory:
+        raise InvalidRequest(
+            f"flag model={model}: config.json describes weights and a table of positions of {needed / 2**30:,.1f} GiB,"
+            f" and this device has {memory / 2**30:,.1f} GiB; choose a smaller model, a lower max_context_tokens, or"
+            " more ranks",
+            field="model",
         )
 
 

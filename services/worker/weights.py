@@ -1,16 +1,17 @@
 """Fills a model: from a safetensors checkpoint, one file and one tensor at a time, or with random numbers."""
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
 import torch
 
+from services.common.checkpoint_files import FLOATS, Broken, read_shards, weight_paths
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_json
-from services.worker.models.checkpoint import DERIVED
+from services.worker.models.checkpoint import DERIVED, checkpoint_shapes
+from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 
 # What models are initialised with before training, usually.
@@ -29,6 +30,28 @@ class Target(Protocol):
     def copy_(self, tensor: torch.Tensor) -> Any: ...
 
 
+def check(directory: Path, model: ModelConfig) -> None:
+    """Compare the heads of the weight files in ``directory`` with ``config.json``, before memory is allocated for what
+    either of them says. Raises ``InvalidRequest``."""
+    expected = checkpoint_shapes(model)
+    missing = set(expected)
+    for shard in read_shards(directory):
+        if isinstance(shard, Broken):
+            raise shard
+        for name, stored in shard.tensors.items():
+            if name not in expected:
+                continue
+            missing.discard(name)
+            _check_shape(shard.path, name, stored.shape, expected[name])
+            if stored.dtype not in FLOATS:
+                raise InvalidRequest(
+                    f"{shard.path}: {name} has dtype {stored.dtype}; expected one of {', '.join(sorted(FLOATS))}:"
+                    " choose a checkpoint that is not quantised",
+                    field="model",
+                )
+    _check_missing(directory, missing)
+
+
 def load(
     directory: Path, targets: Mapping[str, Target], *, tied_embeddings: bool, elsewhere: Collection[str] = ()
 ) -> None:
@@ -40,7 +63,7 @@ def load(
     ignored = {*elsewhere, *(["lm_head.weight"] if tied_embeddings else ())}
     missing = set(targets)
     unexpected: list[str] = []
-    for path in _files(directory):
+    for path in weight_paths(directory):
         try:
             with safetensors.safe_open(path, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -49,14 +72,9 @@ def load(
                         missing.discard(name)
                     elif name not in ignored and not name.endswith(DERIVED):
                         unexpected.append(name)
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error
-    if missing:
-        raise InvalidRequest(
-            f"{directory}: {len(missing)} tensors that config.json asks for are missing, e.g. {min(missing)};"
-            " the checkpoint is incomplete or of another architecture",
-            field="model",
-        )
+    _check_missing(directory, missing)
     if unexpected:
         raise InvalidRequest(
             f"{directory}: {len(unexpected)} tensors have no place in this architecture, e.g. {min(unexpected)};"
@@ -80,21 +98,24 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
         target.copy_(tensor)
 
 
-def _files(directory: Path) -> list[Path]:
-    index = read_json(directory / "model.safetensors.index.json")
-    names = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
-    for name in names:
-        if not (directory / name).is_file():
-            raise InvalidRequest(f"{directory / name} does not exist: the weights are incomplete", field="model")
-    return [directory / name for name in names]
+def _check_missing(directory: Path, missing: Collection[str]) -> None:
+    if missing:
+        raise InvalidRequest(
+            f"{directory}: {len(missing)} tensors that config.json asks for are missing, e.g. {min(missing)};"
+            " the checkpoint is incomplete or of another architecture",
+            field="model",
+        )
+
+
+def _check_shape(path: Path, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+    if list(shape) != list(expected):
+        raise InvalidRequest(
+            f"{path}: {name} has shape {list(shape)}, config.json asks for {list(expected)}", field="model"
+        )
 
 
 def _fill(target: Target, shard: safetensors.safe_open, name: str, path: Path) -> None:
-    shape = shard.get_slice(name).get_shape()
-    if shape != list(target.shape):
-        raise InvalidRequest(
-            f"{path}: {name} has shape {shape}, config.json asks for {list(target.shape)}", field="model"
-        )
+    _check_shape(path, name, shard.get_slice(name).get_shape(), target.shape)
     if hasattr(target, "read"):
         target.read(shard.get_slice(name))
     else:

@@ -25,6 +25,7 @@ from bench.fuzz.judge import Judge
 from bench.fuzz.kept import Kept
 from bench.fuzz.messages import damaged, mutated
 from bench.fuzz.mirror import Mirror
+from bench.fuzz.models import ModelFuzzer
 from bench.fuzz.plans import limits_of
 from bench.fuzz.scheduler import SchedulerFuzzer
 from bench.fuzz.target import target
@@ -32,6 +33,7 @@ from bench.fuzz.values import broken, write
 from bench.fuzz.values import mutated as mutated_value
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
+from services.common.model_files import BUILTIN
 from tests.fakes.model import FakeModel, FakeShape, Violation
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -180,6 +182,41 @@ async def test_a_gateway_that_answers_500_is_found(tmp_path):
         await fuzzer.run(20)
     assert found.kinds["http status"] > 10
     assert json.loads(next(tmp_path.glob("*.json")).read_text())["kind"] == "status"
+
+
+# -- files of models
+
+
+@pytest.mark.timeout(300)
+def test_models_are_read_or_refused(tmp_path):
+    found = Findings(tmp_path, 1)
+    figures = ModelFuzzer(FuzzConfig(seed=1), tmp_path, found).run(12)
+    assert found.shown == []
+    assert figures["refused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("failed", "kind"),
+    [
+        ({"stage": "text", "raised": "Traceback: KeyError"}, "traceback"),
+        ({"stage": "text", "raised": "Traceback: MemoryError"}, "memory"),
+        ({"stage": "card", "refused": "it is wrong"}, "message"),
+        ({"stage": "card", "refused": "config.json: it is wrong\nand long"}, "message"),
+    ],
+)
+def test_a_reader_without_a_sentence_is_found(failed, kind, tmp_path, monkeypatch):
+    class Fake:
+        def read(self, directory):
+            return [failed]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("bench.fuzz.models.Reader", Fake)
+    monkeypatch.setattr("bench.fuzz.models.make_bases", lambda directory: [BUILTIN])
+    found = Findings(tmp_path, 1)
+    ModelFuzzer(FuzzConfig(seed=1), tmp_path, found).run(1)
+    assert found.kinds == {f"models {kind}": 1}
 
 
 # -- what is sent

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.config import ChosenWorkerConfig
-from services.common.model_files import BUILTIN, read_json
+from services.common.model_files import BUILTIN
+from services.common.model_json import read_json
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.rope import RopeSettings
 from services.worker.memory import (

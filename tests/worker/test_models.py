@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_json
+from services.common.model_json import read_json
 from services.worker import weights
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention

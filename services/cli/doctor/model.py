@@ -7,10 +7,11 @@ from pathlib import Path
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.nvml import Gpu
-from services.cli.doctor.shards import Broken, Shard, read_shards
+from services.common.checkpoint_files import Broken, Shard, read_shards
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest
-from services.common.model_files import TEXT_FILES, WEIGHT_FILES, read_card, read_json, resolve
+from services.common.model_files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
+from services.common.model_json import read_json
 from services.worker.models.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.models.config import ModelConfig
 from services.worker.models.registry import read_model_config
@@ -145,13 +146,13 @@ def look_at_weights(config: DeploymentConfig, directory: Path, described: ModelC
     for each in read_shards(directory):
         if isinstance(each, Broken):
             broken = True
-            yield fail("weights", str(each), each.fix)
+            yield fail("weights", each.text, each.fix)
         else:
             shards.append(each)
     if broken:
         return
     if described is not None:
-        stored = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+        stored = {name: each.shape for shard in shards for name, each in shard.tensors.items()}
         differences = list(_compare(stored, described))
         yield from differences
         if differences:

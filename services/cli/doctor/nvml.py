@@ -3,10 +3,12 @@ that hangs or crashes takes a child with it, and not who asks (``read_driver``).
 
 import ctypes
 import json
+import os
 import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from services.common.children import module_command, module_environment
 
 _LIBRARY = "libnvidia-ml.so.1"
 _PATIENCE_S = 60.0
@@ -48,9 +50,11 @@ class NvmlError(Exception):
 
 def read_driver() -> Driver:
     """Asks a child."""
-    command = [sys.executable, "-m", __spec__.name]
+    command, environment = module_command(__spec__.name), module_environment(os.environ)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return Driver(f"NVIDIA's driver did not answer within {_PATIENCE_S:.0f} s")
     if done.returncode:

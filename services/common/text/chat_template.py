@@ -13,11 +13,13 @@ import jinja2.nodes
 import jinja2.parser
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_json
+from services.common.model_json import JsonObject, read_text
 from services.common.text.template_bounds import BoundedEnvironment, bounded
+from services.common.text.tokenizer_class import read_tokenizer_config
 
 # Stands behind the words that an answer is to continue, and says where in the rendered text they end.
 _HERE = "<<the answer goes on here>> "
+_LONGEST = 256 * 1024  # characters of a template; published ones have up to 40,000
 _OWN_NAMES = {"messages", "add_generation_prompt"}
 # A template that meets what it did not expect: the words of an answer, or a variable of another type.
 _REFUSALS = (
@@ -41,11 +43,18 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._special_tokens = special_tokens
         self.source = source
+        if len(source) > _LONGEST:
+            raise InvalidRequest(
+                f"the model's chat template has {len(source):,} characters; at most {_LONGEST:,} are compiled: replace"
+                " it by a shorter one",
+                field="tokenizer",
+            )
         try:
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the model's chat template does not compile: {error}", field="tokenizer") from error
+        except (SyntaxError, *_REFUSALS) as error:  # a SyntaxError is of the program that Jinja makes of it
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, jinja2.TemplateError) else error
+            raise InvalidRequest(f"the model's chat template does not compile: {reason}", field="tokenizer") from error
         self.variables = frozenset(names - environment.globals.keys() - special_tokens.keys() - _OWN_NAMES)
 
     def render(
@@ -92,18 +101,31 @@ class ChatTemplates(NamedTuple):
 
 
 def read_chat_templates(directory: Path, special_tokens: dict[str, str]) -> ChatTemplates | None:
-    """Those of a Hugging Face directory (``chat_template.jinja``, or in ``tokenizer_config.json``), if any."""
-    path = directory / "chat_template.jinja"
-    source = path.read_text() if path.exists() else read_json(directory / "tokenizer_config.json").get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
+    """Return the templates of a Hugging Face directory (``chat_template.jinja``, or in ``tokenizer_config.json``), or
+    None if it has none. Raises ``InvalidRequest``."""
+    source = read_text(directory / "chat_template.jinja", field="tokenizer")
+    source_with_tools = None
+    settings = read_tokenizer_config(directory)
+    if source is None:
+        named = _named_templates(settings)
         source, source_with_tools = named.get("default"), named.get("tool_use")
-    else:
-        source_with_tools = None
     if not source:
         return None
     plain = ChatTemplate(source, special_tokens)
     return ChatTemplates(plain, ChatTemplate(source_with_tools, special_tokens) if source_with_tools else plain)
+
+
+def _named_templates(settings: JsonObject) -> dict[str, str]:
+    """Return the templates in ``tokenizer_config.json`` by name. One without a name is ``default``."""
+    given = settings.values.get("chat_template")
+    listed = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
+    try:
+        named = {entry["name"]: entry["template"] for entry in listed}
+    except (TypeError, KeyError):
+        named = {"": None}
+    if any(not isinstance(text, str) for pair in named.items() for text in pair):
+        raise settings.wrong("chat_template", "a string, or a list of objects with name and template, both strings")
+    return named
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -17,6 +17,7 @@ import tokenizers
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+LONGEST_TOKEN = 1024  # characters of a piece; every cut of one is looked at
 _MARK = "▁"  # stands for a space
 _UNIGRAM, _BPE = 1, 2  # ``TrainerSpec.ModelType``
 _KINDS = {_UNIGRAM: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
@@ -53,7 +54,11 @@ def read_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
         raise ValueError("it is not a SentencePiece model") from error
     if not model.pieces:
         raise ValueError("it is not a SentencePiece model: it has no pieces")
+    if max(len(piece.piece) for piece in model.pieces) > LONGEST_TOKEN:
+        raise ValueError(f"it has a piece of more than {LONGEST_TOKEN} characters")
     trainer, rules = model.trainer, model.normalizer
+    if not 0 <= trainer.unk_id < len(model.pieces):
+        raise ValueError(f"its unk_id is {trainer.unk_id}, and it has {len(model.pieces)} pieces")
     if trainer.model_type not in (_UNIGRAM, _BPE):
         raise ValueError(f"SentencePiece models of kind {_KINDS.get(trainer.model_type)!r} are not supported")
     if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:

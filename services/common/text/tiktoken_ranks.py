@@ -29,6 +29,8 @@ _LLAMA3_SPECIAL = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
+# Bytes. Every cut of a token is looked at. Published vocabularies have tokens of up to 256 bytes.
+LONGEST_TOKEN = 1024
 _QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -36,6 +38,8 @@ def read_tiktoken(content: bytes, *, qwen: bool) -> tokenizers.Tokenizer:
     """Return the tokenizer of a file's ``content``, without special tokens. ``qwen``: split texts as Qwen does, after
     NFC. Raises ``ValueError`` if the content is not such a vocabulary."""
     ranks = _read_ranks(content)
+    if max(map(len, ranks)) > LONGEST_TOKEN:
+        raise ValueError(f"it has a token of more than {LONGEST_TOKEN} bytes")
     merges = []
     for token, rank in ranks.items():
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

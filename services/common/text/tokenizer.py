@@ -7,10 +7,11 @@ from typing import Any
 import tokenizers
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_json, resolve, tokenizer_fingerprint
+from services.common.model_files import resolve, tokenizer_fingerprint
+from services.common.model_json import MOST_VOCABULARY, JsonObject, read_json
 from services.common.text.chat_template import ChatTemplate, ChatTemplates, read_chat_templates
 from services.common.text.tokenizer_class import apply_tokenizer_class
-from services.common.text.tokenizer_files import read_backend
+from services.common.text.tokenizer_files import probe, read_backend, read_special_token
 from services.common.text.vocabulary import Vocabulary, read_vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -34,8 +35,10 @@ class Tokenizer:
         special_tokens = _special_tokens(directory)
         backend = read_backend(directory)
         apply_tokenizer_class(backend, directory)
-        model_vocab_size = read_json(directory / "config.json").get("vocab_size", 0)
-        vocabulary = read_vocabulary(backend, model_vocab_size)
+        path = directory / "config.json"
+        config = JsonObject(str(path), read_json(path))
+        vocabulary = read_vocabulary(backend, config.integer("vocab_size", 0, most=MOST_VOCABULARY))
+        probe(backend, directory, vocabulary.size)
         templates = read_chat_templates(directory, special_tokens)
         return cls(backend, vocabulary, templates, tokenizer_fingerprint(directory))
 
@@ -85,7 +88,6 @@ class Tokenizer:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """``bos_token`` and the like, as templates name them."""
-    merged = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
-    found = {name: merged.get(name) for name in _SPECIAL_NAMES}
-    return {name: value["content"] if isinstance(value, dict) else value for name, value in found.items() if value}
+    """Return ``bos_token`` and the like, as templates name them. Raises ``InvalidRequest``."""
+    found = {name: read_special_token(directory, name) for name in _SPECIAL_NAMES}
+    return {name: token for name, token in found.items() if token}

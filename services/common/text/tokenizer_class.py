@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-from services.common.model_files import read_json
+from services.common.model_json import JsonObject, read_json
 
 _BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Their hub repositories name other classes by mistake; transformers overrules those.
@@ -24,25 +24,37 @@ _QWEN_WORDS = (
 )
 
 
+def read_tokenizer_config(directory: Path) -> JsonObject:
+    """Return ``tokenizer_config.json``. Raises ``InvalidRequest``."""
+    path = directory / "tokenizer_config.json"
+    return JsonObject(str(path), read_json(path), flag="tokenizer")
+
+
+def read_model_type(directory: Path) -> str:
+    """Return ``model_type`` of ``config.json``, or an empty string. Raises ``InvalidRequest``."""
+    path = directory / "config.json"
+    return JsonObject(str(path), read_json(path)).text("model_type")
+
+
 def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> None:
-    """Change ``backend`` as the tokenizer class of the model in ``directory`` does."""
-    settings = read_json(directory / "tokenizer_config.json")
-    model_type = read_json(directory / "config.json").get("model_type", "")
+    """Change ``backend`` as the tokenizer class of the model in ``directory`` does. Raises ``InvalidRequest``."""
+    settings = read_tokenizer_config(directory)
+    model_type = read_model_type(directory)
     if model_type in _AS_THEY_ARE:
         return
-    name = settings.get("tokenizer_class", "").removesuffix("Fast")
+    name = settings.text("tokenizer_class").removesuffix("Fast")
     if not name or model_type in _ALWAYS_BY_MODEL_TYPE:
         name = _BY_MODEL_TYPE.get(model_type, name)
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
     if name == "Qwen2Tokenizer" and byte_level:
         backend.normalizer = normalizers.NFC()
         words = pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated")
-        prefix = bool(settings.get("add_prefix_space"))
+        prefix = settings.boolean("add_prefix_space")
         byte_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_alphabet])
     elif name == "LlamaTokenizer" and not byte_level:
-        prefix = settings.get("add_prefix_space") is not False
-        scheme = ("always" if settings.get("legacy") else "first") if prefix else "never"
+        prefix = settings.boolean("add_prefix_space", True)
+        scheme = ("always" if settings.boolean("legacy") else "first") if prefix else "never"
         backend.normalizer = None
         backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
         strip = [decoders.Strip(" ", left=1)] if prefix else []

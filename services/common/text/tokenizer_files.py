@@ -1,22 +1,36 @@
 """A model's tokenizer from the file that the model was published with: ``tokenizer.json``, a SentencePiece model, or a
 tiktoken vocabulary."""
 
+import contextlib
 import re
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, processors
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_json
+from services.common.model_json import (
+    LARGEST_TOKENIZER,
+    MOST_VOCABULARY,
+    JsonObject,
+    parse_json,
+    read_bytes,
+    read_json,
+)
 from services.common.text.sentencepiece_model import read_sentencepiece
 from services.common.text.tiktoken_ranks import read_tiktoken, special_tokens
+from services.common.text.tokenizer_class import read_model_type, read_tokenizer_config
 
 _VOCABULARIES = ("tokenizer.model", "tiktoken.model", "*.tiktoken")
 _LLAMA3_BOS = "<|begin_of_text|>"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* +\d+\s")
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*[^n\s]')
+_MOST_RESERVED = 1 << 16  # ids between added tokens that no token has
+_LONGEST_REASON = 200  # characters of a library's message
+# Encoded once when a tokenizer is loaded, so that one that cannot encode at all is refused at the start.
+_PROBE = "The 2 quick brown foxes, naïve as 今日 🙂, jump.\n\tdef f(x):"
 
 
 def read_backend(directory: Path) -> tokenizers.Tokenizer:
@@ -26,52 +40,131 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
     Raises ``InvalidRequest`` (field ``tokenizer``) naming the file and the reason.
     """
     whole = directory / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(whole)) if whole.exists() else _convert(directory)
-    backend.no_truncation()
-    backend.no_padding()
+    content = read_bytes(whole, most=LARGEST_TOKENIZER, field="tokenizer")
+    if content is None:
+        return _convert(directory)
+    if _PREFIX.search(content):
+        _check_prefix(content, whole)
+    with translated(whole, "loading it failed", "fetch the file again"):
+        backend = tokenizers.Tokenizer.from_buffer(content)
+        backend.no_truncation()
+        backend.no_padding()
     return backend
+
+
+def _check_prefix(content: bytes, path: Path) -> None:
+    """Refuse merges that do not have the ``continuing_subword_prefix``: ``tokenizers`` 0.23 aborts the process."""
+    document = parse_json(content, str(path))
+    model = document.get("model") if isinstance(document, dict) else None
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(merges, list):
+        return  # the library refuses it
+    prefix = model.get("continuing_subword_prefix")
+    pairs = (each.split(" ") if isinstance(each, str) else each for each in merges)
+    seconds = (pair[1] if isinstance(pair, list) and len(pair) == 2 else None for pair in pairs)
+    if not all(isinstance(second, str) and second.startswith(str(prefix)) for second in seconds):
+        raise InvalidRequest(
+            f"{path}: model.continuing_subword_prefix={reprlib.repr(prefix)} does not begin every second part of"
+            " model.merges; fetch the file again, or name another directory with tokenizer=",
+            field="tokenizer",
+        )
+
+
+def probe(backend: tokenizers.Tokenizer, directory: Path, size: int) -> None:
+    """Encode and decode a text. Raises ``InvalidRequest`` if that fails, or gives an id of ``size`` or more."""
+    with translated(directory, "its tokenizer encodes no text", "fetch the tokenizer's files again"):
+        ids = backend.encode(_PROBE).ids
+        if ids and max(ids) >= size:
+            raise ValueError(f"it adds the token id {max(ids)} to texts, and its vocabulary has {size} ids")
+        backend.decode(ids)
+
+
+@contextlib.contextmanager
+def translated(path: Path, what: str, fix: str) -> Iterator[None]:
+    """Raise ``InvalidRequest`` for whatever ``tokenizers`` and the converters raise of a file: the library raises
+    ``Exception`` itself, and panics of its Rust code are no ``Exception``."""
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if len(reason) > _LONGEST_REASON:
+            reason = reason[:_LONGEST_REASON] + "..."
+        raise InvalidRequest(
+            f"{path}: {what}: {reason}; {fix}, or name another directory with tokenizer=", field="tokenizer"
+        ) from error
+
+
+def read_special_token(directory: Path, name: str) -> str | None:
+    """Return a special token such as ``bos_token``, or None. Raises ``InvalidRequest``."""
+    settings = _special_settings(directory)
+    value = settings.values.get(name)
+    content = value.get("content") if isinstance(value, dict) else value
+    if not content:  # some files say false
+        return None
+    if not isinstance(content, str):
+        raise settings.wrong(name, "a string, or an object with the string content")
+    return content
+
+
+def _special_settings(directory: Path) -> JsonObject:
+    settings = read_tokenizer_config(directory)
+    merged = read_json(directory / "special_tokens_map.json") | dict(settings.values)
+    return JsonObject(str(directory / "tokenizer_config.json"), merged, flag="tokenizer")
 
 
 def _convert(directory: Path) -> tokenizers.Tokenizer:
     path = next((path for name in _VOCABULARIES for path in sorted(directory.glob(name))), None)
-    if path is None:
+    content = None if path is None else read_bytes(path, most=LARGEST_TOKENIZER, field="tokenizer")
+    if path is None or content is None:
         raise InvalidRequest(
             f"{directory} has neither tokenizer.json nor tokenizer.model nor a .tiktoken file: name a directory with"
             " tokenizer=",
             field="tokenizer",
         )
-    settings = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
-    content = path.read_bytes()
-    try:
+    settings = _special_settings(directory)
+    with translated(path, "converting it failed", "save the tokenizer as tokenizer.json"):
         if _RANK_LINE.match(content):
-            model_type = read_json(directory / "config.json").get("model_type", "")
-            made = read_tiktoken(content, qwen=path.name.startswith("qwen") or model_type.startswith("qwen"))
+            qwen = path.name.startswith("qwen") or read_model_type(directory).startswith("qwen")
+            made = read_tiktoken(content, qwen=qwen)
             published = special_tokens(made.get_vocab_size())
         else:
             made, published = read_sentencepiece(content), []
         added = dict(_added_tokens(directory, settings))
+        ends = {
+            name: read_special_token(directory, f"{name}_token") or default
+            for name, default in (("bos", "<s>"), ("eos", "</s>"))
+            if settings.boolean(f"add_{name}_token")
+        }
         if published and not added:
             made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in published])
-            if made.token_to_id(_LLAMA3_BOS) is not None:  # its texts begin with it, which no file says either
-                settings = {"add_bos_token": True, "bos_token": _LLAMA3_BOS} | settings
+            # Its texts begin with it, which no file says either.
+            if made.token_to_id(_LLAMA3_BOS) is not None and "add_bos_token" not in settings.values:
+                ends["bos"] = read_special_token(directory, "bos_token") or _LLAMA3_BOS
         _add(made, added)
-        _add_ends(made, settings)
-    except ValueError as error:
-        raise InvalidRequest(
-            f"{path}: converting it failed: {error}; save the tokenizer as tokenizer.json, or name another directory"
-            " with tokenizer=",
-            field="tokenizer",
-        ) from error
+        _add_ends(made, ends)
+        made.no_truncation()
+        made.no_padding()
     return made
 
 
-def _added_tokens(directory: Path, settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
+def _added_tokens(directory: Path, settings: JsonObject) -> Iterator[tuple[int, AddedToken]]:
     """Yield the ids and the tokens that were added to the vocabulary after training."""
-    for content, token in read_json(directory / "added_tokens.json").items():
+    path = directory / "added_tokens.json"
+    plain = JsonObject(str(path), read_json(path), flag="tokenizer")
+    for content in plain.values:
+        token = plain.integer(content, least=0, most=MOST_VOCABULARY - 1)
         yield token, AddedToken(content, normalized=False, special=True)
-    for token, entry in (settings.get("added_tokens_decoder") or {}).items():
-        flags = {name: bool(entry.get(name)) for name in ("special", "normalized", "lstrip", "rstrip", "single_word")}
-        yield int(token), AddedToken(entry["content"], **flags)
+    described = settings.object("added_tokens_decoder")
+    for number in described.values:
+        entry = described.object(number)
+        flags = {name: entry.boolean(name) for name in ("special", "normalized", "lstrip", "rstrip", "single_word")}
+        if not (number.isascii() and number.isdecimal() and int(number) < MOST_VOCABULARY):
+            raise ValueError(f"added_tokens_decoder has the key {number[:20]!r}, which is no token id")
+        yield int(number), AddedToken(entry.text("content"), **flags)
 
 
 def _add(made: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
@@ -79,6 +172,8 @@ def _add(made: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
     for token, entry in sorted(added.items()):
         found, size = made.token_to_id(entry.content), made.get_vocab_size()
         if found is None and token >= size:
+            if token - size > _MOST_RESERVED:
+                raise ValueError(f"token {entry.content!r} is said to have id {token}; the vocabulary ends at {size}")
             reserved = [f"<|reserved_token_{each}|>" for each in range(size, token)]
             made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in reserved])
         elif found != token:
@@ -86,13 +181,8 @@ def _add(made: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
         (made.add_special_tokens if entry.special else made.add_tokens)([entry])
 
 
-def _add_ends(made: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-    """Let texts begin with BOS and end with EOS as ``add_bos_token`` and ``add_eos_token`` say; absent is no."""
-    ends: dict[str, str] = {}
-    for name, default in (("bos", "<s>"), ("eos", "</s>")):
-        if settings.get(f"add_{name}_token"):
-            token = settings.get(f"{name}_token") or default
-            ends[name] = token["content"] if isinstance(token, dict) else token
+def _add_ends(made: tokenizers.Tokenizer, ends: dict[str, str]) -> None:
+    """Let texts begin and end with ``ends``: ``bos`` and ``eos``, each if it is there."""
     unknown = [token for token in ends.values() if made.token_to_id(token) is None]
     if unknown:
         raise ValueError(f"its texts should have {unknown[0]!r}, which is no token there")

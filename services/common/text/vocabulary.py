@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 
 from services.common.errors import InvalidRequest
+from services.common.model_json import MOST_VOCABULARY
 
 _SPACE_MARK = "▁"  # SentencePiece writes a space as this
 # Some tokenizers call them special, but an answer cannot be understood without them.
@@ -59,6 +60,12 @@ def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) 
     pieces = tokenizer.get_vocab(with_added_tokens=True)
     added = {entry["id"]: entry for entry in spec["added_tokens"]}
     size = max(model_vocab_size, max(pieces.values(), default=-1) + 1)
+    if size > MOST_VOCABULARY:
+        raise InvalidRequest(
+            f"the tokenizer has the token id {size - 1:,}; at most {MOST_VOCABULARY:,} ids are supported: fetch"
+            " tokenizer.json again, or name another tokenizer=",
+            field="tokenizer",
+        )
     token_bytes = [b""] * size
     for piece, token in pieces.items():
         entry = added.get(token)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 from fastapi import Request
+from sqlalchemy.engine import make_url
 
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, NotFound, StoreUnavailable, TokaError
+from services.common.private_files import warn_if_shared
 from services.gateway.access.lines import Lines
 from services.gateway.batch.background import Background
 from services.gateway.batch.batches import Batches
@@ -151,6 +153,7 @@ class BatchService:
             blobs.stop()
             raise
         self._store = store
+        await asyncio.to_thread(_warn_if_shared, config)
         pool = next(iter(config.served_model_name), os.path.basename(config.model.rstrip("/")))
         owner = f"{socket.gethostname()}-{os.getpid()}-{new_id('')[:8]}"
         leases, files, responses = Leases(store, owner=owner, pool=pool), Files(store), Responses(store, owner)
@@ -186,6 +189,15 @@ def store_url(config: GatewayConfig) -> str:
             field="store_dir",
         )
     return f"sqlite+aiosqlite:///{Path(config.store_dir).expanduser().absolute() / _DATABASE}"
+
+
+def _warn_if_shared(config: GatewayConfig) -> None:
+    """Log a warning if other users of the host can read the store, as far as it consists of local files."""
+    directory, url = Path(config.store_dir).expanduser(), make_url(store_url(config))
+    paths = [] if "://" in config.store_dir else [directory, directory / "files"]
+    if url.get_backend_name() == "sqlite" and url.database:
+        paths += [Path(f"{url.database}{end}") for end in ("", "-wal", "-shm")]
+    warn_if_shared("the store", paths)
 
 
 async def opened(request: Request) -> Opened:

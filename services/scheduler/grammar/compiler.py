@@ -5,13 +5,13 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import structlog
 
+from services.common.children import module_command, module_environment
 from services.common.errors import Unavailable
 from services.common.process import PARENT_PID
 from services.scheduler.grammar.frames import LENGTH, frame
@@ -44,8 +44,9 @@ class Compiler:
         settings = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, **limits._asdict()}
         # Panics of the library go to stderr, with the caller's text: they are none of the log's business.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.scheduler.grammar.child", json.dumps(settings),
-            stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=os.environ | {PARENT_PID: str(os.getpid())},
+            *module_command("services.scheduler.grammar.child", json.dumps(settings)),
+            stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+            env=module_environment(os.environ) | {PARENT_PID: str(os.getpid())},
         )  # fmt: skip
         compiler = cls(process, limits)
         try:

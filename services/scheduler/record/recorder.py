@@ -14,6 +14,7 @@ import structlog
 from google.protobuf.proto import serialize_length_prefixed
 
 from services.common.errors import InvalidRequest
+from services.common.private_files import warn_if_shared
 from services.scheduler.record.message_sizes import plan_size, result_size
 from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2
 
@@ -54,6 +55,7 @@ class Recorder:
                 f"flag record_plans={directory}: this process may not write there; name another directory",
                 field="record_plans",
             )
+        warn_if_shared("recordings", [self._directory])
         self._scheduler_id = scheduler_id
         self._most_waiting_bytes = most_waiting_bytes
         self._put_bytes = 0  # so far; the step loop's

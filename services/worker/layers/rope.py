@@ -1,14 +1,17 @@
 """The rotation of positions that ``config.json`` describes. No torch here."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.context_length import rope_parameters
+from services.common.context_length import MOST_TOKENS, max_positions, rope_factor, rope_parameters
 from services.common.errors import InvalidRequest
+from services.common.model_json import JsonObject
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_MOST = 1e12  # of every number; larger ones make frequencies that are not finite
 
 
 @dataclass(frozen=True)
@@ -34,25 +37,27 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
 
     Raises ``InvalidRequest`` for a kind that is not supported or lacks a setting.
     """
-    settings = rope_parameters(config)
-    theta = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
-    kind = settings["rope_type"]
+    settings, whole = rope_parameters(config), JsonObject("config.json", config)
+    # The rotation's frequencies are powers of it.
+    thetas = (each.number_or_none("rope_theta", least=1.01, most=_MOST) for each in (settings, whole))
+    theta = next((theta for theta in thetas if theta is not None), 10000.0)
+    kind = settings.values["rope_type"]
     if kind not in KINDS:
         raise InvalidRequest(
-            f"config.json: rope type {kind!r} is not supported; {', '.join(KINDS[:-1])} and {KINDS[-1]} are",
+            f"config.json: rope type {reprlib.repr(kind)} is not supported; {', '.join(KINDS[:-1])} and"
+            f" {KINDS[-1]} are",
             field="model",
         )
-    partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    partials = (each.number_or_none("partial_rotary_factor", most=1.0) for each in (settings, whole))
+    partial = next((partial for partial in partials if partial is not None), 1.0)
     if partial != 1.0:
         raise InvalidRequest(f"config.json: partial_rotary_factor={partial} is not supported; only 1 is", field="model")
     if head_dim % 2:
         raise InvalidRequest(f"config.json: head_dim={head_dim} is odd, so it cannot be rotated", field="model")
-    try:
-        return _READERS[kind](theta, settings, config, head_dim)
-    except KeyError as error:
-        raise InvalidRequest(
-            f"config.json: rope type {kind!r} needs {error.args[0]}, which is missing", field="model"
-        ) from error
+    for name in _NEEDED.get(kind, ()):
+        if settings.values.get(name) is None and not (kind == "yarn" and name in settings.values):
+            raise InvalidRequest(f"config.json: rope type {kind!r} needs {name}, which is missing", field="model")
+    return _READERS[kind](theta, settings, config, head_dim)
 
 
 def has_long_factors(rope: RopeSettings, max_tokens: int) -> bool:
@@ -72,47 +77,50 @@ def describe_scaling(rope: RopeSettings, max_tokens: int) -> str:
     return "none" if rope.kind == "default" else f"factor {rope.factor:g}"
 
 
-def _default(theta: float, settings: dict[str, Any], config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+def _default(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
     return RopeSettings("default", theta)
 
 
-def _linear(theta: float, settings: dict[str, Any], config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    return RopeSettings("linear", theta, settings["factor"])
+def _linear(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    return RopeSettings("linear", theta, rope_factor(settings) or 1.0)
 
 
-def _dynamic(theta: float, settings: dict[str, Any], config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    return RopeSettings("dynamic", theta, settings["factor"], config.get("max_position_embeddings", 2048))
+def _dynamic(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    return RopeSettings("dynamic", theta, rope_factor(settings) or 1.0, max_positions(config))
 
 
-def _llama3(theta: float, settings: dict[str, Any], config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+def _llama3(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    low, high = (settings.number(f"{name}_freq_factor", least=1e-6, most=_MOST) for name in ("low", "high"))
+    if low >= high:
+        raise settings.wrong("low_freq_factor", f"less than high_freq_factor={high:g}")
+    original = settings.values["original_max_position_embeddings"]
     return RopeSettings(
-        "llama3",
-        theta,
-        settings["factor"],
-        settings["original_max_position_embeddings"],
-        low_freq_factor=settings["low_freq_factor"],
-        high_freq_factor=settings["high_freq_factor"],
+        "llama3", theta, rope_factor(settings) or 1.0, original, low_freq_factor=low, high_freq_factor=high
     )
 
 
-def _yarn(theta: float, settings: dict[str, Any], config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    original, factor = settings["original_max_position_embeddings"], settings["factor"]
+def _yarn(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    original, factor = settings.values["original_max_position_embeddings"], rope_factor(settings)
     if factor is None:
-        factor = config["max_position_embeddings"] / original
+        factor = max_positions(config) / original
     attention_factor, mscale, all_dims = (
-        settings.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")
+        settings.number_or_none(name, most=_MOST) for name in ("attention_factor", "mscale", "mscale_all_dim")
     )
     if attention_factor is None and mscale and all_dims:
         attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dims)
+    beta_fast, beta_slow = (
+        settings.number(name, default, least=1e-6, most=_MOST)
+        for name, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
     return RopeSettings(
         "yarn",
         theta,
         factor,
         original,
         _mscale(factor) if attention_factor is None else attention_factor,
-        beta_fast=settings.get("beta_fast") or 32,
-        beta_slow=settings.get("beta_slow") or 1,
-        truncate=settings.get("truncate", True),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=settings.boolean("truncate", True),
     )
 
 
@@ -120,31 +128,40 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(theta: float, settings: dict[str, Any], config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    original, factor = settings["original_max_position_embeddings"], settings.get("factor")
+def _longrope(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+    original, factor = settings.values["original_max_position_embeddings"], rope_factor(settings)
     if factor is None:
-        factor = config.get("max_position_embeddings", original) / original
-    attention_factor = settings.get("attention_factor")
+        factor = (
+            JsonObject("config.json", config).integer("max_position_embeddings", original, most=MOST_TOKENS) / original
+        )
+    attention_factor = settings.number_or_none("attention_factor", most=_MOST)
+    if attention_factor is None and factor > 1.0 and original == 1:
+        raise settings.wrong("original_max_position_embeddings", "more than 1 token")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    for name in ("short_factor", "long_factor"):
-        if len(settings[name]) != head_dim // 2:
-            raise InvalidRequest(
-                f"config.json: {name} has {len(settings[name])} entries; expected {head_dim // 2}, half of"
-                f" head_dim={head_dim}",
-                field="model",
-            )
-    return RopeSettings(
-        "longrope",
-        theta,
-        factor,
-        original,
-        attention_factor,
-        short_factor=tuple(settings["short_factor"]),
-        long_factor=tuple(settings["long_factor"]),
-    )
+    short, long = (_factors(settings, name, head_dim) for name in ("short_factor", "long_factor"))
+    return RopeSettings("longrope", theta, factor, original, attention_factor, short_factor=short, long_factor=long)
 
 
+def _factors(settings: JsonObject, name: str, head_dim: int) -> tuple[float, ...]:
+    """Return the factor of each frequency."""
+    given = settings.values[name]
+    if isinstance(given, list) and len(given) != head_dim // 2:
+        raise InvalidRequest(
+            f"config.json: {name} has {len(given)} entries; expected {head_dim // 2}, half of head_dim={head_dim}",
+            field="model",
+        )
+    return settings.numbers(name, head_dim // 2, least=1e-6, most=_MOST) or ()
+
+
+# Settings that have no default. For yarn the factor may be null: it follows from the lengths then.
+_NEEDED = {
+    "yarn": ("factor",),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 _READERS = {
     "default": _default,
     "linear": _linear,

@@ -1,16 +1,20 @@
 """The description of a decoder-only transformer, read from a Hugging Face ``config.json``."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from services.common.context_length import context_length
+from services.common.context_length import MOST_TOKENS, context_length
 from services.common.errors import InvalidRequest
+from services.common.model_json import MOST_VOCABULARY, JsonObject
 from services.worker.layers.rope import RopeSettings, read_rope
 
 # Values that transformers takes for keys that a Qwen config leaves out.
 _QWEN_WINDOW, _QWEN_FULL_LAYERS = 4096, 28
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# Larger than any published model's: a file with larger sizes is refused before anything depends on them.
+_MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM, _MOST_WIDTH = 4096, 16_384, 4096, 1 << 20
 
 # For each layer, the number of most recent tokens that a token attends to, itself included; None = all tokens.
 Windows: TypeAlias = tuple[int | None, ...]
@@ -41,32 +45,32 @@ class ModelConfig:
 def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: bool) -> ModelConfig:
     """Return the description that all architectures share, with the ``windows`` and ``features`` of one of them.
 
-    Raises ``InvalidRequest`` naming the key that is missing or not supported.
+    Raises ``InvalidRequest`` naming the key that is missing, not supported, or of a wrong type or size.
     """
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise InvalidRequest(f"config.json: hidden_act={activation!r} is not supported; only 'silu' is", field="model")
-    try:
-        heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
-        max_context_tokens = context_length(config)
-        head_dim = config.get("head_dim") or hidden_size // heads
-        made = ModelConfig(
-            vocab_size=config["vocab_size"],
-            hidden_size=hidden_size,
-            intermediate_size=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            max_context_tokens=max_context_tokens,
-            rope=read_rope(config, head_dim),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            windows=_shorter_than(max_context_tokens, windows),
-            **features,
-        )
-    except KeyError as error:
-        raise InvalidRequest(f"config.json: {error.args[0]} is missing", field="model") from error
+    given = JsonObject("config.json", config)
+    if given.text("hidden_act", "silu") != "silu":
+        raise given.wrong("hidden_act", "'silu', the only activation that is")
+    heads = given.integer("num_attention_heads", most=_MOST_HEADS)
+    hidden_size = given.integer("hidden_size", most=_MOST_WIDTH)
+    max_context_tokens = context_length(config)
+    head_dim = given.integer("head_dim", hidden_size // heads, most=_MOST_HEAD_DIM)
+    if not head_dim:
+        raise given.wrong("hidden_size", f"at least num_attention_heads={heads}")
+    made = ModelConfig(
+        vocab_size=given.integer("vocab_size", most=MOST_VOCABULARY),
+        hidden_size=hidden_size,
+        intermediate_size=given.integer("intermediate_size", most=_MOST_WIDTH),
+        layers=read_layers(config),
+        heads=heads,
+        kv_heads=given.integer("num_key_value_heads", heads, most=_MOST_HEADS),
+        head_dim=head_dim,
+        norm_eps=given.number("rms_norm_eps", 1e-6, most=1.0),
+        max_context_tokens=max_context_tokens,
+        rope=read_rope(config, head_dim),
+        tied_embeddings=given.boolean("tie_word_embeddings"),
+        windows=_shorter_than(max_context_tokens, windows),
+        **features,
+    )
     if made.heads % made.kv_heads:
         raise InvalidRequest(
             f"config.json: num_attention_heads={made.heads} is not a multiple of num_key_value_heads={made.kv_heads}",
@@ -75,22 +79,37 @@ def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: b
     return made
 
 
+def read_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers. Raises ``InvalidRequest``."""
+    return JsonObject("config.json", config).integer("num_hidden_layers", most=_MOST_LAYERS)
+
+
+def read_window(config: Mapping[str, Any], default: int) -> int | None:
+    """Return ``sliding_window`` in tokens, or ``default`` if the key is absent; None if it is null: full attention.
+
+    Raises ``InvalidRequest``.
+    """
+    window = JsonObject("config.json", config).integer_or_none("sliding_window", most=MOST_TOKENS)
+    return window if "sliding_window" in config else default
+
+
 def read_qwen_windows(config: Mapping[str, Any]) -> Windows:
     """Return the sliding windows of a Qwen model: ``layer_types`` names the layers that have one, or, in older files,
     all layers from ``max_window_layers`` on have one. Without ``use_sliding_window`` the size has no effect.
 
     Raises ``InvalidRequest`` for a type of layer that is not supported.
     """
-    layers = config.get("num_hidden_layers", 0)
-    window = config.get("sliding_window", _QWEN_WINDOW) if config.get("use_sliding_window") else None
-    kinds = config.get("layer_types")
+    given, layers = JsonObject("config.json", config), read_layers(config)
+    window = read_window(config, _QWEN_WINDOW) if given.boolean("use_sliding_window") else None
+    kinds = given.texts("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", _QWEN_FULL_LAYERS)
+        first = given.integer("max_window_layers", _QWEN_FULL_LAYERS, least=0, most=_MOST_LAYERS)
         kinds = [_SLIDING if index >= first else _FULL for index in range(layers)]
     unknown = sorted(set(kinds) - {_FULL, _SLIDING})
     if unknown or len(kinds) != layers:
+        strange = f", among them {reprlib.repr(unknown[0])}" if unknown else ""
         raise InvalidRequest(
-            f"config.json: layer_types has {len(kinds)} entries{f', among them {unknown[0]!r}' if unknown else ''};"
+            f"config.json: layer_types has {len(kinds)} entries{strange};"
             f" expected {_FULL!r} or {_SLIDING!r} for each of num_hidden_layers={layers}",
             field="model",
         )

@@ -1,9 +1,11 @@
 """Which architectures there are, by the name that ``config.json`` gives in ``architectures``."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.common.model_json import JsonObject
 from services.worker.models.config import ModelConfig
 from services.worker.models.llama import read_llama
 from services.worker.models.mistral import read_mistral
@@ -20,11 +22,12 @@ ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     """``config.json`` as a ``ModelConfig``. Raises ``InvalidRequest`` when the model is not one of ours."""
-    named = config.get("architectures") or []
+    named = JsonObject("config.json", config).texts("architectures") or []
     for name in named:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name](config)
     raise InvalidRequest(
-        f"config.json: architectures={named} is not supported; choose a model of {', '.join(ARCHITECTURES)}",
+        f"config.json: architectures={reprlib.repr(named)} is not supported; choose a model of"
+        f" {', '.join(ARCHITECTURES)}",
         field="model",
     )

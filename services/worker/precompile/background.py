@@ -4,11 +4,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import structlog
 
+from services.common.children import module_command, module_environment
 from services.worker.precompile.job import Job
 
 log = structlog.get_logger(__name__)
@@ -21,9 +21,9 @@ def compiling_ahead(job: Job) -> Iterator[None]:
     Nothing waits for it: the worker finds in Triton's cache what is compiled when it needs it, and compiles the rest.
     A child that cannot be started or fails costs time, and changes nothing else.
     """
-    command = [sys.executable, "-m", "services.worker.precompile"]
+    command, environment = module_command("services.worker.precompile"), module_environment(os.environ)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0)
     except OSError as error:
         log.warning("kernels are not compiled ahead", reason=str(error))
         yield

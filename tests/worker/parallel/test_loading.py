@@ -8,7 +8,7 @@ import safetensors
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_json
+from services.common.model_json import read_json
 from services.worker import weights
 from services.worker.layers.factory import make_linear
 from services.worker.layers.fp8 import quantize_rows

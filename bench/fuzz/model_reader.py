@@ -1,0 +1,98 @@
+"""``python -m bench.fuzz.model_reader``: reads models as the services do. Each line of stdin names a directory. One
+line of JSON answers it: ``{"stage", "refused"}`` or ``{"stage", "raised"}`` of each stage that failed.
+
+CPU time and memory of one directory are bounded: beyond them the process is killed, or its allocations fail.
+"""
+
+import json
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.common.errors import InvalidRequest, TokaError
+from services.common.model_files import read_card
+from services.common.model_json import read_json
+from services.common.text.grammar import Grammars
+from services.common.text.thinking import ThinkingTokens
+from services.common.text.tokenizer import Tokenizer
+from services.worker import weights
+from services.worker.layers.factory import make_kernels
+from services.worker.memory import FLOAT32, rotation_bytes, weight_bytes
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.registry import read_model_config
+from services.worker.parallel.ranks import ALONE
+from services.worker.parallel.shares import refuse_unshareable
+from services.worker.parallel.stages import layers_of
+from services.worker.refusals import refuse_too_large_weights
+
+CPU_S = 20.0  # for one directory; a whole model takes below 1 s
+MEMORY = 1 << 30  # bytes beside those of the libraries
+_DEVICE_MEMORY = 1 << 28  # bytes of the device that it pretends to have
+_TEXT = "Why is 今日 the 1st? 🙂\n"
+_CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": _TEXT}]
+
+
+def card(directory: str) -> None:
+    """As ``toka`` and a scheduler."""
+    read_card(directory, weights=True)
+
+
+def text(directory: str) -> None:
+    """As a gateway, a scheduler, and the process that compiles grammars."""
+    tokenizer = Tokenizer.load(directory)
+    ThinkingTokens.of(tokenizer)
+    tokenizer.decode(tokenizer.encode(_TEXT))
+    Grammars(tokenizer, (1,)).matcher('start: "a"').compute_bitmask()
+    if tokenizer.has_chat_template:
+        try:
+            tokenizer.encode_chat(_CHAT)
+        except InvalidRequest as error:
+            if error.field != "messages":
+                raise
+
+
+def worker(directory: str) -> None:
+    """As a worker on a CPU."""
+    described = read_model_config(read_json(Path(directory) / "config.json", required=True))
+    refuse_unshareable(described, 1)
+    [layers] = layers_of(described, 1, ())
+    weights.check(Path(directory), described)
+    needed = weight_bytes(described, ALONE, layers, FLOAT32, "none") + rotation_bytes(described)
+    refuse_too_large_weights(directory, needed, _DEVICE_MEMORY)
+    device = torch.device("cpu")
+    model = DecoderModel(described, torch.float32, device, make_kernels(device, torch.float32))
+    weights.load(Path(directory), model.targets(), tied_embeddings=described.tied_embeddings)
+
+
+STAGES: tuple[Callable[[str], None], ...] = (card, text, worker)
+
+
+def main() -> None:
+    # What is loaded once is loaded before the limits.
+    for stage in STAGES:
+        stage("builtin" if stage is not worker else str(read_card("builtin").directory))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(flush=True)
+    for line in sys.stdin:
+        failed = []
+        for stage in STAGES:
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            try:
+                stage(line.rstrip("\n"))
+            except TokaError as error:
+                failed.append({"stage": stage.__name__, "refused": error.message})
+            except BaseException:
+                failed.append({"stage": stage.__name__, "raised": traceback.format_exc()[-4000:]})
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(failed), flush=True)
+
+
+if __name__ == "__main__":
+    main()
