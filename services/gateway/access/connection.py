@@ -51,11 +51,8 @@ def framing_error(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
     given = [coding.strip() for coding in codings if coding.strip()]
     if unknown := next((coding for coding in given if coding != b"chunked"), None):
         coding = unknown[:64].decode("latin-1")
-        return (
-            501,
-            f"the transfer coding {coding!r} is not known here; send the body chunked",
-            "unknown_transfer_encoding",
-        )
+        message = f"the transfer coding {coding!r} is not known here; send the body chunked"
+        return 501, message, "unknown_transfer_encoding"
     return None
 
 

@@ -30,7 +30,7 @@ _MAX_TOKEN_ID = 2**32 - 1
 _MAX_BIAS = 100
 
 
-def _prompts(value: Any) -> list[str] | list[np.ndarray]:
+def _prompts(value: Any) -> Any:
     """A prompt in any of OpenAI's four forms, as a list of prompts; token ids as uint32."""
     if isinstance(value, (str, np.ndarray)):  # an array: of a large body
         return [value]

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from services.common.errors import InvalidRequest
-from services.common.json_scan import Bulk
+from services.common.json_scan import Bulk, Raw
 from services.common.text.encoder import MAX_CHARACTERS
 from services.gateway.gateway import Gateway
 from services.gateway.http import read_body, while_connected
@@ -74,7 +74,7 @@ async def detokenize(request: Request) -> Response:
     return await while_connected(request.receive, _detokenize(gateway, raw))
 
 
-async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
+async def _tokenize(gateway: Gateway, raw: Raw) -> Response:
     body = await parse_large(gateway.text, raw, TokenizeBody)
     facts = await gateway.fleet.model(body.model)
     unknown = []
@@ -90,7 +90,7 @@ async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
     return _json(answer, ignored_header(body, unknown))
 
 
-async def _detokenize(gateway: Gateway, raw: bytes) -> Response:
+async def _detokenize(gateway: Gateway, raw: Raw) -> Response:
     body = await parse_large(gateway.text, raw, DetokenizeBody)
     facts = await gateway.fleet.model(body.model)
     await gateway.text.worked(len(body.tokens) * _TOKEN_BYTES, _check, body.tokens, facts.vocab_size)
