@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from services.common import watched
-from services.common.config import from_command_line
 from services.common.errors import InvalidRequest
+from services.common.flags import load
 from services.common.keys import Key, KeyRing, hash_of, new_key, salted
 from services.gateway.access.new_key import NewKeyConfig
 from services.gateway.access.new_key import entry as entry_of
@@ -158,7 +158,7 @@ def test_the_command_refuses_what_the_file_would_not_take(flags):
     ],
 )
 def test_a_new_key_has_limits_unless_none_are_asked_for(path, flags, limits):
-    path.write_text(entry_of(from_command_line(NewKeyConfig, ["name=a", *flags]), "tk-x"))
+    path.write_text(entry_of(load(NewKeyConfig, ["name=a", *flags], {}), "tk-x"))
     [key] = KeyRing.load(path).keys
     assert (key.max_concurrent, key.tokens_per_minute) == limits
 
