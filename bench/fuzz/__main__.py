@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.fuzz.certificates import CertificateFuzzer
 from bench.fuzz.config import SURFACES, FuzzConfig
+from bench.fuzz.costs import CostFuzzer
 from bench.fuzz.findings import Findings
 from bench.fuzz.http import HttpFuzzer
 from bench.fuzz.models import ModelFuzzer
@@ -68,6 +69,23 @@ async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> di
         figures["plans"] = await PlanFuzzer(config, directory, findings).run(counts["plans"])
     if counts["certificates"]:
         figures["certificates"] = await CertificateFuzzer(config, directory, findings).run(counts["certificates"])
+    if counts["costs"]:
+        figures["costs"] = await _costs(config, directory, findings, counts["costs"])
+    return figures
+
+
+async def _costs(config: FuzzConfig, directory: Path, findings: Findings, count: int) -> dict[str, Any]:
+    """Search for the body that costs most, at services with the limits that they have by default."""
+    own = directory / "costs"
+    own.mkdir(exist_ok=True)
+    with target(own, keys=False, flags=("log_level=WARNING",)) as running:
+        await running.wait_ready()
+        fuzzer = CostFuzzer(
+            running.url, running.gateway_pid, findings, seed=config.seed, blocked_s=config.blocked_ms / 1e3
+        )
+        figures = await fuzzer.run(config.first, count)
+        await running.look(findings)
+    running.look_at_logs(findings)
     return figures
 
 

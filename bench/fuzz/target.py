@@ -31,6 +31,7 @@ class Target:
     def __init__(self, running: Cluster, credentials: Credentials) -> None:
         self._running, self.credentials = running, credentials
         self._pids = {name: process.pid for name, process in running.processes.items()}
+        self.gateway_pid = next(pid for name, pid in self._pids.items() if name.startswith("gateway"))
         [self.url] = running.urls.values()
         self.scheduler = f"{running.network.host('scheduler-0')}:{running.network.ports['scheduler']}"
 
@@ -88,11 +89,9 @@ class Target:
 
 
 @contextmanager
-def target(directory: Path, *, keys: bool) -> Iterator[Target]:
-    """The services, of which some may still be starting."""
+def target(directory: Path, *, keys: bool, flags: tuple[str, ...] = _FLAGS) -> Iterator[Target]:
+    """Start the services, of which some may still be starting."""
     credentials = Credentials(directory if keys else None)
-    config = ClusterConfig(
-        worker="fake", gateways=1, replicas=1, netns="F", step_ms=0, flags=_FLAGS + credentials.flags
-    )
+    config = ClusterConfig(worker="fake", gateways=1, replicas=1, netns="F", step_ms=0, flags=flags + credentials.flags)
     with cluster(config, directory) as (running, _):
         yield Target(running, credentials)

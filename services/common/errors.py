@@ -13,6 +13,7 @@
     ├── AlreadyExists           the name or handle is in use                          ALREADY_EXISTS       409
     ├── FailedPrecondition      right call, wrong state                               FAILED_PRECONDITION  409
     ├── Overloaded              the queue is full: says when to come back             RESOURCE_EXHAUSTED   429
+    │   └── TooManyBodies       the gateway holds too many bytes of requests          RESOURCE_EXHAUSTED   503
     ├── Unavailable             loading, draining, or a peer is down: try again       UNAVAILABLE          503
     │   └── StoreUnavailable    files, batches and stored objects cannot be reached   UNAVAILABLE          503
     ├── DeadlineExceeded                                                              DEADLINE_EXCEEDED    504
@@ -109,6 +110,12 @@ class Overloaded(TokaError):
     def __init__(self, message: str, *, retry_after_s: float, reason: str | None = None) -> None:
         super().__init__(message, reason=reason)
         self.retry_after_s = retry_after_s
+
+
+class TooManyBodies(Overloaded):
+    """The gateway holds as many bytes of request bodies as it may."""
+
+    reason = "TOO_MANY_BODIES"
 
 
 class Unavailable(TokaError):

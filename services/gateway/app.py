@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Internal, NotFound, TokaError
 from services.gateway import probes
 from services.gateway.access import admin
+from services.gateway.access.bodies import HeldBodies
 from services.gateway.access.cors import with_cors
 from services.gateway.access.guard import KEY, METRICS
 from services.gateway.access.web_pages import WebPages
@@ -107,6 +108,7 @@ class _Application:
         self._guard = gateway.guard
         self._web_pages = WebPages.public(gateway.config)
         self._tracing = gateway.tracing
+        self._bodies = HeldBodies(gateway.config.max_bodies_bytes, gateway.config.max_body_bytes)
         self._endpoints: dict[str, Endpoint] = {
             route.path: route.endpoint
             for route in api.routes
@@ -128,10 +130,11 @@ class _Application:
         except TokaError as error:
             await self._refuse(error, scope, receive, send)
             return
-        if scope["method"] == "POST" and scope["path"] in self._endpoints:
-            await self._answer(scope, receive, send)
-        else:
-            await self._api(scope, receive, self._counting(scope, send))
+        with self._bodies.holding(scope):
+            if scope["method"] == "POST" and scope["path"] in self._endpoints:
+                await self._answer(scope, receive, send)
+            else:
+                await self._api(scope, receive, self._counting(scope, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, key, limits = scope["path"], scope.get(KEY), self._guard.limits

@@ -12,9 +12,11 @@ import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.common.errors import PayloadTooLarge, UnsupportedMediaType
+from services.common.errors import PayloadTooLarge, TokaError, TooManyBodies, UnsupportedMediaType
+from services.common.json_scan import Raw
 from services.common.keys import Key, salted
 from services.common.tracing import HEADER
+from services.gateway.access.bodies import BODY, HeldBody
 from services.gateway.access.guard import KEY, presented_key
 from services.gateway.access.idempotency import read_idempotency_key, seed_of_retries
 from services.gateway.access.lines import Line
@@ -24,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 # A client that is still sending may not look for the answer: so much more is read and thrown away first.
 _DISCARD_FACTOR = 4
+_COPIED_BYTES = 64 * 1024  # of a body; a larger one is not copied once more
 
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -38,32 +41,54 @@ CALLER = "toka.caller"
 R = TypeVar("R")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> Raw:
     """Return the JSON body of a request, of at most ``limit`` bytes, whether announced or sent in chunks.
 
-    Raises ``UnsupportedMediaType`` if the request does not say that its body is JSON, ``PayloadTooLarge``, and
-    ``ClientDisconnect`` if the client left before the body's end. The type matters to browsers: they send other types
-    across origins without asking first.
+    Raises ``UnsupportedMediaType`` if the request does not say that its body is JSON, ``PayloadTooLarge``,
+    ``TooManyBodies`` if the gateway has no room for it, and ``ClientDisconnect`` if the client left before its end. The
+    type matters to browsers: they send other types across origins without asking first.
     """
     kind = request.headers.get("content-type", "")
     if not _JSON_TYPE.fullmatch(kind.partition(";")[0].strip().lower()):
         given = f"not {kind[:100]!r}" if kind else "and this request has no content type"
         raise UnsupportedMediaType(f"the body must be JSON, {given}; send the header 'Content-Type: application/json'")
     announced = int(request.headers.get("content-length", 0))
-    if announced > limit and "expect" in request.headers:  # it waits for our word before it sends
-        raise _too_large(limit)
-    parts, size = [], 0
+    held: HeldBody | None = request.scope.get(BODY)
+    refusal: TokaError | None = _too_large(limit) if announced > limit else None
+    try:
+        if held is not None and refusal is None:
+            held.check(announced)
+    except TooManyBodies as error:
+        refusal = error
+    if refusal is not None and "expect" in request.headers:  # the client sends its body after "100 Continue"
+        raise refusal
+    body, size = bytearray(), 0
     async for part in request.stream():
         size += len(part)
-        if size <= limit:
-            parts.append(part)
-        else:
-            parts.clear()
+        if size > limit:
+            refusal = _too_large(limit)
+        elif refusal is None and held is not None:
+            refusal = _no_room(held, size)
+        if refusal is None:
+            body += part
+        elif body:
+            body = bytearray()
+            if held is not None:
+                held.resize(0)
         if size > limit * _DISCARD_FACTOR:
             break
-    if size > limit:
-        raise _too_large(limit)
-    return b"".join(parts)
+    if refusal is not None:
+        raise refusal
+    return body if len(body) > _COPIED_BYTES else bytes(body)
+
+
+def _no_room(held: HeldBody, size: int) -> TokaError | None:
+    """Count ``size`` bytes as held. Return the error if there is no room for them."""
+    try:
+        held.resize(size)
+    except TooManyBodies as error:
+        return error
+    return None
 
 
 def name_request(scope: MutableMapping[str, Any]) -> str:
@@ -123,7 +148,7 @@ class Caller(NamedTuple):
         return None if timeout_s is None else int((asked_at + timeout_s) * 1000)
 
 
-def read_caller(request: Request, body: bytes = b"") -> Caller:
+def read_caller(request: Request, body: Raw = b"") -> Caller:
     """Who sent ``request``. The API key itself goes no further: its name, or where nobody knows keys a digest of it,
     tells callers apart as well. Raises ``InvalidRequest`` for an idempotency key that is none."""
     request_id = name_request(request.scope)

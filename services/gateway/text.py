@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -52,7 +52,7 @@ class TextEngine:
 
     async def encode_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Callable[[], list[dict[str, Any]]],
         *,
         add_generation_prompt: bool,
         max_tokens: int | None,
@@ -60,14 +60,19 @@ class TextEngine:
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Text and token ids of a conversation under the model's template. Raises ``InvalidRequest``."""
-        render = partial(
-            self.tokenizer.render_chat,
-            messages,
-            add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
+        """Return text and token ids of a conversation under the model's template. Raises ``InvalidRequest``.
+
+        ``messages`` is called in a thread, before ``variables`` are read.
+        """
+
+        def render() -> str:
+            return self.tokenizer.render_chat(
+                messages(),
+                add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+
         return await self._encoder.encode_chat(
             render, max_tokens=max_tokens, field="messages", add_special_tokens=add_special_tokens
         )

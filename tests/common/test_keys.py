@@ -8,7 +8,10 @@ import pytest
 
 from services.common import watched
 from services.common.errors import InvalidRequest
+from services.common.flags import load
 from services.common.keys import Key, KeyRing, hash_of, new_key, salted
+from services.gateway.access.new_key import NewKeyConfig
+from services.gateway.access.new_key import entry as entry_of
 
 
 def entry(name: str, key: str, *lines: str) -> str:
@@ -138,10 +141,26 @@ def test_the_command_prints_an_entry_for_the_file_and_the_key_beside_it(path):
     assert isinstance(found, Key)
 
 
-@pytest.mark.parametrize("flags", [[], ["name=a b"], ["name=a", "scopes=root"], ["name=a", "expires=soon"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["name=a b"], ["name=a", "scopes=root"], ["name=a", "expires=soon"], ["name=a", "max_concurrent=0"]]
+)
 def test_the_command_refuses_what_the_file_would_not_take(flags):
     made = subprocess.run([sys.executable, "-m", "services.gateway.access.new_key", *flags], capture_output=True)
     assert (made.returncode, made.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits"),
+    [
+        ([], (256, 5_000_000)),
+        (["max_concurrent=none", "tokens_per_minute=none"], (None, None)),
+        (["max_concurrent=3"], (3, 5_000_000)),
+    ],
+)
+def test_a_new_key_has_limits_unless_none_are_asked_for(path, flags, limits):
+    path.write_text(entry_of(load(NewKeyConfig, ["name=a", *flags], {}), "tk-x"))
+    [key] = KeyRing.load(path).keys
+    assert (key.max_concurrent, key.tokens_per_minute) == limits
 
 
 def test_keys_are_long_and_differ():

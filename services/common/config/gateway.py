@@ -26,6 +26,11 @@ class GatewayConfig(KeysConfig):
         False, description="an unknown model name is refused with 404; F: the only served model answers under any name"
     )
     max_body_bytes: Int = Field(32 * 1024 * 1024, ge=1024, description="largest HTTP request; beyond it: 413")
+    max_bodies_bytes: Int = Field(
+        512 * 1024 * 1024,
+        ge=1024,
+        description="bodies of all requests of a gateway together, until they are answered; beyond it: 503",
+    )
     max_choices: Int = Field(16384, ge=1, description="largest prompts x n of one HTTP request")
     max_prompt_tokens: Int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
     max_output_tokens: Int | None = Field(
@@ -81,6 +86,15 @@ class GatewayConfig(KeysConfig):
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, or * for all")
         return origins
+
+    @model_validator(mode="after")
+    def _the_largest_body_fits(self) -> "GatewayConfig":
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"flag max_bodies_bytes={self.max_bodies_bytes}: one body may have max_body_bytes="
+                f"{self.max_body_bytes}; raise the first, or lower the second"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedulers_are_verified(self) -> "GatewayConfig":

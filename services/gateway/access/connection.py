@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httptools
@@ -38,6 +39,21 @@ class Clock:
     """Seconds in which the event loop turned. While it stands still, clients cannot be heard, and are not slow."""
 
     now = 0.0
+
+
+def framing_error(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str] | None:
+    """Return status, message and code for a head that RFC 9112 has a server refuse (3.2: Host; 6.1: the transfer
+    coding), or None. ``headers``: names in lower case."""
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1 or (version == "1.1" and not hosts):
+        return 400, f"the request has {hosts} Host headers; send one", "invalid_http"
+    codings = b",".join(value for name, value in headers if name == b"transfer-encoding").lower().split(b",")
+    given = [coding.strip() for coding in codings if coding.strip()]
+    if unknown := next((coding for coding in given if coding != b"chunked"), None):
+        coding = unknown[:64].decode("latin-1")
+        message = f"the transfer coding {coding!r} is not known here; send the body chunked"
+        return 501, message, "unknown_transfer_encoding"
+    return None
 
 
 class Connection(HttpToolsProtocol):
@@ -143,6 +159,9 @@ class Connection(HttpToolsProtocol):
             > self._patience.max_header_bytes
         ):
             self._refuse_head()
+            return
+        if (refusal := framing_error(self.parser.get_http_version(), self.headers)) is not None:
+            self._refuse(*refusal)
             return
         self._in_body, self._body_bytes, self._body_mark, self._body_since = True, 0, 0, self._clock.now
         self._framing_bytes = 0

@@ -6,6 +6,7 @@ import re
 from starlette.datastructures import Headers
 
 from services.common.errors import InvalidRequest
+from services.common.json_scan import Raw
 
 _HEADER = "Idempotency-Key"
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,255}")
@@ -23,7 +24,7 @@ def read_idempotency_key(headers: Headers) -> str:
     return given
 
 
-def fingerprint(*parts: str | bytes) -> str:
+def fingerprint(*parts: str | Raw) -> str:
     """Of a request: another for any other. Parts are told apart."""
     digest = hashlib.sha256()
     for part in parts:
@@ -33,6 +34,6 @@ def fingerprint(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def seed_of_retries(owner: str, key: str, path: str, body: bytes) -> int:
+def seed_of_retries(owner: str, key: str, path: str, body: Raw) -> int:
     """The seed of answers to this very request, so that a retry draws what its first try drew."""
     return int(fingerprint(owner, key, path, body)[:16], 16)

@@ -17,7 +17,8 @@ from services.gateway.batch.tables import VALIDATING, StoredBatch
 from services.gateway.http import read_body, read_caller
 from services.gateway.openai.body import Body, Id
 from services.gateway.openai.errors import response
-from services.gateway.openai.parse import ignored_header, parse
+from services.gateway.openai.parse import ignored_header, parse_large
+from services.gateway.openai.schemas import Metadata
 
 MAX_PAGE = 100
 WINDOWS_S = {"24h": 24 * 3600}
@@ -36,12 +37,7 @@ class BatchBody(Body):
     input_file_id: Id
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
 
     nested = ("output_expires_after",)
@@ -49,9 +45,9 @@ class BatchBody(Body):
 
 async def create_batch(request: Request) -> Response:
     """Begin a batch."""
-    config = request.app.state.gateway.config
-    raw = await read_body(request, config.max_body_bytes)
-    body, caller = parse(raw, BatchBody), read_caller(request)
+    gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    body, caller = await parse_large(gateway.text, raw, BatchBody), read_caller(request)
     ignored = ignored_header(body)
     place = await opened(request)
     if body.endpoint not in place.endpoints:

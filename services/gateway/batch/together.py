@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 import structlog
 from fastapi import Request, Response
 
 from services.common.errors import Internal, InvalidRequest, TokaError
+from services.common.json_scan import Raw
 from services.gateway.batch.requests import Requests
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.errors import to_response
 from services.gateway.openai.jobs import seed_of
 from services.gateway.openai.json_value import write_again
-from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored
+from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off_loop, read_json
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +30,7 @@ async def create_chat_completions(request: Request) -> Response:
     """Answer a list of bodies of chat completions with a list of chat completions, or of errors in their place."""
     gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    bodies = _read_list(raw, gateway.config.max_choices)
+    bodies = await off_loop(gateway.text, raw, _read_list, gateway.config.max_choices)
     requests = Requests(gateway, gateway.batches.endpoints)
     caller = read_caller(request, raw)
     slots = asyncio.Semaphore(gateway.config.batch_concurrency)
@@ -63,12 +63,9 @@ def _seeded(caller: Caller, number: int) -> Caller:
     return caller._replace(retry_seed=seed_of(caller.retry_seed, number), idempotency_key="")
 
 
-def _read_list(raw: bytes, most: int) -> list[Any]:
-    """The JSON array in ``raw``. Raises ``InvalidRequest``."""
-    try:
-        bodies = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
+def _read_list(raw: Raw, most: int) -> list[Any]:
+    """Return the JSON array in ``raw``. Raises ``InvalidRequest``."""
+    bodies = read_json(raw)
     if not isinstance(bodies, list):
         raise InvalidRequest("the body must be a JSON array of bodies of chat completions", reason="INVALID_JSON")
     if not 1 <= len(bodies) <= most:

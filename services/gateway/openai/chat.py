@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fastapi import Request, Response
 
+from services.common.json_scan import Raw
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.job import Job, Settings
@@ -90,7 +91,7 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
     return Asked(caller.request_id, facts, settings, jobs, reader, prompt.unknown)
 
 
-async def _chat(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
+async def _chat(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ChatBody)
     make_shape: Callable[..., ChatShape] = ChatShape
     if body.store:

@@ -10,6 +10,7 @@ import orjson
 import structlog
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
+from services.common.json_scan import Raw
 from services.gateway.access.idempotency import fingerprint
 from services.gateway.batch.chats import Chats
 from services.gateway.batch.ids import new_id
@@ -39,7 +40,7 @@ class ChatKeeper:
     key_name: str
 
     @classmethod
-    async def of(cls, gateway: Gateway, body: ChatBody, caller: Caller, raw: bytes) -> "ChatKeeper":
+    async def of(cls, gateway: Gateway, body: ChatBody, caller: Caller, raw: Raw) -> "ChatKeeper":
         """Return the keeper of the answer to ``body``, of which ``raw`` are the bytes. Raises ``InvalidRequest`` if
         there is no store, and the store's errors."""
         try:

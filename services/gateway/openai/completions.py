@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from fastapi import Request, Response
 
+from services.common.json_scan import Raw
 from services.common.text.vocabulary import TokenIds
 from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
@@ -42,7 +43,7 @@ async def create_completion(request: Request) -> Response:
     return await while_connected(request.receive, _complete(gateway, raw, read_caller(request, raw), started_at))
 
 
-async def _complete(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
+async def _complete(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, CompletionBody)
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     max_tokens = check_max_tokens(body, gateway.config.max_output_tokens, DEFAULT_MAX_TOKENS)

@@ -43,8 +43,9 @@ async def render(
     with_tools: bool = True,
     add_special_tokens: bool = False,
 ) -> Prompt:
-    """The prompt of ``body``. ``max_tokens``: more are refused; None: none are. Raises ``InvalidRequest``."""
-    tools = [tool.render() for tool in body.tools or ()] if with_tools else []
+    """Return the prompt of ``body``. Raises ``InvalidRequest``, also for more than ``max_tokens`` unless that is
+    None."""
+    tools = (body.tools or []) if with_tools else []
     known = engine.tokenizer.chat_template(tools=bool(tools)).variables
     given = body.chat_template_kwargs or {}
     for name in sorted(TEMPLATE_NAMES.intersection(given).difference(known)):
@@ -59,8 +60,14 @@ async def render(
             raise _unsupported(name, f"this model's chat template does not know of {name}; leave them out")
         if value:
             variables[name] = value
+
+    def messages() -> list[dict[str, Any]]:
+        if tools:
+            variables["tools"] = [tool.render() for tool in tools]
+        return [message.render() for message in body.messages]
+
     text, ids = await engine.encode_chat(
-        [message.render() for message in body.messages],
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         variables=variables,

@@ -42,6 +42,7 @@ _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.NotFound, _Kind(404, "invalid_request_error")),
     (errors.AlreadyExists, _Kind(409, "invalid_request_error")),
     (errors.FailedPrecondition, _Kind(409, "invalid_request_error")),
+    (errors.TooManyBodies, _Kind(503, "service_unavailable_error")),
     (errors.Overloaded, _Kind(429, "rate_limit_error")),
     (errors.Unavailable, _Kind(503, "service_unavailable_error")),
     (errors.DeadlineExceeded, _Kind(504, "timeout_error")),

@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.common.json_scan import MAX_VALUES
+from services.common.large_json import count_marks
 from services.gateway.openai.body import Body
 from services.gateway.openai.json_value import check_schema
 
@@ -26,6 +28,7 @@ _NOT_VARIABLES = (
 
 # Members of a message that other servers read, beside text: this one would answer as if they were missing.
 _UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "reasoning", "images", "videos")
+_UNSUPPORTED_MARKS = ("prefix", "partial")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -78,6 +81,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     nested: ClassVar[tuple[str, ...]] = ("content", "tool_calls")
+    consulted = frozenset((*_UNSUPPORTED_PARTS, *_UNSUPPORTED_MARKS))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = None
@@ -130,7 +134,7 @@ class Message(Body):
         for name in _UNSUPPORTED_PARTS:
             if extras.get(name):
                 raise ValueError(f"messages with {name!r} are not supported by this server yet; leave them out")
-        for name in ("prefix", "partial"):
+        for name in _UNSUPPORTED_MARKS:
             if extras.get(name):
                 raise ValueError(f"a message with {name!r} is not continued here; send continue_final_message=true")
         return self
@@ -156,6 +160,8 @@ class Message(Body):
 class Function(Body):
     """What a tool does and takes."""
 
+    keeps_unknown = True
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -171,6 +177,8 @@ class Function(Body):
 
 class Tool(Body):
     """A function that the model may call."""
+
+    keeps_unknown = True
 
     type: Literal["function"]
     function: Function
@@ -243,6 +251,19 @@ class ConversationBody(Body):
         return tools
 
     _only_variables = field_validator("chat_template_kwargs")(check_variables)
+
+    @field_validator("messages")
+    @classmethod
+    def _arguments_are_bounded(cls, messages: list[Message]) -> list[Message]:
+        """Refuse arguments of tool calls, which are JSON in strings, that have more values than a body may have."""
+        marks = sum(
+            count_marks(call.function.arguments.encode(errors="replace"))
+            for message in messages
+            for call in message.tool_calls or ()
+        )
+        if marks > MAX_VALUES:
+            raise ValueError(f"the arguments of tool calls have more than {MAX_VALUES} values; send fewer")
+        return messages
 
     @property
     def only_allowed(self) -> bool:

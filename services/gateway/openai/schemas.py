@@ -6,11 +6,13 @@ What these do not name is in ``unsupported`` or unknown; unknown parameters end 
 import contextlib
 from array import array
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
+from services.common.json_scan import Bulk
 from services.common.logprobs_mode import LogprobsMode
 from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere
@@ -25,29 +27,32 @@ MAX_STOP_BYTES = 4096
 MAX_PROMPTS = 65_536
 MAX_METADATA = 16
 _MAX_TOKEN_ID = 2**32 - 1
+_MAX_BIAS = 100
 
 
-def _prompts(value: Any) -> list[str] | list[np.ndarray]:
+def _prompts(value: Any) -> Any:
     """A prompt in any of OpenAI's four forms, as a list of prompts; token ids as uint32."""
-    if isinstance(value, str):
+    if isinstance(value, (str, np.ndarray)):  # an array: of a large body
         return [value]
     if not isinstance(value, list):
         raise ValueError("expected a string, a list of strings, a list of token ids, or a list of lists of token ids")
     if not value:
         raise ValueError("expected at least one prompt, not an empty list")
-    if all(isinstance(item, str) for item in value):
+    if all(isinstance(item, (str, np.ndarray)) for item in value) and len({type(item) for item in value}) == 1:
         return value
-    prompts = value if all(isinstance(item, list) for item in value) else [value]
+    prompts = value if all(isinstance(item, (list, np.ndarray)) for item in value) else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}")
     for number, prompt in enumerate(prompts):
-        if not prompt:
+        if not len(prompt):
             raise ValueError(f"prompt {number} has no tokens; give at least one")
-    return [_token_ids(prompt) for prompt in prompts]
+    return [token_ids(prompt) for prompt in prompts]
 
 
-def _token_ids(prompt: list[Any]) -> np.ndarray:
-    """``prompt`` as uint32. A list is looked through item by item only when something may be wrong with it."""
+def token_ids(prompt: list[Any] | np.ndarray) -> np.ndarray:
+    """Return ``prompt`` as uint32. Raises ``ValueError`` if something else than token ids is in it."""
+    if isinstance(prompt, np.ndarray):
+        return prompt
     with contextlib.suppress(TypeError, OverflowError):
         ids = np.frombuffer(array("I", prompt), np.uint32)
         if ids.min() > 1:  # else it may have been true or false
@@ -75,6 +80,23 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def at_most(most: int, value: Any) -> Any:
+    """Return ``value``. Raises ``ValueError`` for an object with more than ``most`` members, before one is checked."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"expected at most {most} items (got an object of {len(value)})")
+    return value
+
+
+def _first_wrong_bias(value: Any) -> Any:
+    """Return ``value``, or its first wrong member alone: each wrong member would be an error of its own."""
+    if not isinstance(value, dict):
+        return value
+    for token, bias in value.items():
+        if type(bias) not in (int, float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            return {token: bias}
+    return value
+
+
 def _some(tokens: int) -> int:
     if tokens == 0:
         raise ValueError("expected at least 1, or -1 for as many as there is room for")
@@ -87,7 +109,15 @@ Prompts = Annotated[
 ]
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(partial(at_most, MAX_METADATA)),
+]
+Bias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASES),
+    BeforeValidator(_first_wrong_bias),
+    BeforeValidator(partial(at_most, MAX_BIASES)),
 ]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds that the request may take; beyond them: 504")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
@@ -110,6 +140,8 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """What all endpoints that generate have in common."""
 
+    bulks: ClassVar[Mapping[str, Bulk]] = {"logit_bias": Bulk(MAX_BIASES)}
+
     model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -121,9 +153,7 @@ class SamplingBody(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
-        None
-    )
+    logit_bias: Bias | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, description="1 = off")] | None = None
@@ -224,6 +254,8 @@ class GenerationBody(GrammarBody, SamplingBody):
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
+
+    bulks: ClassVar[Mapping[str, Bulk]] = {**SamplingBody.bulks, "prompt": Bulk()}
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None

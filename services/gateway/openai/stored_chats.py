@@ -15,7 +15,7 @@ from services.gateway.batch.tables import StoredChat
 from services.gateway.http import read_body, read_caller
 from services.gateway.openai.body import Body
 from services.gateway.openai.errors import response
-from services.gateway.openai.parse import ignored_header, parse
+from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import MAX_METADATA, Metadata
 
 MAX_PAGE = 100
@@ -48,8 +48,9 @@ async def get_chat(request: Request, completion_id: str) -> Response:
 
 async def update_chat(request: Request, completion_id: str) -> Response:
     """Replace the metadata of a stored chat completion."""
-    raw = await read_body(request, request.app.state.gateway.config.max_body_bytes)
-    body = parse(raw, ChatUpdateBody)
+    gateway = request.app.state.gateway
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    body = await parse_large(gateway.text, raw, ChatUpdateBody)
     store = await opened(request)
     chat = await store.chats.update(completion_id, body.metadata, read_caller(request).owner)
     return response(200, _told(chat), ignored_header(body))

@@ -1,13 +1,15 @@
 """``POST /tokenize`` and ``POST /detokenize``, in vLLM's shapes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import orjson
 from fastapi import Request, Response
-from pydantic import Field, model_validator
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from services.common.errors import InvalidRequest
+from services.common.json_scan import Bulk, Raw
 from services.common.text.encoder import MAX_CHARACTERS
 from services.gateway.gateway import Gateway
 from services.gateway.http import read_body, while_connected
@@ -39,11 +41,23 @@ class TokenizeBody(ConversationBody):
         return self
 
 
+def _list_or_array(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Return the array that a large body has in place of a list of token ids, or the validated list."""
+    if not isinstance(value, np.ndarray):
+        return validate(value)
+    if len(value) > MAX_CHARACTERS:
+        raise ValueError(f"expected at most {MAX_CHARACTERS} items (got {len(value)})")
+    return value
+
+
 class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
+    bulks: ClassVar[Mapping[str, Bulk]] = {"tokens": Bulk()}
+
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_CHARACTERS)]
+
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_CHARACTERS), WrapValidator(_list_or_array)]
 
 
 async def tokenize(request: Request) -> Response:
@@ -60,7 +74,7 @@ async def detokenize(request: Request) -> Response:
     return await while_connected(request.receive, _detokenize(gateway, raw))
 
 
-async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
+async def _tokenize(gateway: Gateway, raw: Raw) -> Response:
     body = await parse_large(gateway.text, raw, TokenizeBody)
     facts = await gateway.fleet.model(body.model)
     unknown = []
@@ -76,7 +90,7 @@ async def _tokenize(gateway: Gateway, raw: bytes) -> Response:
     return _json(answer, ignored_header(body, unknown))
 
 
-async def _detokenize(gateway: Gateway, raw: bytes) -> Response:
+async def _detokenize(gateway: Gateway, raw: Raw) -> Response:
     body = await parse_large(gateway.text, raw, DetokenizeBody)
     facts = await gateway.fleet.model(body.model)
     await gateway.text.worked(len(body.tokens) * _TOKEN_BYTES, _check, body.tokens, facts.vocab_size)
@@ -84,14 +98,16 @@ async def _detokenize(gateway: Gateway, raw: bytes) -> Response:
     return _json(await gateway.text.worked(len(text), orjson.dumps, {"prompt": text}), ignored_header(body))
 
 
-def _check(tokens: list[int], vocab_size: int) -> None:
-    for place, token in enumerate(tokens):
-        if token >= vocab_size:
-            raise InvalidRequest(
-                f"token id {token} does not exist: this model has ids 0 to {vocab_size - 1}",
-                field=f"tokens[{place}]",
-                reason="UNKNOWN_TOKEN",
-            )
+def _check(tokens: list[int] | np.ndarray, vocab_size: int) -> None:
+    wrong = np.flatnonzero(np.asarray(tokens, np.int64) >= vocab_size)
+    if len(wrong):
+        place = int(wrong[0])
+        token = tokens[place]
+        raise InvalidRequest(
+            f"token id {token} does not exist: this model has ids 0 to {vocab_size - 1}",
+            field=f"tokens[{place}]",
+            reason="UNKNOWN_TOKEN",
+        )
 
 
 def _answer(ids: list[int], max_model_len: int, text_of: Callable[[int], tuple[str, bytes]] | None) -> bytes:

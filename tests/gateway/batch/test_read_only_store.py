@@ -87,7 +87,7 @@ def test_a_gateway_starts_with_a_read_only_store_and_says_so(gateway, tmp_path):
         protect(tmp_path / "store", writable=True)
     eventually(lambda: upload(client).status_code == 200)
     log = process.log.read_text()[written:]
-    assert "no files and batches" in log
+    assert '"store unavailable"' in log
     assert "Traceback" not in log
 
 

@@ -49,6 +49,8 @@ def refuse_extras(body: Body, where: str, harmless: frozenset[str] = frozenset()
 class NamedSchema(Body):
     """What a JSON answer is like. It is held to always, ``strict`` or not."""
 
+    consulted = None
+
     name: SchemaName
     description: str | None = None
     schema_: Schema = Field(alias="schema")
@@ -68,6 +70,8 @@ class ResponseFormat(Body):
     Text Generation Inference and huggingface_hub write ``{"type": "json", "value": SCHEMA}`` and ``{"type": "regex",
     "value": REGEX}``. Together and llama.cpp write ``{"type": "json_object", "schema": SCHEMA}``.
     """
+
+    consulted = None
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = None
@@ -138,6 +142,8 @@ def _advice(kind: str) -> str:
 
 class StructuredOutputs(Body):
     """vLLM's way."""
+
+    consulted = None
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None

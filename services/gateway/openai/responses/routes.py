@@ -7,6 +7,7 @@ import time
 from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest, NotFound
+from services.common.json_scan import Raw
 from services.gateway.access.idempotency import fingerprint
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.service import NO_STORE
@@ -54,7 +55,7 @@ async def count_input_tokens(request: Request) -> Response:
     return await while_connected(request.receive, _count(gateway, raw, read_caller(request)))
 
 
-async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: float) -> Response:
+async def _respond(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -> Response:
     body = await parse_large(gateway.text, raw, ResponsesBody)
     ignored = ignored_header(body, body.left_out)
     response_id = new_id("resp_")
@@ -85,7 +86,7 @@ async def _respond(gateway: Gateway, raw: bytes, caller: Caller, started_at: flo
         raise _renamed(error) from None
 
 
-async def _count(gateway: Gateway, raw: bytes, caller: Caller) -> Response:
+async def _count(gateway: Gateway, raw: Raw, caller: Caller) -> Response:
     body = await parse_large(gateway.text, raw, InputTokensBody)
     ignored = ignored_header(body, body.left_out)
     counted, _ = await with_conversation(gateway, body, len(raw), caller.owner, keeps=False)
@@ -116,7 +117,7 @@ async def _chat(gateway: Gateway, body: ResponsesBody, *, large: bool) -> ChatBo
     return await gateway.text.in_thread(body.chat) if large else body.chat()
 
 
-def _is_large(raw: bytes, body: ResponsesBody) -> bool:
+def _is_large(raw: Raw, body: ResponsesBody) -> bool:
     return len(raw) > INLINE_BYTES or len(body.input) > _INLINE_ITEMS
 
 
