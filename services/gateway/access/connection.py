@@ -6,10 +6,15 @@ from typing import Any, NamedTuple
 
 import httptools
 import orjson
+import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.common.config import GatewayConfig
+from services.common.config.gateway import MOST_CONNECTIONS
+from services.common.descriptors import connections_within, current_limit, reserve_of
 from services.gateway.openai import errors
+
+log = structlog.get_logger(__name__)
 
 _LEAST_BODY_BYTES = 16 * 1024  # of a body that goes on, in the time that a client has
 # Who closes under what a client still sends breaks the connection, and the client may not read why. So what comes
@@ -28,10 +33,19 @@ class Patience(NamedTuple):
 
     @classmethod
     def of(cls, config: GatewayConfig) -> "Patience":
-        """As the flags have it."""
-        return cls(
-            config.max_connections, config.max_header_bytes, config.slow_request_seconds, config.slow_client_seconds
-        )
+        """Return the limits that the flags and the limit of open files set."""
+        limit = current_limit()
+        most = connections_within(limit, MOST_CONNECTIONS)
+        if config.max_connections != "auto":
+            if config.max_connections > connections_within(limit, config.max_connections):
+                log.warning(
+                    "max_connections is more than the limit of open files allows; connections beyond it wait",
+                    max_connections=config.max_connections,
+                    allowed=connections_within(limit, config.max_connections),
+                    limit=limit,
+                )
+            most = config.max_connections
+        return cls(most, config.max_header_bytes, config.slow_request_seconds, config.slow_client_seconds)
 
 
 class Clock:
@@ -217,7 +231,8 @@ class Connection(HttpToolsProtocol):
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
-        if not self._heard and len(self.connections) > self._patience.max_connections + _MOST_LINGERING:
+        lingering = min(_MOST_LINGERING, reserve_of(current_limit()))
+        if not self._heard and len(self.connections) > self._patience.max_connections + lingering:
             self.transport.close()
             return
         if cycle is not None:  # what its endpoint says now is not heard

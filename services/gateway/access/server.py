@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from services.common.acceptor import Acceptor
 from services.common.config import GatewayConfig
 from services.common.handover import BACKLOG
 from services.gateway.access.connection import Clock, Connection, Patience
@@ -65,16 +66,21 @@ class Server(uvicorn.Server):
         self._admin_state = ServerState()
         self._make_admin = partial(protocol, self._admin, self._admin_state, {})
         self._admin_sockets = admin_sockets
-        self._admin_servers: list[asyncio.Server] = []
+        self._admin_servers: list[Acceptor] = []
         self._on_listening = on_listening
         self._unswept: list[Connection] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        make_connection = partial(self.config.http_protocol_class, self.config, self.server_state, self.lifespan.state)
+        context = self.config.ssl
+        self.servers = [
+            Acceptor(each, make_connection, backlog=BACKLOG, context=context) for each in sockets or []
+        ]  # in place of uvicorn's
         self._admin.load()
-        loop = asyncio.get_running_loop()
         for each in self._admin_sockets:
-            self._admin_servers.append(await loop.create_server(self._make_admin, sock=each, backlog=BACKLOG))
+            acceptor = Acceptor(each, self._make_admin, backlog=BACKLOG, for_operators=True)
+            self._admin_servers.append(acceptor)
         if self.started:
             self._on_listening()
 
