@@ -7,7 +7,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.common.rpc.certificates import Certificates
-from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from services.common.rpc.channel import MAX_MESSAGE_BYTES, MOST_CALLS, server_options
 from services.common.rpc.health import WatchedHealth
 from services.common.rpc.interceptor import ErrorInterceptor
 from services.common.rpc.port import bind
@@ -33,7 +33,9 @@ class RpcServer:
         """``interceptors`` may raise what servicers may."""
         self._certificates = certificates
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors], options=server_options(max_receive_bytes)
+            interceptors=[ErrorInterceptor(), *interceptors],
+            options=server_options(max_receive_bytes),
+            maximum_concurrent_rpcs=MOST_CALLS,
         )
         self._names = ("", service_name)
         self._health = WatchedHealth(_MOST_WATCHERS)
