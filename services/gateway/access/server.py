@@ -17,6 +17,7 @@ from services.common.acceptor import Acceptor
 from services.common.config import GatewayConfig
 from services.common.handover import BACKLOG
 from services.gateway.access.connection import Clock, Connection, Patience
+from services.gateway.access.reading import Backlog
 from services.gateway.access.tls import Certificate
 
 _TICKS = 10  # uvicorn's, in which every connection is looked at: a second
@@ -39,7 +40,7 @@ class Server(uvicorn.Server):
         drain_s: float,
         on_listening: Callable[[], None],
     ) -> None:
-        self._clock, self._ticked_at = Clock(), time.monotonic()
+        self._clock, self._ticked_at, self._backlog = Clock(), time.monotonic(), Backlog()
         patience = Patience.of(config)
         settings: dict[str, Any] = {
             "ws": "none",
@@ -58,10 +59,11 @@ class Server(uvicorn.Server):
         if config.http_cert is not None and config.http_key is not None:
             certificate = Certificate(config.http_cert, config.http_key)
             tls["ssl_context_factory"] = lambda *_: certificate.context
-        protocol: Any = partial(Connection, patience=patience, clock=self._clock)  # for uvicorn, a class of protocols
+        shared = {"clock": self._clock, "backlog": self._backlog}
+        protocol: Any = partial(Connection, patience=patience, **shared)  # for uvicorn, a class of protocols
         super().__init__(uvicorn.Config(app, http=protocol, **settings, **tls))
         # Clients that take all places do not shut out operators and probes.
-        protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), clock=self._clock)
+        protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), **shared)
         self._admin = uvicorn.Config(admin, http=protocol, **settings)
         self._admin_state = ServerState()
         self._make_admin = partial(protocol, self._admin, self._admin_state, {})
@@ -106,6 +108,7 @@ class Server(uvicorn.Server):
         self._clock.now += min(now - self._ticked_at, _LONGEST_TICK_S)
         self._ticked_at = now
         self._sweep_some()
+        self._backlog.shed(self._clock.now)
         over = await super().on_tick(counter)
         self._admin_state.default_headers = self.server_state.default_headers
         return over

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -36,11 +36,11 @@ class Blobs:
         """A new blob; it is there once it is closed."""
         return BlobWriter(self, await self.in_thread(self._fs.open, self._path(name), "wb"))
 
-    async def stream(self, name: str) -> AsyncIterator[bytes]:
-        """The whole content, a block at a time."""
+    async def stream(self, name: str, block_bytes: int = BLOCK_BYTES) -> AsyncGenerator[bytes, None]:
+        """Yield the content in blocks of ``block_bytes``. The next one is read when it is asked for."""
         file = await self.in_thread(self._open, name)
         try:
-            while block := await self.in_thread(file.read, BLOCK_BYTES):
+            while block := await self.in_thread(file.read, block_bytes):
                 yield block
         finally:
             await self.in_thread(file.close)
