@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.fuzz.attacks import FLAGS, Attacks
 from bench.fuzz.certificates import CertificateFuzzer
 from bench.fuzz.config import SURFACES, FuzzConfig
 from bench.fuzz.findings import Findings
@@ -58,6 +59,13 @@ async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> di
                 )
             if counts["grpc"]:
                 figures["grpc"] = await SchedulerFuzzer(config, running, findings).run(counts["grpc"])
+            await running.look(findings)
+        running.look_at_logs(findings)
+    if config.surface in ("all", "attacks"):
+        (directory / "attacks").mkdir()
+        with target(directory / "attacks", keys=config.keys, flags=FLAGS) as running:
+            await running.wait_ready()
+            figures["attacks"] = await Attacks(running, findings).run()
             await running.look(findings)
         running.look_at_logs(findings)
     if counts["plans"]:

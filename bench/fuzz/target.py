@@ -34,6 +34,10 @@ class Target:
         [self.url] = running.urls.values()
         self.scheduler = f"{running.network.host('scheduler-0')}:{running.network.ports['scheduler']}"
 
+    def pid(self, name: str) -> int:
+        """Return the process id of a service, such as gateway-0."""
+        return self._pids[name]
+
     def get(self, path: str) -> httpx.Response:
         """As an operator."""
         return httpx.get(self.url + path, headers=self.credentials.admin, timeout=30, trust_env=False)
@@ -88,11 +92,9 @@ class Target:
 
 
 @contextmanager
-def target(directory: Path, *, keys: bool) -> Iterator[Target]:
+def target(directory: Path, *, keys: bool, flags: tuple[str, ...] = _FLAGS) -> Iterator[Target]:
     """The services, of which some may still be starting."""
     credentials = Credentials(directory if keys else None)
-    config = ClusterConfig(
-        worker="fake", gateways=1, replicas=1, netns="F", step_ms=0, flags=_FLAGS + credentials.flags
-    )
+    config = ClusterConfig(worker="fake", gateways=1, replicas=1, netns="F", step_ms=0, flags=flags + credentials.flags)
     with cluster(config, directory) as (running, _):
         yield Target(running, credentials)
