@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         if config.http_cert is not None and config.http_key is not None:
             certificate = Certificate(config.http_cert, config.http_key)
             tls["ssl_context_factory"] = lambda *_: certificate.context
-        shared = {"clock": self._clock, "backlog": self._backlog}
+        shared: dict[str, Any] = {"clock": self._clock, "backlog": self._backlog}
         protocol: Any = partial(Connection, patience=patience, **shared)  # for uvicorn, a class of protocols
         super().__init__(uvicorn.Config(app, http=protocol, **settings, **tls))
         # Clients that take all places do not shut out operators and probes.
@@ -74,11 +74,12 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        make_connection = partial(self.config.http_protocol_class, self.config, self.server_state, self.lifespan.state)
-        context = self.config.ssl
-        self.servers = [
-            Acceptor(each, make_connection, backlog=BACKLOG, context=context) for each in sockets or []
-        ]  # in place of uvicorn's
+        protocol: Any = self.config.http_protocol_class  # a partial of ``Connection``
+        make_connection = partial(protocol, self.config, self.server_state, self.lifespan.state)
+        acceptors: Any = [
+            Acceptor(each, make_connection, backlog=BACKLOG, context=self.config.ssl) for each in sockets or []
+        ]
+        self.servers = acceptors  # for uvicorn, asyncio's servers
         self._admin.load()
         for each in self._admin_sockets:
             acceptor = Acceptor(each, self._make_admin, backlog=BACKLOG, for_operators=True)
