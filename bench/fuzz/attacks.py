@@ -115,11 +115,11 @@ class Attacks:
 
     def _trickling_readers(self, held: contextlib.ExitStack) -> None:
         path, pid = self._upload(), self._target.pid("gateway-0")
-        idle = _open_files(pid)
+        idle = _open_sockets(pid)
         readers = [self._ask(held, path) for _ in range(_READERS)]
         time.sleep(1)  # until they are connected; none is cut off before slow_client_seconds
         end = time.monotonic() + 2 * _HOLD_S
-        while time.monotonic() < end and (left := _open_files(pid) - idle) > _READERS // 10:
+        while time.monotonic() < end and (left := _open_sockets(pid) - idle) > _READERS // 10:
             for reader in readers:
                 reader.setblocking(False)
                 with contextlib.suppress(OSError):
@@ -155,8 +155,12 @@ class Attacks:
         return client
 
 
-def _open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+def _open_sockets(pid: int) -> int:
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            count += str(link.readlink()).startswith("socket:")
+    return count
 
 
 def _resident_mib(pid: int) -> int:
