@@ -21,8 +21,8 @@ from bench import latency, mixed, monkeys
 from bench.server import Server, report, serve
 from bench.target import Target
 from services.common.config import from_command_line
+from services.common.descriptors import raise_limit
 from services.common.flags import Bool, Config, Float, Int, Strings
-from services.common.process import allow_connections
 
 WORKLOADS = ("monkeys", "mixed", "latency", "live")
 # Figures for which less is better.
@@ -45,7 +45,7 @@ class DefaultsConfig(Config):
 
 def main() -> None:
     config = from_command_line(DefaultsConfig)
-    allow_connections()
+    raise_limit()
     figures = {"default": measure_server(config, "")}
     if config.tuned:
         figures["tuned"] = measure_server(config, config.tuned)

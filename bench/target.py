@@ -11,8 +11,8 @@ from pydantic import Field, field_validator
 
 from bench.server import serve
 from services.cli.bench.server import served_model, without_version
+from services.common.descriptors import raise_limit
 from services.common.flags import Config, Int, Strings
-from services.common.process import allow_connections
 
 # One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance.md.
 # Throughput in output tokens per second; latency in milliseconds per output token, at so many concurrent streams.
@@ -68,7 +68,7 @@ class Target:
 @contextmanager
 def first_target(config: TargetConfig) -> Iterator[Target]:
     """The server that is measured: at ``url``, or started for it."""
-    allow_connections()
+    raise_limit()
     if config.url is not None:
         yield _running("server", config.url)
         return

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.fuzz.attacks import FLAGS, Attacks
 from bench.fuzz.certificates import CertificateFuzzer
 from bench.fuzz.config import SURFACES, FuzzConfig
 from bench.fuzz.costs import CostFuzzer
@@ -65,6 +66,13 @@ async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> di
         running.look_at_logs(findings)
     if counts["models"]:
         figures["models"] = await asyncio.to_thread(ModelFuzzer(config, directory, findings).run, counts["models"])
+    if config.surface in ("all", "attacks"):
+        (directory / "attacks").mkdir()
+        with target(directory / "attacks", keys=config.keys, flags=FLAGS) as running:
+            await running.wait_ready()
+            figures["attacks"] = await Attacks(running, findings).run()
+            await running.look(findings)
+        running.look_at_logs(findings)
     if counts["plans"]:
         figures["plans"] = await PlanFuzzer(config, directory, findings).run(counts["plans"])
     if counts["certificates"]:

@@ -18,7 +18,9 @@ class FuzzConfig(Config):
     requests: Int = Field(1_000_000, ge=1, description="messages on a stream, and plans, count as one each")
     seed: Int = Field(1, ge=0, description="of every request, with its number")
     first: Int = Field(0, ge=0, description="number of the first request; first=N requests=1 sends one once more")
-    surface: Literal["all", "http", "grpc", "plans", "certificates", "models", "costs"] = "all"
+    surface: Literal["all", "http", "grpc", "plans", "certificates", "models", "costs", "attacks"] = Field(
+        "all", description="attacks: on memory, file descriptors and slow reading; they count for no request"
+    )
     concurrency: Int = Field(64, ge=1, description="requests at once, on as many connections")
     keys: Bool = Field(False, description="services want API keys; requests have right ones, wrong ones, and none")
     answer_seconds: Float = Field(120.0, gt=0, description="an answer takes longer: a finding")

@@ -35,6 +35,10 @@ class Target:
         [self.url] = running.urls.values()
         self.scheduler = f"{running.network.host('scheduler-0')}:{running.network.ports['scheduler']}"
 
+    def pid(self, name: str) -> int:
+        """Return the process id of a service, such as gateway-0."""
+        return self._pids[name]
+
     def get(self, path: str) -> httpx.Response:
         """As an operator."""
         return httpx.get(self.url + path, headers=self.credentials.admin, timeout=30, trust_env=False)

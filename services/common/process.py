@@ -6,7 +6,6 @@ import ctypes
 import faulthandler
 import gc
 import os
-import resource
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ import structlog
 
 from services.common.children import use_safe_paths
 from services.common.config import ServiceConfig, from_command_line
+from services.common.descriptors import raise_limit
 from services.common.errors import TokaError
 from services.common.init import stand_in_front
 from services.common.log import configure
@@ -75,6 +75,7 @@ def run_service(name: str, kind: type[K], serve: Callable[[K, Stop], Coroutine[A
     faulthandler.enable()
     configure(name, config.log_level, config.log_format)
     die_with_parent()
+    raise_limit()
     try:
         asyncio.run(_until_signalled(config, serve))
     except TokaError as error:
@@ -157,13 +158,6 @@ async def collect_every(seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
         gc.collect()
-
-
-def allow_connections() -> None:
-    """Raise this process's limit of open files as far as it may, for its children, too: a connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def die_with_parent() -> None:

@@ -12,7 +12,7 @@ import structlog
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
 from services.common.handover import Handover, listen
-from services.common.process import Stop, allow_connections, collect_every, collect_seldom, run_service
+from services.common.process import Stop, collect_every, collect_seldom, run_service
 from services.common.pulse import Pulse
 from services.gateway.access.admin import make_admin_app
 from services.gateway.access.server import Server
@@ -44,7 +44,6 @@ async def serve(
     """Run a gateway until ``stop`` is set, and what runs has ended. ``on_listening`` gets its base URL once requests
     are answered."""
     gateway = Gateway.make(config, timings or Timings(), handover)
-    allow_connections()
     sockets = [_listener(config, handover)]
     server = Server(
         config,

@@ -134,7 +134,7 @@ class Caller(NamedTuple):
     isolated: bool = False  # from the cached prefixes of other owners
     idempotency_key: str = ""  # empty without one
     retry_seed: int | None = None  # of answers without a seed, where a request may be sent again
-    asked_at: float | None = None  # Unix time; None: now
+    asked_at: float | None = None  # seconds of the monotonic clock; None: now
     line: Line | None = None  # of a batch, which waits where a request is refused
     request_id: str = ""  # of what it sends now
 
@@ -143,8 +143,8 @@ class Caller(NamedTuple):
         return salted(self.owner, asked) if self.isolated else asked
 
     def deadline_ms(self, timeout_s: float | None) -> int | None:
-        """Unix time in milliseconds."""
-        asked_at = time.time() if self.asked_at is None else self.asked_at
+        """Return the end of ``timeout_s`` in milliseconds of the monotonic clock. None: the request has no deadline."""
+        asked_at = time.monotonic() if self.asked_at is None else self.asked_at
         return None if timeout_s is None else int((asked_at + timeout_s) * 1000)
 
 
@@ -168,7 +168,7 @@ def read_caller(request: Request, body: Raw = b"") -> Caller:
         key is not None and request.app.state.gateway.guard.isolates,
         again,
         seed_of_retries(owner, again, request.scope["path"], body) if again else None,
-        time.time(),
+        time.monotonic(),
         request_id=request_id,
     )
 

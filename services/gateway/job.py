@@ -70,7 +70,7 @@ class Settings:
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller
     fairness_key: str = ""  # whom it is for: keys share the scheduler's queue
-    deadline_ms: int | None = None  # Unix time in milliseconds: an error then, whatever there is
+    deadline_ms: int | None = None  # milliseconds of the monotonic clock: an error then
     # What the gateway makes of the tokens; the scheduler is not told.
     include_stop: bool = False  # the answer ends behind its stop string or stop token
     special_tokens: bool = False  # they have text

@@ -137,7 +137,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._stats.changed |= self._inbox.turn(self._until_due(), lambda: self._worker_waits)
-                self._core.end_overdue(time.time_ns() // 1_000_000)
+                self._core.end_overdue(time.monotonic_ns() // 1_000_000)
                 self._abandon_silent_worker()
                 self._stages.taken(self._inbox.take_waited_ns())
                 self._send_plans()
@@ -160,7 +160,7 @@ class EngineLoop:
         news."""
         due = []
         if (deadline_ms := self._core.next_deadline_ms()) is not None:
-            due.append(deadline_ms / 1000 - time.time())
+            due.append(deadline_ms / 1000 - time.monotonic())
         if self._stream is not None and self._core.plans_in_flight:
             due.append(self._silence.until_look())
         if (look_s := self._stall.until_look()) is not None:

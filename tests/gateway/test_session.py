@@ -27,11 +27,12 @@ def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
 
 @pytest.mark.parametrize(("now", "left_ms"), [(1_000.0, 5_000), (1_004.5, 500), (1_010.0, 0)])
 def test_a_scheduler_is_told_how_much_time_is_left_since_its_clock_may_differ(now, left_ms, monkeypatch):
-    monkeypatch.setattr("services.gateway.session.codec.time.time", lambda: now)
+    monkeypatch.setattr("services.gateway.session.codec.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.gateway.session.codec.time.time", lambda: 2_000.0)
     job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings(deadline_ms=1_005_000))
     [call] = Generation([job], streaming=False).calls
     request = codec.encode_submit(call.part).submit.request
-    assert (request.deadline_in_ms, request.deadline_unix_ms) == (left_ms, 1_005_000)
+    assert (request.deadline_in_ms, request.deadline_unix_ms) == (left_ms, 2_000_000 + left_ms)
 
 
 def ending() -> codec.Ending:

@@ -16,6 +16,7 @@ from services.common.handover import listen
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 1 << 30  # for ranks: NCCL's and gloo's buffers
+_ENOUGH_CONNECTIONS = 3072  # where max_connections is auto
 _FILES_BESIDE = 1024  # of a gateway, beside its connections
 _COMPILED = 5 << 30  # what compilers' caches may come to
 _STORED = 1 << 30
@@ -56,11 +57,12 @@ def look_at_ports(machine: Machine) -> Iterator[Finding]:
 def look_at_limits(machine: Machine) -> Iterator[Finding]:
     """Of this user's processes. Services raise the soft limit of files to the hard one themselves."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = machine.config.max_connections + _FILES_BESIDE
+    most = machine.config.max_connections
+    wanted = (_ENOUGH_CONNECTIONS if most == "auto" else most) + _FILES_BESIDE
     if machine.config.gateways and files != resource.RLIM_INFINITY and files < wanted:
         yield warn(
             "limits",
-            f"{files:,} open files at most, and a gateway takes {machine.config.max_connections:,} connections",
+            f"{files:,} open files at most, and a gateway may need {wanted:,}",
             f"ulimit -Hn {wanted} (LimitNOFILE= of systemd, --ulimit nofile= of docker), or a lower max_connections=",
         )
     else:

@@ -6,7 +6,9 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.keys import KeysConfig
-from services.common.flags import Bool, Examples, Float, Int, Strings
+from services.common.flags import AutoInt, Bool, Examples, Float, Int, Strings
+
+MOST_CONNECTIONS = 65_536  # of a gateway whose max_connections is auto
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
 
@@ -36,7 +38,11 @@ class GatewayConfig(KeysConfig):
     max_output_tokens: Int | None = Field(
         None, ge=1, description="largest max_tokens, and its default in a chat; default: what the context holds"
     )
-    max_connections: Int = Field(65_536, ge=1, description="open HTTP connections of a gateway; beyond it: 503")
+    max_connections: AutoInt = Field(
+        "auto",
+        description="open HTTP connections of a gateway; beyond it: 503; auto: what the limit of open files allows, at"
+        f" most {MOST_CONNECTIONS}",
+    )
     max_header_bytes: Int = Field(64 * 1024, ge=1024, description="largest head of an HTTP request; beyond it: 431")
     slow_request_seconds: Float = Field(
         30.0, gt=0, le=3600, description="a request's head comes within so long, and 16 KiB of its body each time"
@@ -78,6 +84,13 @@ class GatewayConfig(KeysConfig):
     reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
         "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
     )
+
+    @field_validator("max_connections")
+    @classmethod
+    def _connections_are_allowed(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("expected at least 1, or auto")
+        return value
 
     @field_validator("cors_origins")
     @classmethod

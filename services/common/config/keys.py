@@ -17,7 +17,10 @@ class KeysConfig(ServiceConfig):
         None, min_length=1, description="file with one secret, by which schedulers know their gateways"
     )
     slow_client_seconds: Float = Field(
-        60.0, gt=0, le=3600, description="a client that takes nothing of its answer for so long is cut off"
+        60.0,
+        gt=0,
+        le=3600,
+        description="a client that takes less than 16 KiB of what waits for it in this time is cut off",
     )
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from services.common.acceptor import Acceptor
 from services.common.allowed_hosts import AllowedHosts
 from services.common.config import MetricsConfig
 from services.common.handover import listen
@@ -46,7 +47,7 @@ async def serve_on(
 ) -> AsyncIterator[str]:
     """Do as ``serve_metrics`` on a listening socket. ``hosts`` of None: no names are listed in ``allowed_hosts``."""
     page = _Page(registry_of(collectors), hosts or AllowedHosts(""))
-    server = await asyncio.start_server(page.answer, sock=listener, limit=_MOST_HEAD_BYTES)
+    server = Acceptor(listener, page.make_protocol, backlog=_MOST_CONNECTIONS, for_operators=True)
     host, port = listener.getsockname()[:2]
     try:
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -62,6 +63,10 @@ class _Page:
         self._registry = registry
         self._hosts = hosts
         self._connections: set[asyncio.StreamWriter] = set()
+
+    def make_protocol(self) -> asyncio.StreamReaderProtocol:
+        """Return the protocol of a new connection."""
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(_MOST_HEAD_BYTES), self.answer)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request and close the connection."""

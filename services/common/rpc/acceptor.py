@@ -34,17 +34,25 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
 
 
 def accepting_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    options: Sequence[tuple[str, int]],
+    most_calls: int | None = None,
 ) -> grpc.aio.Server:
-    """Return a server with an ``_Acceptor`` as its serving loop. Owned by the running event loop."""
-    server: Any = _AcceptingServer(interceptors, options)
+    """Return a server with an ``_Acceptor`` as its serving loop. Owned by the running event loop. ``most_calls``: that
+    run at once, further ones get RESOURCE_EXHAUSTED; None = no limit."""
+    server: Any = _AcceptingServer(interceptors, options, most_calls)
     return cast(grpc.aio.Server, server)
 
 
 class _AcceptingServer(_server.Server):
-    def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        options: Sequence[tuple[str, int]],
+        most_calls: int | None,
+    ) -> None:
         self._loop = cygrpc.get_working_loop()
-        self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), None)
+        self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), most_calls)
         unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse)
         self._server.add_registered_method_handlers({_UNKNOWN: unknown})
 

@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.rpc.acceptor import accepting_server
 from services.common.rpc.certificates import Certificates
-from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from services.common.rpc.channel import MAX_MESSAGE_BYTES, MOST_CALLS, server_options
 from services.common.rpc.health import WatchedHealth
 from services.common.rpc.interceptor import ErrorInterceptor
 from services.common.rpc.port import bind
@@ -33,7 +33,8 @@ class RpcServer:
     ) -> None:
         """``interceptors`` may raise what servicers may."""
         self._certificates = certificates
-        self._server = accepting_server((ErrorInterceptor(), *interceptors), server_options(max_receive_bytes))
+        options = server_options(max_receive_bytes)
+        self._server = accepting_server((ErrorInterceptor(), *interceptors), options, most_calls=MOST_CALLS)
         self._names = ("", service_name)
         self._health = WatchedHealth(_MOST_WATCHERS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -52,7 +52,7 @@ class Bounds:
 
 
 def _left_s(deadline_ms: int) -> float:
-    return deadline_ms / 1000 - time.time()
+    return deadline_ms / 1000 - time.monotonic()
 
 
 def _answer_tokens(job: Job) -> int:

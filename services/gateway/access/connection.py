@@ -7,10 +7,16 @@ from typing import Any, NamedTuple
 
 import httptools
 import orjson
+import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.common.config import GatewayConfig
+from services.common.config.gateway import MOST_CONNECTIONS
+from services.common.descriptors import connections_within, current_limit, reserve_of
+from services.gateway.access.reading import Backlog, Reading
 from services.gateway.openai import errors
+
+log = structlog.get_logger(__name__)
 
 _LEAST_BODY_BYTES = 16 * 1024  # of a body that goes on, in the time that a client has
 # Who closes under what a client still sends breaks the connection, and the client may not read why. So what comes
@@ -29,10 +35,19 @@ class Patience(NamedTuple):
 
     @classmethod
     def of(cls, config: GatewayConfig) -> "Patience":
-        """As the flags have it."""
-        return cls(
-            config.max_connections, config.max_header_bytes, config.slow_request_seconds, config.slow_client_seconds
-        )
+        """Return the limits that the flags and the limit of open files set."""
+        limit = current_limit()
+        most = connections_within(limit, MOST_CONNECTIONS)
+        if config.max_connections != "auto":
+            if config.max_connections > connections_within(limit, config.max_connections):
+                log.warning(
+                    "max_connections is more than the limit of open files allows; connections beyond it wait",
+                    max_connections=config.max_connections,
+                    allowed=connections_within(limit, config.max_connections),
+                    limit=limit,
+                )
+            most = config.max_connections
+        return cls(most, config.max_header_bytes, config.slow_request_seconds, config.slow_client_seconds)
 
 
 class Clock:
@@ -60,10 +75,11 @@ class Connection(HttpToolsProtocol):
     """Lives on the event loop. ``sweep``, called now and then, ends it when its client is too slow: one that sends
     gets 408, one that does not read is cut off, which cancels what runs for it."""
 
-    def __init__(self, *args: Any, patience: Patience, clock: Clock, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, patience: Patience, clock: Clock, backlog: Backlog, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._patience = patience
         self._clock = clock
+        self._backlog = backlog
         self._refused = False
         self._heard = False  # anything at all
         self._in_head = self._in_body = False
@@ -73,18 +89,26 @@ class Connection(HttpToolsProtocol):
         self._body_since = 0.0  # it went on
         self._framing_bytes = 0  # received since then: chunks' heads and trailers, of which the parser keeps all
         self._resuming = False  # the parser is told again what it knew
-        self._unsent = 0  # bytes, when the client last took some
-        self._unsent_since = 0.0
+        self._reading = Reading()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._head_since = self._unsent_since = self._clock.now
+        self._head_since = self._clock.now
         if len(self.connections) > self._patience.max_connections:
             self._refuse(503, "too many connections; try again later", "too_many_connections")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._backlog.connections[self] = self._clock.now
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._backlog.connections.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         transport = self.transport
         super().connection_lost(exc)
+        self._backlog.connections.pop(self, None)
         self._unset_keepalive_if_required()
         if sys.version_info < (3, 12):
             # Its own method: a circle, which later versions open themselves.
@@ -187,17 +211,10 @@ class Connection(HttpToolsProtocol):
     def sweep(self) -> None:
         """End the connection if its client is too slow."""
         now = self._clock.now
-        if (unsent := self._buffered()) != self._unsent or not unsent:
-            self._unsent, self._unsent_since = unsent, now
-        elif now - self._unsent_since > self._patience.slow_client_s:
+        if self._reading.is_too_slow(now, self.transport, self._patience.slow_client_s):
             self.transport.abort()
         if not self._refused:
             self._sweep_request(now)
-
-    def _buffered(self) -> int:
-        """Bytes that the client is to be sent."""
-        beneath = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)  # has what is encrypted
-        return sum(each.get_write_buffer_size() for each in (self.transport, beneath) if each is not None)
 
     def _sweep_request(self, now: float) -> None:
         limit = self._patience.slow_request_s
@@ -236,7 +253,8 @@ class Connection(HttpToolsProtocol):
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
-        if not self._heard and len(self.connections) > self._patience.max_connections + _MOST_LINGERING:
+        lingering = min(_MOST_LINGERING, reserve_of(current_limit()))
+        if not self._heard and len(self.connections) > self._patience.max_connections + lingering:
             self.transport.close()
             return
         if cycle is not None:  # what its endpoint says now is not heard

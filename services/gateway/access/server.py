@@ -13,9 +13,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from services.common.acceptor import Acceptor
 from services.common.config import GatewayConfig
 from services.common.handover import BACKLOG
 from services.gateway.access.connection import Clock, Connection, Patience
+from services.gateway.access.reading import Backlog
 from services.gateway.access.tls import Certificate
 
 _TICKS = 10  # uvicorn's, in which every connection is looked at: a second
@@ -38,7 +40,7 @@ class Server(uvicorn.Server):
         drain_s: float,
         on_listening: Callable[[], None],
     ) -> None:
-        self._clock, self._ticked_at = Clock(), time.monotonic()
+        self._clock, self._ticked_at, self._backlog = Clock(), time.monotonic(), Backlog()
         patience = Patience.of(config)
         settings: dict[str, Any] = {
             "ws": "none",
@@ -57,24 +59,31 @@ class Server(uvicorn.Server):
         if config.http_cert is not None and config.http_key is not None:
             certificate = Certificate(config.http_cert, config.http_key)
             tls["ssl_context_factory"] = lambda *_: certificate.context
-        protocol: Any = partial(Connection, patience=patience, clock=self._clock)  # for uvicorn, a class of protocols
+        shared: dict[str, Any] = {"clock": self._clock, "backlog": self._backlog}
+        protocol: Any = partial(Connection, patience=patience, **shared)  # for uvicorn, a class of protocols
         super().__init__(uvicorn.Config(app, http=protocol, **settings, **tls))
         # Clients that take all places do not shut out operators and probes.
-        protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), clock=self._clock)
+        protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), **shared)
         self._admin = uvicorn.Config(admin, http=protocol, **settings)
         self._admin_state = ServerState()
         self._make_admin = partial(protocol, self._admin, self._admin_state, {})
         self._admin_sockets = admin_sockets
-        self._admin_servers: list[asyncio.Server] = []
+        self._admin_servers: list[Acceptor] = []
         self._on_listening = on_listening
         self._unswept: list[Connection] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        protocol: Any = self.config.http_protocol_class  # a partial of ``Connection``
+        make_connection = partial(protocol, self.config, self.server_state, self.lifespan.state)
+        acceptors: Any = [
+            Acceptor(each, make_connection, backlog=BACKLOG, context=self.config.ssl) for each in sockets or []
+        ]
+        self.servers = acceptors  # for uvicorn, asyncio's servers
         self._admin.load()
-        loop = asyncio.get_running_loop()
         for each in self._admin_sockets:
-            self._admin_servers.append(await loop.create_server(self._make_admin, sock=each, backlog=BACKLOG))
+            acceptor = Acceptor(each, self._make_admin, backlog=BACKLOG, for_operators=True)
+            self._admin_servers.append(acceptor)
         if self.started:
             self._on_listening()
 
@@ -100,6 +109,7 @@ class Server(uvicorn.Server):
         self._clock.now += min(now - self._ticked_at, _LONGEST_TICK_S)
         self._ticked_at = now
         self._sweep_some()
+        self._backlog.shed(self._clock.now)
         over = await super().on_tick(counter)
         self._admin_state.default_headers = self.server_state.default_headers
         return over

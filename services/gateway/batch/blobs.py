@@ -50,11 +50,11 @@ class Blobs:
         """Return a writer of a new blob, which can be read when the writer is closed."""
         return BlobWriter(self, await self.in_thread(self._create, name, writing=True))
 
-    async def stream(self, name: str) -> AsyncGenerator[bytes, None]:
-        """Yield the content, a block at a time."""
+    async def stream(self, name: str, block_bytes: int = BLOCK_BYTES) -> AsyncGenerator[bytes, None]:
+        """Yield the content in blocks of ``block_bytes``. The next one is read when it is asked for."""
         file = await self.in_thread(self._open, name)
         try:
-            while block := await self.in_thread(file.read, BLOCK_BYTES):
+            while block := await self.in_thread(file.read, block_bytes):
                 yield block
         finally:
             await self.in_thread(file.close)

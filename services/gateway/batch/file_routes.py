@@ -1,12 +1,15 @@
 """``/v1/files``."""
 
+import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from services.common.errors import AlreadyExists, InvalidRequest
 from services.gateway.access.idempotency import fingerprint
@@ -16,11 +19,12 @@ from services.gateway.batch.service import Opened, opened
 from services.gateway.batch.shapes import file_object, page
 from services.gateway.batch.tables import StoredFile
 from services.gateway.batch.upload import Form, receive_form
-from services.gateway.http import read_caller
+from services.gateway.http import Caller, read_caller
 from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_names
 
 MAX_PAGE = 10_000
+_DOWNLOAD_BLOCK_BYTES = 64 * 1024  # in memory for each client, three of them at most
 EXPIRES_S = (3600, 30 * 24 * 3600)  # what OpenAI takes
 UPLOAD_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -38,6 +42,11 @@ async def upload_file(request: Request) -> Response:
     """Keep a file."""
     caller = read_caller(request)
     place = await opened(request)
+    async with place.transfers.running(caller.owner):
+        return await _keep(request, caller, place)
+
+
+async def _keep(request: Request, caller: Caller, place: Opened) -> Response:
     record = await place.files.begin_upload()
     writer = await place.blobs.create(record.blob)
     try:
@@ -95,8 +104,10 @@ async def get_file_content(request: Request, file_id: str) -> Response:
         "content-length": str(file.bytes),
         "content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}",
     }
-    content = place.blobs.stream(file.blob)
-    return StreamingResponse(await _begun(content), headers=headers, media_type="application/octet-stream")
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(place.transfers.running(file.key_name))
+        content = await stack.enter_async_context(aclosing(place.blobs.stream(file.blob, _DOWNLOAD_BLOCK_BYTES)))
+        return _Download(await anext(content, b""), content, headers, stack.pop_all())
 
 
 async def delete_file(request: Request, file_id: str) -> Response:
@@ -106,16 +117,27 @@ async def delete_file(request: Request, file_id: str) -> Response:
     return response(200, {"id": file_id, "object": "file", "deleted": True})
 
 
-async def _begun(content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """``content`` with its first block read: what is missing is an error, and not half an answer."""
-    first = await anext(content, b"")
+class _Download(StreamingResponse):
+    """Sends ``first``, which was read before the status was sent, and then ``rest``. Closes ``held`` at its end."""
 
-    async def all_of_it() -> AsyncIterator[bytes]:
-        yield first
-        async for block in content:
-            yield block
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        held: contextlib.AsyncExitStack,
+    ) -> None:
+        async def content() -> AsyncGenerator[bytes, None]:
+            yield first
+            async for block in rest:
+                yield block
 
-    return all_of_it()
+        super().__init__(content(), headers=headers, media_type="application/octet-stream")
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
 
 
 def _described(form: Form, size: int, key_name: str) -> StoredFile:

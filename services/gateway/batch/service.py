@@ -13,6 +13,7 @@ from fastapi import Request
 from sqlalchemy.engine import make_url
 
 from services.common.config import GatewayConfig
+from services.common.descriptors import current_limit
 from services.common.errors import InvalidRequest, NotFound, StoreUnavailable, TokaError
 from services.common.private_files import warn_if_shared
 from services.gateway.access.lines import Lines
@@ -31,6 +32,7 @@ from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Endpoint, Requests
 from services.gateway.batch.responses import Responses
 from services.gateway.batch.store import Store
+from services.gateway.batch.transfers import Transfers, most_transfers
 from services.gateway.batch.tries import Tries
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Opened(NamedTuple):
     chats: Chats
     tries: Tries
     executor: Executor
+    transfers: Transfers
     pool: str
     endpoints: Mapping[str, Endpoint]
 
@@ -173,9 +176,20 @@ class BatchService:
             max_body_bytes=config.max_body_bytes,
         )
         log.info("store open", pool=pool, owner=owner)
-        batches = Batches(store)
+        batches, transfers = Batches(store), Transfers(most_transfers(current_limit()))
         return Opened(
-            files, batches, blobs, responses, background, conversations, chats, tries, executor, pool, self.endpoints
+            files,
+            batches,
+            blobs,
+            responses,
+            background,
+            conversations,
+            chats,
+            tries,
+            executor,
+            transfers,
+            pool,
+            self.endpoints,
         )
 
 

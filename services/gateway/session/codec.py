@@ -157,8 +157,9 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
     request.cache_salt, request.traceparent = settings.cache_salt, settings.traceparent
     request.fairness_key = settings.fairness_key
     if settings.deadline_ms is not None:
-        request.deadline_unix_ms = settings.deadline_ms  # for schedulers that do not know the other
-        request.deadline_in_ms = max(0, settings.deadline_ms - int(time.time() * 1000))
+        request.deadline_in_ms = max(0, settings.deadline_ms - int(time.monotonic() * 1000))
+        # For schedulers that do not know the other.
+        request.deadline_unix_ms = int(time.time() * 1000) + request.deadline_in_ms
     if part.resumes:
         request.resume.generated_tokens, request.resume.sample_index = len(part.held), part.first
     tokens = np.concatenate((job.prompt_ids, part.held)) if len(part.held) else job.prompt_ids

@@ -169,5 +169,5 @@ def _earlier(deadline_ms: int | None, remaining_s: float | None) -> int | None:
     """The request's own deadline or the call's, whichever comes first."""
     if remaining_s is None:
         return deadline_ms
-    call_ms = int((time.time() + remaining_s) * 1000)
+    call_ms = int((time.monotonic() + remaining_s) * 1000)
     return call_ms if deadline_ms is None else min(deadline_ms, call_ms)

@@ -6,7 +6,7 @@ from itertools import count
 
 import structlog
 
-from services.common.errors import Internal, TokaError
+from services.common.errors import Internal, Overloaded, TokaError
 from services.common.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.load import Load
@@ -16,6 +16,7 @@ from services.scheduler.news import News, PlanNews
 
 log = structlog.get_logger(__name__)
 
+_MOST_WATCHERS = 64
 _WATCHED_PLANS = 256  # a watcher that is further behind misses plans
 
 
@@ -58,6 +59,14 @@ class Hub:
             mailbox.close(error)
 
     def watch(self) -> "asyncio.Queue[PlanNews]":
+        """Return a queue that gets each plan from now on; ``unwatch`` ends that. Each watcher costs the event loop time
+        in every step, so their number is bounded: raises ``Overloaded``."""
+        if len(self._watchers) >= _MOST_WATCHERS:
+            raise Overloaded(
+                f"{_MOST_WATCHERS} streams watch the plans of this scheduler, and it takes no more: watch later",
+                retry_after_s=1.0,
+                reason="TOO_MANY_WATCHERS",
+            )
         queue: asyncio.Queue[PlanNews] = asyncio.Queue(_WATCHED_PLANS)
         self._watchers.add(queue)
         self.engine.watchers = len(self._watchers)

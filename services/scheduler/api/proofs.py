@@ -20,7 +20,7 @@ _BEHIND_DEADLINE_S = 0.01  # what is submitted without a proof must be overdue, 
 async def prove_in_time(prover: Prover, request: Request, name: str) -> None:
     """Raises as ``Prover.prove`` does. Returns at the request's deadline, too: submitted then, it ends as overdue."""
     client = request.fairness_key, request.sink
-    left = None if request.deadline_ms is None else request.deadline_ms / 1000 - time.time() + _BEHIND_DEADLINE_S
+    left = None if request.deadline_ms is None else request.deadline_ms / 1000 - time.monotonic() + _BEHIND_DEADLINE_S
     try:
         await asyncio.wait_for(prover.prove(request.sampling.grammar, name, client), left)
     except TimeoutError:

@@ -1,7 +1,7 @@
 """The public service: each RPC in a few lines, its work elsewhere."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 
 import structlog
@@ -137,12 +137,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def WatchPlans(
         self, request: observe_pb2.WatchPlansRequest, context: AnyContext
     ) -> AsyncIterator[observe_pb2.WatchPlansResponse]:
-        plans = self._hub.watch()
-        try:
-            while True:
-                yield encode_plan_news(await plans.get())
-        finally:
-            self._hub.unwatch(plans)
+        async with aclosing(self._patience.sending(self._plans(), context)) as responses:
+            async for response in responses:
+                yield response
 
     async def Tokenize(self, request: observe_pb2.TokenizeRequest, context: AnyContext) -> observe_pb2.TokenizeResponse:
         with self._running(context):
@@ -153,6 +150,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> observe_pb2.DetokenizeResponse:
         with self._running(context):
             return await self._detokenize(request)
+
+    async def _plans(self) -> AsyncGenerator[observe_pb2.WatchPlansResponse, None]:
+        plans = self._hub.watch()
+        try:
+            while True:
+                yield encode_plan_news(await plans.get())
+        finally:
+            self._hub.unwatch(plans)
 
     @contextmanager
     def _running(self, context: AnyContext) -> Iterator[Key | None]:

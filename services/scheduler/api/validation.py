@@ -294,10 +294,13 @@ def _stop_tokens(stopping: generate_pb2.Stopping, model: ServedModel) -> frozens
 
 
 def _deadline_ms(message: generate_pb2.GenerateRequest) -> int | None:
-    """By this host's clock."""
+    """Return the deadline by this host's monotonic clock, which later changes of its wall clock do not move."""
+    now = time.monotonic_ns() // 1_000_000
     if message.HasField("deadline_in_ms"):
-        return time.time_ns() // 1_000_000 + message.deadline_in_ms
-    return message.deadline_unix_ms if message.HasField("deadline_unix_ms") else None
+        return now + message.deadline_in_ms
+    if message.HasField("deadline_unix_ms"):
+        return now + message.deadline_unix_ms - time.time_ns() // 1_000_000
+    return None
 
 
 def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -> None:

@@ -75,7 +75,7 @@ class Request:
     automaton: Automaton | None = None  # of the stop strings
     n: int = 1
     priority: Priority = Priority.NORMAL
-    deadline_ms: int | None = None  # milliseconds since the epoch
+    deadline_ms: int | None = None  # milliseconds of the monotonic clock
     mode: AdmissionMode | None = None  # None: the policy's
     length_class: str = ""  # requests whose answers are alike in length; "": those of like max_tokens
     fairness_key: str = ""  # who it is for

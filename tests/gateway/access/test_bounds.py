@@ -26,7 +26,7 @@ class Running:
 
     def __init__(self, *, streaming: bool, timeout_s: float | None = None) -> None:
         self.limits = Limits(clock=lambda: 0.0)
-        deadline_ms = None if timeout_s is None else int((time.time() + timeout_s) * 1000)
+        deadline_ms = None if timeout_s is None else int((time.monotonic() + timeout_s) * 1000)
         settings = Settings(n=2, open_ended=True, deadline_ms=deadline_ms)
         jobs = [Job("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)]
         self.bounds = Bounds(self.limits, Caller("", "", key=KEY), jobs)
@@ -103,3 +103,17 @@ class TestARequest:
             running.session.submit(call)
         running.tokens(100, 60, endings=[(0, ending(1600, DeadlineExceeded("late")))])
         assert running.cost == PROMPT + 3160
+
+
+@pytest.mark.parametrize("by_s", [7200, -7200])
+async def test_a_wall_clock_that_is_set_moves_no_deadline(by_s, monkeypatch):
+    caller = Caller("", "", asked_at=time.monotonic())
+    shown = time.time() + by_s
+    monkeypatch.setattr(time, "time", lambda: shown)
+    settings = Settings(deadline_ms=caller.deadline_ms(3600.0))
+    job = Job("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)
+    generation = Generation([job], streaming=False)
+    Bounds(Limits(), caller, [job]).begin(generation)  # not overdue
+    request = codec.encode_submit(generation.calls[0].part).submit.request
+    assert 3_500_000 < request.deadline_in_ms <= 3_600_000
+    generation.close()

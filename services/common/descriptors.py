@@ -1,0 +1,53 @@
+"""File descriptors of this process: how many it may open, and how many of them connections may take.
+
+The kernel gives a new file the lowest free number. So the number of a new descriptor is a lower bound on how many are
+in use, and says without counting whether the reserve has been reached.
+"""
+
+import os
+import resource
+
+MOST = 1_048_576  # where there is no limit
+_LEAST_RESERVE, _MOST_RESERVE = 16, 512
+_RESERVED_SHARE = 16  # one of so many is in the reserve
+_OWN_FILES = 64  # of a service before its first connection
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, where that is allowed. Returns the limit that holds then.
+
+    Child processes inherit the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # macOS refuses more than kern.maxfilesperproc
+            hard = soft
+    return MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+
+
+def current_limit() -> int:
+    """Return how many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
+
+
+def reserve_of(limit: int) -> int:
+    """Return how many of ``limit`` descriptors connections of clients leave to files, the store and other links."""
+    return min(max(limit // _RESERVED_SHARE, _LEAST_RESERVE), _MOST_RESERVE)
+
+
+def connections_within(limit: int, most: int) -> int:
+    """Return how many connections a service with ``limit`` descriptors can hold, at least 1 and at most ``most``.
+
+    A second reserve is left for connections that are being refused, which stay open for a moment.
+    """
+    return max(1, min(most, limit - 2 * reserve_of(limit) - min(_OWN_FILES, limit // 2)))
+
+
+def next_number(descriptor: int) -> int:
+    """Return the number that the next file will get, found by duplicating ``descriptor``. Raises ``OSError``."""
+    found = os.dup(descriptor)
+    os.close(found)
+    return found
