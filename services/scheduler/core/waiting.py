@@ -179,7 +179,7 @@ class _PriorityClass:
             flow = self.flows[key] = _Flow(key, self._start(key), next(self._joined))
             self._turns.put(flow.tag, flow.joined, flow)
         flow.samples[sample] = None
-        flow.given += sample.given
+        flow.given += sample.known
         if front:
             flow.samples.move_to_end(sample, last=False)
         if self._ageing:
@@ -202,7 +202,7 @@ class _PriorityClass:
         flow = self.flows[key]
         for sample in samples:
             del flow.samples[sample]
-            flow.given -= sample.given
+            flow.given -= sample.known
             if self._ageing:
                 self.ages.discard(sample)
         if not flow.samples:
