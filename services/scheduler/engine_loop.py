@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 Asked = TypeVar("Asked")
 
+_SHARED_S = 600.0  # plans are sent late for so long after requests of two keys were there together
+
 
 class EngineLoop:
     """Other threads talk to it through ``post`` and ``ask``; what it says goes to ``deliver``, once for each turn.
@@ -71,6 +73,8 @@ class EngineLoop:
         self._forecast: PagesAhead = ()
         self._pace = Pace()
         self._ahead = (1, 1)  # plans in flight: at least, at most
+        self._shared_until = 0.0  # keys shared the worker a while ago: plans are sent late, so that requests are early
+        self._send_at = 0.0  # the next plan is held back until then
         self.watchers = 0  # set by the API: plans are reported while it is not 0
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -152,8 +156,10 @@ class EngineLoop:
 
     @property
     def _worker_waits(self) -> bool:
-        """Another plan may go out, if there is something to compute."""
-        return self._stream is not None and self._core.plans_in_flight < self._core.state.steps_ahead
+        """Whether another plan may be sent now, if there is something to compute."""
+        if self._stream is None or self._core.plans_in_flight >= self._core.state.steps_ahead:
+            return False
+        return self._send_at <= time.monotonic()
 
     def _until_due(self) -> float | None:
         """Seconds until a deadline, a load report, a log line or the end of patience; None when only an event can bring
@@ -165,6 +171,8 @@ class EngineLoop:
             due.append(self._silence.until_look())
         if (look_s := self._stall.until_look()) is not None:
             due.append(look_s)
+        if self._send_at and self._stream is not None:
+            due.append(self._send_at - time.monotonic())
         if (telling := self._stats.due(busy=self._busy())) is not None:
             due.append(telling - time.monotonic())
         return min(max(0.0, min(due)), 3600.0) if due else None
@@ -172,12 +180,17 @@ class EngineLoop:
     def _send_plans(self) -> None:
         """Keep the worker's queue full."""
         core, state, pace = self._core, self._core.state, self._pace
+        self._send_at = 0.0
         if self._stream is not None:
+            state.step_cost = pace.times.step_cost or state.step_cost
             ahead = pace.plans_ahead(state.steps_ahead, *self._ahead)
             if ahead != state.steps_ahead:
                 core.look_ahead(ahead)
         while self._stream is not None:
             begun, waiting = time.monotonic(), bool(state.waiting)
+            if core.plans_in_flight < state.steps_ahead and (later_s := self._hold_plan(begun)):
+                self._send_at = begun + later_s
+                return
             hurry = pace.runs_dry(begun, state.steps_ahead)
             plan = core.plan(time.monotonic_ns(), hurry=hurry)
             self._stages.planned()
@@ -186,7 +199,13 @@ class EngineLoop:
             self._send(self._stream, plan)
             self._stages.sent()
             now = time.monotonic()
-            pace.sent(now, now - begun, full=waiting and not plan.postponed)
+            pace.sent(now, now - begun, full=waiting and not plan.postponed, tokens=plan.tokens)
+
+    def _hold_plan(self, now: float) -> float:
+        """Return the seconds for which the next plan is held back: only where keys share the worker, or did."""
+        if self._core.state.several_keys:
+            self._shared_until = now + _SHARED_S
+        return self._pace.until_needed(now) if now < self._shared_until else 0.0
 
     def _send(self, stream: WorkerStream, plan: Plan) -> None:
         message = encode_plan(plan)

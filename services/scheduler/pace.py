@@ -3,10 +3,15 @@
 import math
 from collections import deque
 
+from services.scheduler.step_times import StepTimes
+
 MOST_AHEAD = 16  # plans in flight, however short steps are
 _RECENT = 0.2  # weight of the newest figure in a smoothed one
 # A plan takes one to two milliseconds from here to the worker and back: so much work lies ahead of the worker at least.
 _COVER_S = 0.004
+# Plans for steps of at least so many seconds may be sent late: this part of the step before it ends, or earlier.
+_LONG_STEP_S = 0.02
+_LEAD = 0.25
 
 
 class Pace:
@@ -18,7 +23,8 @@ class Pace:
     def __init__(self) -> None:
         self.step_s = 0.0  # recent time of a step on the worker; 0 = none yet
         self._full, self._light = _Kind(), _Kind()
-        self._sent: deque[tuple[float, _Kind]] = deque()  # plans that the worker has not answered
+        self.times = StepTimes()
+        self._sent: deque[tuple[float, _Kind, int]] = deque()  # plans that the worker has not answered: with tokens
         self._last_answer = 0.0
         self._lead = 0.0
 
@@ -28,19 +34,35 @@ class Pace:
         self._sent.clear()
         self._lead = lead
 
-    def sent(self, now: float, took_s: float, *, full: bool) -> None:
-        """A plan went out that took ``took_s`` to build."""
+    def sent(self, now: float, took_s: float, *, full: bool, tokens: int = 0) -> None:
+        """Note that a plan of ``tokens`` tokens was sent, which took ``took_s`` to build."""
         kind = self._full if full else self._light
         kind.plan_s = _smooth(kind.plan_s, took_s)
-        self._sent.append((now, kind))
+        self._sent.append((now, kind, tokens))
 
     def answered(self, at: float) -> None:
         """The answer to the oldest plan in flight came ``at`` this time, however long it lay here since. The worker
         began the plan when it got it, or when the one before was through."""
-        sent, kind = self._sent.popleft()
+        sent, kind, tokens = self._sent.popleft()
         step_s = max(at - max(sent, self._last_answer), 0.0)
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
         self._last_answer = at
+        if tokens:
+            self.times.note(tokens, step_s)
+
+    def until_needed(self, now: float) -> float:
+        """Return the seconds until the worker needs its next plan. 0 if that is not known, or if steps are short.
+
+        A request that arrives before the plan is built does not wait for the step after it.
+        """
+        if self._lead or not self._sent:
+            return 0.0
+        expected = [self.times.expected_s(tokens) for _, _, tokens in self._sent]
+        if expected[0] is None or expected[0] < _LONG_STEP_S:
+            return 0.0
+        began = max(self._sent[0][0], self._last_answer)
+        left = sum(each or 0.0 for each in expected) - (now - began)
+        return max(0.0, left - max(_LEAD * expected[0], 2 * self._full.plan_s, _COVER_S))
 
     def plans_ahead(self, now: int, least: int, most: int) -> int:
         """How many plans should be in flight, from ``least`` to ``most``, when ``now`` may be: enough that short steps
@@ -64,7 +86,7 @@ class Pace:
         if most_in_flight == 1 or not self.step_s or light.plan_s * 2 > full.plan_s or full.step_s > full.plan_s:
             return False
         began = max(self._sent[0][0], self._last_answer) if self._sent else now
-        left = sum(kind.step_s or self.step_s for _, kind in self._sent) - (now - began)
+        left = sum(kind.step_s or self.step_s for _, kind, _ in self._sent) - (now - began)
         return left - self._lead * self.step_s < full.plan_s
 
 

@@ -3,7 +3,8 @@
 In a test: ``worker = FakeWorker(FakeShape(...)); address = await worker.start("127.0.0.1:0")``. As a process:
 ``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50`` (fields of ``FakeShape``, and ``reply_ids=5,6,7``
 to answer every prompt with these tokens, ``parrot_ids=2,4,3`` to answer with what the user said (the tokens of
-``parrot_script``), ``step_ms=20`` for the time of a step, ``poison=9`` to exit when this token appears, and
+``parrot_script``), ``step_ms=20`` for the time of a step and ``token_us=80`` for that of each of its tokens,
+``poison=9`` to exit when this token appears, and
 ``otlp_endpoint=http://127.0.0.1:4317`` to tell of its prefills as a worker does).
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -45,6 +47,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.shape = shape or FakeShape()
         self.script = script
         self.step_s = step_s
+        self.token_s = 0.0  # that each token of a step takes beside `step_s`
         self.model = FakeModel(self.shape, script)
         self.violations: list[str] = []
         self.takes_together = True  # plans, and gives results, several in a message; an older worker does not
@@ -215,9 +218,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._permits -= 1
             if not self._permits:
                 self._open.clear()
-        if self.step_s:
-            await asyncio.sleep(self.step_s)
+        begun = time.perf_counter()
         result = self.model.apply(plan)
+        if self.step_s:
+            lasts_s = self.step_s + self.token_s * int(self.model.checker.batch[1].sum())
+            await asyncio.sleep(max(0.0, lasts_s - (time.perf_counter() - begun)))
         for prefill in self.traces.see(plan, 0) if self.traces is not None else ():
             prefill.end(Timing())
         if self.poison is not None and self._is_poisoned(plan, result):
@@ -271,10 +276,11 @@ async def _serve(arguments: list[str]) -> None:
     script = reply_script([int(token) for token in reply.split(",")]) if reply else None
     if parrot := values.get("parrot_ids"):
         script = parrot_script(*map(int, parrot.split(",")), shape.eos_token_id)
-    own = ("listen", "reply_ids", "parrot_ids", "step_ms", "poison", "otlp_endpoint")
+    own = ("listen", "reply_ids", "parrot_ids", "step_ms", "token_us", "poison", "otlp_endpoint")
     if unknown := set(values) - known - set(own):
         raise SystemExit(f"unknown: {sorted(unknown)}; known: {sorted(known)}, {', '.join(own)}")
     worker = FakeWorker(shape, script, float(values.get("step_ms", 0)) / 1000)
+    worker.token_s = float(values.get("token_us", 0)) / 1e6
     if "poison" in values:
         worker.poison, worker.end_of = int(values["poison"]), lambda: os._exit(1)
     if "otlp_endpoint" in values:

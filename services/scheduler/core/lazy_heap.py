@@ -35,6 +35,11 @@ class LazyHeap(Generic[K, T]):
         while heap and entries.get(heap[0][2]) is not heap[0]:
             heappop(heap)
 
+    @property
+    def first(self) -> int:
+        """``first`` of the lowest item. Raises ``IndexError`` if there is none."""
+        return self._heap[0][0]
+
     def __iter__(self) -> Iterator[tuple[int, K, T]]:
         """In order; the first k cost k log k, however many there are."""
         heap, entries = self._heap, self._entries

@@ -31,7 +31,8 @@ class Lifecycle:
                   entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
                   entry.lent_pages(state.shape.page_size))  # fmt: skip
         stop_set = state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples))
-        return Settings((*shared, stop_set), stop_states)
+        key = state.running_keys.acquire(request.fairness_key, len(entry.samples))
+        return Settings((*shared, stop_set, key), stop_states)
 
     def enter(self, entries: list[Entry], settings: list[Settings], lengths: Lengths, step: int, now_ns: int) -> Placed:
         """Put waiting samples into free slots, with pages for all tokens they know.
@@ -96,7 +97,7 @@ class Lifecycle:
         slots.activate(taken)
         slots.admitted_step[taken], slots.delay[taken] = step, 0
         rows = np.array([each.shared for each in settings], np.int64).reshape(len(settings), -1)
-        given, prompt, limit, least, priority, cached, classes, node, sink, last, lent, stop_set = np.repeat(
+        given, prompt, limit, least, priority, cached, classes, node, sink, last, lent, stop_set, key = np.repeat(
             rows, counts, axis=0
         ).T
         slots.given[taken] = slots.known[taken] = given
@@ -105,6 +106,7 @@ class Lifecycle:
         slots.scheduled[taken], slots.length_class[taken], slots.node[taken] = cached, classes, node
         slots.sink[taken], slots.last_token[taken], slots.stop_set[taken] = sink, last, stop_set
         slots.lent_pages[taken], slots.priority[taken] = lent, priority
+        slots.key[taken] = key
         slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
         slots.handle[taken] = [sample.handle for sample in samples]
         slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
@@ -216,6 +218,7 @@ class Lifecycle:
             self._keep_tokens(sample)
             self._note_times(sample, slot)
             state.stop_tokens.release(sample.request.stop_token_ids)
+            state.running_keys.release(sample.request.fairness_key)
             sample.slot = -1
         for request in state.sharing:
             request.share = None
@@ -270,6 +273,7 @@ class Lifecycle:
             if not keep:
                 tree.forget(node)
             state.stop_tokens.release(sample.request.stop_token_ids)
+            state.running_keys.release(sample.request.fairness_key)
             self._note_times(sample, slot)
             sample.slot = -1
             state.to_release.append((slot, sample.request.request_id))

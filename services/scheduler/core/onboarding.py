@@ -1,6 +1,6 @@
 """Lets waiting samples in, and computes their prompts in chunks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from services.scheduler.core.prediction import Prediction
 from services.scheduler.core.prefix_tree import PageName
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
+from services.scheduler.core.turns import Turn
 
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
 MOST_ADMISSIONS = 512
@@ -43,18 +44,51 @@ class Onboarding:
         self._prediction = prediction
         self._admission = admission
 
-    def continue_prefill(self, plan: Plan, budget: int) -> Rows:
-        """The next chunks of prompts that were begun."""
+    def continue_prefill(self, plan: Plan, budget: int, turn: Turn | None = None) -> Rows:
+        """Compute the next chunks of prompts that were begun."""
         slots, rows = self._state.slots, []
         for slot in self._state.prefilling:
             if budget == 0:
                 break
+            if turn is not None and turn.held[slot]:
+                continue
             rows.append((slot, min(int(slots.given[slot] - slots.scheduled[slot]), budget)))
             budget -= rows[-1][1]
         self._compute(plan, rows)
         return rows
 
-    def admit(self, plan: Plan, budget: int, now_ns: int) -> Rows:
+    def share_prefill(self, plan: Plan, budget: int, now_ns: int, turn: Turn | None) -> Rows:
+        """Compute chunks of prompts of several keys: of those that were begun, and of samples that are admitted.
+
+        Each key gets the same part of ``budget``, or what it needs if that is less. What one does not use is for the
+        others.
+        """
+        state, slots = self._state, self._state.slots
+        begun = [slot for slot in state.prefilling if turn is None or not turn.held[slot]]
+        keys = {slot: slots.samples[slot].request.fairness_key for slot in begun}
+        missing = {slot: int(slots.given[slot] - slots.scheduled[slot]) for slot in begun}
+        wanted = {keys[slot]: missing[slot] for slot in begun}
+        for _, key, given in state.waiting.flows():
+            if turn is None or key in turn.keys:
+                wanted[key] = wanted.get(key, 0) + given
+        parts = _fair_parts(wanted, budget)
+        rows = [(slot, tokens) for slot in begun if (tokens := min(missing[slot], parts[keys[slot]]))]
+        self._compute(plan, rows)
+        left = budget - sum(tokens for _, tokens in rows)
+        admitted = self.admit(plan, left, now_ns, turn)
+        left -= sum(tokens for _, tokens in admitted)
+        more = []
+        for slot in begun:
+            if tokens := min(int(slots.given[slot] - slots.scheduled[slot]), left):
+                more.append((slot, tokens))
+                left -= tokens
+        self._compute(plan, more)
+        total: dict[int, int] = {}
+        for slot, tokens in (*rows, *more):
+            total[slot] = total.get(slot, 0) + tokens
+        return [*total.items(), *admitted]
+
+    def admit(self, plan: Plan, budget: int, now_ns: int, turn: Turn | None = None) -> Rows:
         """Let in waiting samples, in order, as long as the first chunk of each has room and the forecast allows.
 
         One whose prefix is being computed now is first again next time. One that does not fit may be passed by others
@@ -64,14 +98,21 @@ class Onboarding:
         if budget == 0 or not state.waiting or state.slots.running == state.shape.max_running:
             return []
         room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
-        entries = self.gather(plan, state.in_order(2 * MOST_ADMISSIONS, now_ns), budget, room)
+        waiting = state.in_order(2 * MOST_ADMISSIONS, now_ns)
+        if turn is not None:
+            waiting = [sample for sample in waiting if sample.request.fairness_key in turn.keys]
+        if state.prefilling:  # the next prompt of a key begins behind the one before
+            keys = {state.slots.samples[slot].request.fairness_key for slot in state.prefilling}
+            waiting = [sample for sample in waiting if sample.request.fairness_key not in keys]
+        entries = self.gather(plan, waiting, budget, room)
         if not entries:
             return []
         candidates = self.candidates(plan, entries, budget)
+        self._expect_delay(plan, candidates)
         samples, admission = candidates.samples, self._admission(state, plan.step)
         chosen = self._note_overtaken(samples, admission.select(candidates.sequences, candidates.classes))
         if len(chosen) == 0:
-            return self._make_room(plan, samples[0], budget, now_ns)
+            return self._make_room(plan, samples[0], budget, now_ns, turn)
         return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
 
     def gather(self, plan: Plan, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
@@ -149,6 +190,7 @@ class Onboarding:
         missing = given - cached
         # Only the last can have less of this step than it needs, and not even that when others are not admitted.
         rest, least = np.maximum(np.cumsum(missing) - budget, 0), np.maximum(missing - budget, 0)
+        rest[rest > 0] += self._begun_tokens()  # prompts of other keys are computed beside it
         total, quantile = self._prediction.totals(samples)
         limit = np.array([sample.request.limit for sample in samples], np.int64)
         slowest = max(1, state.shape.max_tokens_per_step - state.slots.running - len(samples))
@@ -157,6 +199,23 @@ class Onboarding:
         sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
         return Candidates(samples, sequences, classes, total, quantile, plan.step + end)
+
+    def _begun_tokens(self) -> int:
+        """Tokens that are missing of prompts that were begun."""
+        slots, begun = self._state.slots, self._state.prefilling
+        return int((slots.given[begun] - slots.scheduled[begun]).sum()) if begun else 0
+
+    def _expect_delay(self, plan: Plan, candidates: "Candidates") -> None:
+        """Set the latest ends of prompts that were begun, as they are if all ``candidates`` are computed before."""
+        state, slots = self._state, self._state.slots
+        if not state.prefilling:
+            return
+        begun = np.array(state.prefilling, np.int64)
+        length, count = candidates.sequences.length, len(candidates.samples)
+        slowest = max(1, state.shape.max_tokens_per_step - slots.running - count)
+        prefill = -(-(self._begun_tokens() + int(length.sum())) // slowest)
+        end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.steps_ahead
+        slots.end_step[begun] = np.maximum(slots.end_step[begun], end)
 
     def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
@@ -222,7 +281,7 @@ class Onboarding:
         self._lifecycle.register_pages(chosen, findable, ready_step=plan.step + 1)
         missing = slots.given[chosen] - slots.scheduled[chosen]
         slots.delay[chosen] = -(-missing // state.shape.max_tokens_per_step)
-        state.prefilling = chosen[missing > 0].tolist()
+        state.prefilling = [slot for slot in state.prefilling if slot not in chosen] + chosen[missing > 0].tolist()
         complete = chosen[missing == 0]
         if len(complete):  # now their ends are exact
             slots.end_step[complete] = plan.step + self._prediction.steps_to_end(complete)
@@ -244,7 +303,7 @@ class Onboarding:
         self._state.counters.overtakes += len(chosen) - first
         return chosen
 
-    def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int) -> Rows:
+    def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int, turn: Turn | None) -> Rows:
         """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with
         nothing running its own is too. A sample that does not fit even then ends with an error, never with a hang."""
         state = self._state
@@ -257,7 +316,7 @@ class Onboarding:
         if not let_go:
             error = Internal("the sequence does not fit the KV cache by itself")
             self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
-        return self.admit(plan, budget, now_ns)
+        return self.admit(plan, budget, now_ns, turn)
 
 
 class Candidates(NamedTuple):
@@ -272,6 +331,15 @@ class Candidates(NamedTuple):
 
     def lengths(self, chosen: np.ndarray) -> Lengths:
         return Lengths(self.total[chosen], self.quantile[chosen], self.end_step[chosen])
+
+
+def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
+    """Divide ``budget`` between keys: all get the same, or what they want if that is less."""
+    parts, left = {}, budget
+    for at, (key, tokens) in enumerate(sorted(wanted.items(), key=lambda each: each[1])):
+        parts[key] = min(tokens, -(-left // (len(wanted) - at)))
+        left -= parts[key]
+    return parts
 
 
 def _carries(sample: Sample) -> int:

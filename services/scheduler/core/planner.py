@@ -5,11 +5,13 @@ import numpy as np
 from services.scheduler.core.batching import Batching
 from services.scheduler.core.counters import STEP_SIZES
 from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.onboarding import Onboarding
+from services.scheduler.core.onboarding import Onboarding, Rows
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.prediction import Prediction
 from services.scheduler.core.preemption import choose_victims
+from services.scheduler.core.request import Priority
 from services.scheduler.core.state import State
+from services.scheduler.core.turns import Turn, Turns
 from services.scheduler.core.yielding import Yielding
 
 _MOST_HURRIED = 3  # plans in a row
@@ -32,6 +34,7 @@ class Planner:
         self._prediction = prediction
         self._yielding = yielding
         self._batching = Batching(state)
+        self._turns = Turns(state)
         self._hurried = 0  # plans since the last one that was not
 
     def build(self, now_ns: int, *, hurry: bool = False) -> Plan | None:
@@ -46,18 +49,15 @@ class Planner:
         if not hurry:
             self._prediction.refresh(plan.step)
             self._yielding.make_way(plan, now_ns)
-        decoding = self._decode(plan)
-        budget = state.shape.max_tokens_per_step - len(decoding)
-        prefilling = self._onboarding.continue_prefill(plan, budget)
-        if hurry and len(decoding):
-            self._hurried += 1
-            plan.postponed = bool(state.waiting)
-            state.counters.postponed_plans += plan.postponed
-        else:
-            self._hurried = 0
-            prefilling += self._onboarding.admit(plan, budget - plan.prefill_tokens, now_ns)
+        if (turn := self._turns.next()) is not None:
+            self._turns.begin(turn)
+        decoding, prefilling = self._compute(plan, turn, now_ns, hurry=hurry)
+        if turn is not None and len(decoding) == 0 and not prefilling:
+            self._turns.undo(turn)
+            decoding, prefilling = self._compute(plan, None, now_ns, hurry=hurry)
         if len(decoding) == 0 and not prefilling:
             return None
+        self._charge(decoding, prefilling)
         # Not sooner: a page that this plan copies from must not be a page that it copies onto.
         for request in [request for request in state.sharing if not request.waiting]:
             self._lifecycle.shares.end(request)
@@ -72,10 +72,51 @@ class Planner:
         state.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
-    def _decode(self, plan: Plan) -> np.ndarray:
-        """One more token for every sequence that is past its prompt, and the pages where those tokens go."""
+    def _compute(self, plan: Plan, turn: Turn | None, now_ns: int, *, hurry: bool) -> tuple[np.ndarray, Rows]:
+        """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
+        state = self._state
+        decoding = self._decode(plan, turn)
+        budget = state.shape.max_tokens_per_step - len(decoding)
+        if hurry and len(decoding):
+            self._hurried += 1
+            plan.postponed = bool(state.waiting)
+            state.counters.postponed_plans += plan.postponed
+            return decoding, self._onboarding.continue_prefill(plan, budget, turn)
+        self._hurried = 0
+        if state.apart is None and state.several_keys:
+            return decoding, self._onboarding.share_prefill(plan, budget, now_ns, turn)
+        prefilling = self._onboarding.continue_prefill(plan, budget)
+        return decoding, prefilling + self._onboarding.admit(plan, budget - plan.prefill_tokens, now_ns)
+
+    def _charge(self, decoding: np.ndarray, prefilling: Rows) -> None:
+        """Count what the plan computes for each key."""
+        state, slots = self._state, self._state.slots
+        if not state.several_keys:
+            if state.waiting and (only := state.running_keys.only) is not None:
+                state.waiting.charge_only(only, len(decoding) + sum(tokens for _, tokens in prefilling))
+            return
+        chosen, counts = np.array(prefilling, np.int64).reshape(-1, 2).T
+        rows = np.concatenate((decoding, chosen))
+        weights = np.concatenate((np.ones(len(decoding), np.int64), counts))
+        classes = len(Priority)
+        tokens = np.bincount(slots.key[rows] * classes + slots.priority[rows], weights=weights,
+                             minlength=state.running_keys.size * classes)  # fmt: skip
+        computed: dict[str, int] = {}
+        for key, number in state.running_keys.items():
+            of_classes = tokens[number * classes : (number + 1) * classes]
+            computed[key] = int(of_classes.sum())
+            for priority in Priority:
+                if of_classes[priority]:
+                    state.waiting.charge(priority, key, int(of_classes[priority]))
+        state.recent.charge(computed, state.shape.max_tokens_per_step)
+
+    def _decode(self, plan: Plan, turn: Turn | None) -> np.ndarray:
+        """Compute one more token for every sequence that is past its prompt, and take the pages where those tokens
+        go."""
         state, slots, size = self._state, self._state.slots, self._state.shape.page_size
         decoding = slots.decoding()
+        if turn is not None:
+            decoding = decoding[~turn.held[decoding]]
         while True:
             position = slots.scheduled[decoding]
             full = decoding[position >= slots.page_count[decoding] * size]

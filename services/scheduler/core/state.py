@@ -10,13 +10,16 @@ from services.scheduler.core.output import Outbox
 from services.scheduler.core.pages import PagePool
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.prefix_tree import PrefixTree
+from services.scheduler.core.recent import RecentService
 from services.scheduler.core.request import Priority, PromptShare, Request, Sample, WorkerShape
+from services.scheduler.core.running_keys import RunningKeys
 from services.scheduler.core.slots import Slots
 from services.scheduler.core.stop_matcher import StopMatcher
 from services.scheduler.core.stop_tokens import StopTokens
 from services.scheduler.core.waiting import WaitingQueue
 
 _LOW_SHARE = 8  # one running sequence in so many
+STEP_COST = 64.0  # until it is measured: CPUs are below it, GPUs above
 
 
 class State:
@@ -36,8 +39,11 @@ class State:
         self.broken: dict[Request, Exception] = {}
         self.failures: dict[str, Exception] = {}  # by id, of requests that ended so, for the log
         self.apart: list[Sample] | None = None  # on trial: nobody else runs now; owned by the quarantine
+        self.recent = RecentService()
         self.attached = False
         self.step = 0  # of the last plan built
+        self.step_cost = STEP_COST  # what a step costs beside its tokens, in tokens; measured by the shell
+        self.first: list[Sample] = []  # waiting samples for which others made way: next in the order of service
 
     @property
     def low_share(self) -> int:
@@ -50,7 +56,18 @@ class State:
         if self.apart is not None:
             return [sample for sample in self.apart if sample.slot < 0 and not sample.finished][:most]
         running = self.slots.priority[self.slots.running_slots()]
-        return self.waiting.candidates(most, now_ns, self.low_share - int(np.count_nonzero(running == Priority.LOW)))
+        low = self.low_share - int(np.count_nonzero(running == Priority.LOW))
+        order = self.waiting.candidates(most, now_ns, low)
+        if not self.first:
+            return order
+        first = [sample for sample in self.first if sample in self.waiting]
+        return [*first, *(sample for sample in order if sample not in first)][:most]
+
+    @property
+    def several_keys(self) -> bool:
+        """Whether requests of more than one fairness key run or wait."""
+        keys = self.running_keys
+        return len(keys) > 1 or self.waiting.has_other_key(keys.only)
 
     def attach(self, shape: WorkerShape) -> None:
         """Begin with a worker that holds nothing."""
@@ -60,10 +77,11 @@ class State:
             self.lengths = LengthPredictor(shape.max_context_tokens)
         self.shape = shape
         self.slots = Slots(shape)
+        self.running_keys = RunningKeys()
         self.pool: PagePool = PagePool(shape.page_count, shape.page_size)
         self.tree = PrefixTree(self.pool, keep=self.policy.prefix_caching)
         self.step = 0
-        self.prefilling: list[int] = []  # slots whose prompt is not computed yet, in order; at most one
+        self.prefilling: list[int] = []  # slots whose prompt is computed in part, in order; at most one of a key
         self.to_release: list[tuple[int, str]] = []  # (slot, request id): freed here, to be told to the worker
         self.preempted: list[str] = []  # request ids of those among them that wait again
         self.sharing: dict[Request, PromptShare] = {}  # requests with a share, in order

@@ -1,7 +1,7 @@
 """The queue of samples that are accepted and not running: priority classes, ageing, fairness between keys."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, groupby, islice
 from math import inf
@@ -10,19 +10,22 @@ from operator import attrgetter
 from services.scheduler.core.lazy_heap import LazyHeap
 from services.scheduler.core.request import Priority, Sample
 
-QUANTUM = 4096  # tokens that a fairness key may take in each round
+_MOST_REMEMBERED = 4096  # tags of keys that do not wait
 
 
 class WaitingQueue:
-    """Who is served next: the class of lowest rank, and within it each fairness key in turn. Owned by the core.
+    """Orders waiting samples by class, and within a class by fairness key. Owned by the core.
 
-    A class ranks as its priority, less one for every ``ageing_ns`` that its oldest sample waited; of equal ranks the
-    higher class goes first. When a class goes before a higher one, which only age can bring about, its oldest sample is
-    served. Otherwise its keys are served by deficit round robin (Shreedhar and Varghese 1996), each key first come,
-    first served. With ``ageing_ns`` 0 priorities are strict.
+    A class ranks as its priority, less one for every ``ageing_ns`` that its oldest sample waited. Between equal ranks
+    the higher class goes first. When a class goes before a higher one, which only age can bring about, its oldest
+    sample is served. Otherwise its keys share the service by start-time fair queueing (Goyal, Vin, Cheng 1996), counted
+    in tokens, and each key is first come, first served. With ``ageing_ns`` 0 priorities are strict.
 
-    A call's cost grows with the samples it is about, and with the logarithm at most of all that wait. ``arrival`` must
-    differ between samples: it settles equal ages.
+    ``charge`` counts what was computed for a key. The order of one call of ``candidates`` also counts what the samples
+    before are expected to take, so that one plan admits samples of all keys.
+
+    The cost of a call grows with the samples that it concerns, and with the logarithm at most of all that wait.
+    ``arrival`` must differ between samples: it settles equal ages.
     """
 
     def __init__(self, ageing_ns: int) -> None:
@@ -35,7 +38,7 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sample]:
-        """Every sample once: class by class and key by key, not in the order of service."""
+        """Yield every sample once: class by class and key by key, not in the order of service."""
         for each in self._classes:
             for flow in each.flows.values():
                 yield from flow.samples
@@ -45,43 +48,64 @@ class WaitingQueue:
         return flow is not None and sample in flow.samples
 
     def push(self, sample: Sample) -> None:
-        """As the last of its key in its class."""
+        """Add a sample as the last of its key in its class."""
         self._classes[sample.request.priority].push(sample)
         self._count(sample, 1)
 
     def push_front(self, sample: Sample) -> None:
-        """As the first of its key in its class: a sample that was running before."""
+        """Add a sample that was running as the first of its key in its class."""
         self._classes[sample.request.priority].push(sample, front=True)
         self._count(sample, 1)
 
     def remove(self, sample: Sample) -> None:
-        """It leaves unserved, so its key is charged nothing. ``KeyError`` when it is not here."""
+        """Remove a sample that does not start to run. Raises ``KeyError`` if it is not here."""
         self._classes[sample.request.priority].take(sample.request.fairness_key, (sample,))
         self._count(sample, -1)
 
     def serve(self, samples: Sequence[Sample]) -> None:
-        """They leave to run, and their keys are charged: some of what ``candidates`` said, in its order.
-
-        ``KeyError`` when one is not here.
-        """
+        """Remove samples that start to run. Raises ``KeyError`` if one is not here."""
         for (priority, key), run in groupby(samples, attrgetter("request.priority", "request.fairness_key")):
             served = list(run)
-            # Age takes samples out of turn: the round of a class goes on only when no higher class waits.
-            in_turn = not any(higher.flows for higher in self._classes[:priority])
-            cost = sum(sample.cost for sample in served)
-            self._classes[priority].take(key, served, cost=cost, in_turn=in_turn)
+            self._classes[priority].take(key, served)
             for sample in served:
                 self._count(sample, -1)
+
+    def charge(self, priority: Priority, key: str, tokens: int) -> None:
+        """Count ``tokens`` that were computed for a key in a class."""
+        self._classes[priority].charge(key, tokens)
+
+    def charge_only(self, key: str, tokens: int) -> None:
+        """Count ``tokens`` that were computed while no other key had samples running. The classes are not told apart:
+        that would matter only between keys."""
+        for each in self._classes:
+            if each.flows:
+                each.charge(key, tokens)
 
     @property
     def highest(self) -> Priority | None:
         """The highest class in which a sample waits."""
         return next((each.priority for each in self._classes if each.flows), None)
 
-    def candidates(self, most: int, now_ns: int, low_by_age: int | None = None) -> list[Sample]:
-        """The next ``most`` samples in the order of service, as if each was served now. Nothing changes.
+    def flows(self) -> Iterator[tuple[Priority, str, int]]:
+        """Yield class, key and known tokens of the waiting samples, for every key of every class."""
+        for each in self._classes:
+            for key, flow in each.flows.items():
+                yield each.priority, key, flow.given
 
-        ``low_by_age``: so many samples of class ``low`` at most go before higher classes; None: any number.
+    def has_other_key(self, key: str | None) -> bool:
+        """Return whether samples wait under a key other than ``key``. None: under two keys at least."""
+        for each in self._classes:
+            for found in each.flows:
+                if key is None:
+                    key = found
+                elif found != key:
+                    return True
+        return False
+
+    def candidates(self, most: int, now_ns: int, low_by_age: int | None = None) -> list[Sample]:
+        """Return the next ``most`` samples in the order of service, as if each was served now. Changes nothing.
+
+        ``low_by_age``: samples of class ``low`` that may go before higher classes; None: any number.
         """
         order: list[Sample] = []
         waiting = [each for each in self._classes if each.flows]
@@ -116,104 +140,127 @@ class WaitingQueue:
 class _Flow:
     """The samples of one fairness key in one class, in order of service."""
 
-    __slots__ = ("key", "position", "round", "samples", "spent")
+    __slots__ = ("given", "joined", "key", "samples", "tag")
 
-    def __init__(self, key: str, position: tuple[int, int], spent: int) -> None:
+    def __init__(self, key: str, tag: int, joined: int) -> None:
         self.key = key
-        self.position = position  # in every round: those that joined last come first, of one round in order
-        # Tokens served, as if it had been here from round 0 and never saved any: the deficit in round r is
-        # r * QUANTUM - spent. The rounds that a key must gather for a large sample are then one division.
-        self.spent = spent
-        self.round = -1  # in which the first sample is served
+        self.tag = tag  # the key's virtual service, in tokens
+        self.joined = joined  # settles equal tags
+        self.given = 0  # known tokens of all samples
         self.samples: OrderedDict[Sample, None] = OrderedDict()
 
 
 class _PriorityClass:
-    """Deficit round robin over the keys of one class."""
+    """Start-time fair queueing over the keys of one class.
+
+    The tag of a key is its virtual service, in tokens. The key with the least tag is served. The virtual time is the
+    least tag of all keys that wait. A key that starts to wait begins at the virtual time, or at its own tag if that is
+    more: it has no credit for its idle time. While no key waits, no key is denied service, and all begin anew alike.
+
+    The first key that joins at a virtual time goes before the keys that have waited until then, since these were served
+    meanwhile. Each further one joins a token later, so that new keys cannot starve old ones.
+    """
 
     def __init__(self, priority: Priority, *, ageing: bool) -> None:
         self.priority = priority
-        self.flows: dict[str, _Flow] = {}  # those with samples; one that is empty is forgotten, deficit and all
+        self.flows: dict[str, _Flow] = {}  # keys with waiting samples
         self.ages: LazyHeap[int, Sample] = LazyHeap()  # by (accepted_ns, arrival); empty without ageing
-        self._turns: LazyHeap[tuple[int, int], _Flow] = LazyHeap()  # by (round, position)
+        self._tags: dict[str, int] = {}  # tags of keys that wait no more, until no key waits
+        self._turns: LazyHeap[int, _Flow] = LazyHeap()  # by (tag, joined)
         self._ageing = ageing
-        self._round = 0  # the latest in which a sample was served
+        self._peak = 0  # the largest tag so far
+        self._newcomers = (0, 0)  # the virtual time at which a key joined last, and how many joined at it
         self._joined = count()
 
     def push(self, sample: Sample, *, front: bool = False) -> None:
         key = sample.request.fairness_key
         flow = self.flows.get(key)
         if flow is None:
-            # From the next round on, for one that comes and goes would else have many turns in this one; and there
-            # before those that had their turn in this round already.
-            flow = self.flows[key] = _Flow(key, (-self._round, next(self._joined)), self._round * QUANTUM)
-            front = True
+            flow = self.flows[key] = _Flow(key, self._start(key), next(self._joined))
+            self._turns.put(flow.tag, flow.joined, flow)
         flow.samples[sample] = None
+        flow.given += sample.known
         if front:
             flow.samples.move_to_end(sample, last=False)
-            self._settle(flow)
         if self._ageing:
             self.ages.put(sample.accepted_ns, sample.arrival, sample)
 
-    def take(self, key: str, samples: Iterable[Sample], *, cost: int = 0, in_turn: bool = False) -> None:
-        """Samples of one key leave, for ``cost`` tokens; ``in_turn``: the round goes on to where they were served."""
+    def _start(self, key: str) -> int:
+        """Return the tag of a key that starts to wait."""
+        # Not before the virtual time of the last that joined: it began a token earlier.
+        virtual = max(self._newcomers[0], self._turns.first if self.flows else self._peak)
+        known = self._tags.pop(key, None)
+        if known is not None and known >= virtual:
+            return known
+        at, joined = self._newcomers
+        joined = joined if at == virtual else 0
+        self._newcomers = virtual, joined + 1
+        return virtual - 1 + joined
+
+    def take(self, key: str, samples: Sequence[Sample]) -> None:
+        """Remove samples of one key."""
         flow = self.flows[key]
         for sample in samples:
             del flow.samples[sample]
+            flow.given -= sample.known
             if self._ageing:
                 self.ages.discard(sample)
-        flow.spent += cost
-        if in_turn:
-            self._round = max(self._round, _round(flow.spent))
-        self._settle(flow)
-
-    def _settle(self, flow: _Flow) -> None:
-        """Bring its turn up to date after its first sample, or what it spent, changed."""
-        head = next(iter(flow.samples), None)
-        if head is None:
-            del self.flows[flow.key]
+        if not flow.samples:
+            del self.flows[key]
             self._turns.discard(flow)
+            self._remember(key, flow.tag)
+
+    def charge(self, key: str, tokens: int) -> None:
+        if not self.flows:
             return
-        turn = _round(flow.spent + head.cost)
-        if turn != flow.round:
-            flow.round = turn
-            self._turns.put(turn, flow.position, flow)
+        flow = self.flows.get(key)
+        if flow is None:
+            self._remember(key, self._tags.get(key, self._turns.first) + tokens)
+            return
+        flow.tag += tokens
+        self._peak = max(self._peak, flow.tag)
+        self._turns.put(flow.tag, flow.joined, flow)
+
+    def _remember(self, key: str, tag: int) -> None:
+        self._peak = max(self._peak, tag)
+        if not self.flows:
+            self._tags.clear()
+            return
+        self._tags[key] = tag
+        if len(self._tags) > _MOST_REMEMBERED:
+            least = sorted(self._tags, key=self._tags.__getitem__)[: _MOST_REMEMBERED // 2]
+            for forgotten in least:
+                del self._tags[forgotten]
 
     def in_turn(self, gone: Collection[Sample] = (), charged: Mapping[str, int] | None = None) -> Iterator[Sample]:
-        """The order of service without ageing, as if the samples ``gone`` had left and cost their keys ``charged``."""
+        """Yield the order of service without ageing, as if the samples ``gone`` had left and cost their keys
+        ``charged``."""
         if len(self.flows) == 1:
             (flow,) = self.flows.values()
             yield from (sample for sample in flow.samples if sample not in gone) if gone else flow.samples
             return
         charged = charged or {}
-        # Flows that were looked at: (round, position, tokens spent, its next sample, those behind it).
-        begun: list[tuple[int, tuple[int, int], int, Sample, Iterator[Sample]]] = []
+        # Flows that were looked at: (tag, joined, their samples that are left).
+        begun: list[tuple[int, int, Iterator[Sample]]] = []
         for key, tokens in charged.items():
-            flow = self.flows[key]
-            rest: Iterator[Sample] = (sample for sample in flow.samples if sample not in gone)
-            for sample in rest:
-                spent = flow.spent + tokens
-                heappush(begun, (_round(spent + sample.cost), flow.position, spent, sample, rest))
-                break
+            charging = self.flows[key]
+            rest: Iterator[Sample] = (sample for sample in charging.samples if sample not in gone)
+            heappush(begun, (charging.tag + tokens, charging.joined, rest))
         others = (entry for entry in self._turns if entry[2].key not in charged)
         other = next(others, None)
         while begun or other is not None:
-            # No two have the same position: what stands behind it, which typeshed wants alike, is never compared.
-            if other is not None and (not begun or other < begun[0]):  # type: ignore[operator]
-                turn, position, flow = other
+            if other is not None and (not begun or other[:2] < begun[0][:2]):
+                tag, joined, rest = other[0], other[1], iter(other[2].samples)
                 other = next(others, None)
-                rest = iter(flow.samples)
-                spent, sample = flow.spent, next(rest)
             else:
-                turn, position, spent, sample, rest = heappop(begun)
-            yield sample
-            spent += sample.cost
+                tag, joined, rest = heappop(begun)
+            next_tag = min(begun[0][0] if begun else inf, inf if other is None else other[0])
             for sample in rest:
-                if spent + sample.cost > turn * QUANTUM:
-                    heappush(begun, (_round(spent + sample.cost), position, spent, sample, rest))
-                    break
                 yield sample
-                spent += sample.cost
+                tag += sample.cost
+                if tag >= next_tag:
+                    heappush(begun, (tag, joined, rest))
+                    break
 
 
 class _Contender:
@@ -233,7 +280,7 @@ class _Contender:
         self._find_oldest()
 
     def in_turn(self) -> Iterator[Sample]:
-        """The rest by key. A class comes to this when no higher one waits: no more of its samples go by age."""
+        """Return the rest by key. A class comes to this when no higher one waits: its age no longer matters."""
         if self._turns is None:
             self._turns = self._class.in_turn(self._gone, self._charged)
         return self._turns
@@ -265,8 +312,3 @@ class _Contender:
                 self.rank = self.priority - (self._now_ns - accepted_ns) // self._ageing_ns * rises
                 return
         self.rank = inf
-
-
-def _round(tokens: int) -> int:
-    """The first round in which so many tokens may be spent in all."""
-    return -(-tokens // QUANTUM)

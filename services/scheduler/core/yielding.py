@@ -1,8 +1,13 @@
-"""Class ``low`` makes way: what waits in a higher class does not wait until batch jobs leave it a slot or pages.
+"""Sequences that make way for others: class ``low`` for higher classes, and keys with much for keys with little.
 
-A low sequence that yields goes back to the queue like one that is preempted, its tokens kept and its pages cached. So
-that low work gets through however much else comes, an eighth of the running sequences may be low ones that do not
-yield: those whose age takes them before a higher class, and those that yielded a few times already.
+A request of a higher class does not wait until batch jobs leave it a slot or pages, nor does the first request of a key
+wait until another key that holds them all leaves it some. A sequence that yields goes back to the queue like one that
+is preempted, its tokens kept and its pages cached.
+
+So that low work gets through however much else comes, an eighth of the running sequences may be low ones that do not
+yield: those whose age takes them before a higher class, and those that yielded a few times already. A key gets slots in
+this way only while it was served less than half of its fair share lately, no more than a sixteenth of all, and only
+from keys that have more than their fair share. So busy keys lose little, and nothing to each other.
 """
 
 import numpy as np
@@ -12,8 +17,11 @@ from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.onboarding import MOST_ADMISSIONS, Candidates, Onboarding
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.preemption import by_work, without_those_of_age
-from services.scheduler.core.request import Priority
+from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
+
+_KEY_SHARE = 16  # others make way for a key until it has one slot in so many
+_MOST_SHORT_KEYS = 16  # keys for which others make way in one plan
 
 
 class Yielding:
@@ -28,8 +36,61 @@ class Yielding:
         self._admission = admission
 
     def make_way(self, plan: Plan, now_ns: int) -> None:
-        """Before anything of ``plan`` is decided: as few low sequences yield as let in those who wait above them and
-        have a place in this plan. Nobody does where that would not help."""
+        """Preempt for waiting samples, before anything of ``plan`` is decided. As few sequences yield as possible, and
+        none where it would not help."""
+        self._make_way_for_classes(plan, now_ns)
+        self._state.first = []
+        if self._state.apart is None and self._state.waiting and self._state.several_keys:
+            self._make_way_for_keys(plan, now_ns)
+
+    def _make_way_for_keys(self, plan: Plan, now_ns: int) -> None:
+        """Preempt sequences of keys that have more than their fair share, for keys that are next and have little."""
+        state, slots, keys = self._state, self._state.slots, self._state.running_keys
+        active = {key for _, key, _ in state.waiting.flows()}.union(key for key, _ in keys.items())
+        fair = max(1, state.shape.max_running // len(active))
+        most = max(1, min(fair, state.shape.max_running // _KEY_SHARE))
+        short = self._short_of_slots(most, state.recent.behind(active), now_ns)
+        running = slots.running_slots()
+        if not short or not len(running):
+            return
+        count = np.bincount(slots.key[running], minlength=keys.size)
+        pages = np.bincount(slots.key[running], weights=slots.page_count[running], minlength=keys.size)
+        ahead = (count > fair) | (pages * len(active) > state.pool.size)
+        for sample in short:
+            if (number := keys.number(sample.request.fairness_key)) is not None:
+                ahead[number] = False
+        may = ahead[slots.key[running]] & ~slots.guaranteed[running]
+        others = running[may & (slots.priority[running] >= short[0].request.priority)]
+        budget = max(1, state.shape.max_tokens_per_step - len(slots.decoding()))
+        free = state.shape.max_running - slots.running
+        entries = self._onboarding.gather(plan, short, budget, min(len(short), free + len(others)))
+        if not entries:
+            return
+        order = others[by_work(state, others)]
+        order = order[np.lexsort((-count[slots.key[order]], -slots.priority[order]))]
+        candidates = self._onboarding.candidates(plan, entries, budget)
+        self._lifecycle.give_way(order[: self._fewest(plan, order, 0, free, candidates)])
+        state.first = candidates.samples
+
+    def _short_of_slots(self, most: int, behind: set[str], now_ns: int) -> list[Sample]:
+        """Return the samples that are next, all of one class, as long as their keys are ``behind`` the others and have
+        less than ``most`` slots."""
+        found: list[Sample] = []
+        taken: dict[str, int] = {}
+        for sample in self._state.in_order(most * _MOST_SHORT_KEYS, now_ns):
+            key = sample.request.fairness_key
+            taken[key] = taken.get(key, self._state.running_keys.running(key)) + 1
+            if (
+                key not in behind
+                or taken[key] > most
+                or sample.request.priority != (found or [sample])[0].request.priority
+            ):
+                break
+            found.append(sample)
+        return found
+
+    def _make_way_for_classes(self, plan: Plan, now_ns: int) -> None:
+        """Preempt sequences of class ``low`` for samples that wait above them."""
         state, slots = self._state, self._state.slots
         highest = state.waiting.highest
         if highest is None or highest >= Priority.LOW:

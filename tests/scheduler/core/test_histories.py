@@ -51,7 +51,7 @@ def requests(draw):
         "cache_salt": draw(st.sampled_from(["", "", "salt"])),
         "mode": draw(st.sampled_from([None, None, *AdmissionMode])),
         "length_class": draw(st.sampled_from(["", "", "short"])),
-        "fairness_key": draw(st.sampled_from(["", "", "someone"])),
+        "fairness_key": draw(st.sampled_from(["", "", "someone", "other"])),
         "stop": draw(st.sampled_from([(), (), ("abcab",), ("aa", "ab"), ("bcc", "cab", "bcc")])),
         "stop_token_ids": draw(st.sampled_from([frozenset(), frozenset({0}), frozenset({0, 5, 6})])),
     }

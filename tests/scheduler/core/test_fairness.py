@@ -1,0 +1,185 @@
+"""Requests of several keys: each gets its share of slots, pages, tokens and time, and one key alone notices nothing."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.core.request import AdmissionMode, Priority
+from services.scheduler.workers.codec import encode_plan
+from tests.fakes.model import FakeShape
+from tests.scheduler.core.driver import Driver
+
+SHAPE = {
+    "vocab_size": 62, "page_size": 4, "page_count": 2000, "max_slots": 32, "max_tokens_per_step": 128,
+    "max_context_tokens": 512, "first_token": 2,
+}  # fmt: skip
+
+
+def driver(*, shape=None, **policy) -> Driver:
+    made = Driver(FakeShape(**SHAPE | (shape or {})), **{"mode": AdmissionMode.PREDICTED, "margin": 0.0, **policy})
+    made.core.state.step_cost = 8.0
+    return made
+
+
+def flood(driver: Driver, count: int, *, key: str = "busy", length: int = 40, **fields) -> list[int]:
+    """Requests of one key, each with a prompt of its own."""
+    return [
+        driver.submit([2 + number % 60, 2 + number // 60] * (length // 2), max_tokens=100, fairness_key=key, **fields)
+        for number in range(count)
+    ]
+
+
+def check_all(driver: Driver) -> None:
+    """Everybody gets the tokens that it would have got alone."""
+    driver.run()
+    for handle, seen in driver.seen.items():
+        assert (seen.tokens, seen.finish.reason) == driver.expected(handle)
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.in_use == 0
+    assert len(driver.core.state.running_keys) == 0
+
+
+def steps_until_finished(driver: Driver, handle: int, most: int = 1000) -> list:
+    """The plans that were built until a request has ended."""
+    before = len(driver.plans)
+    for _ in range(most):
+        if driver.seen[handle].finish is not None:
+            return driver.plans[before:]
+        driver.step()
+    raise AssertionError(f"not finished after {most} steps")
+
+
+@pytest.mark.parametrize("steps", [1, 3, 30, 60])
+def test_a_request_of_another_key_is_through_in_few_and_short_steps(steps):
+    busy = driver()
+    flood(busy, 64)
+    for _ in range(steps):
+        busy.step()
+    chat = busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
+    plans = steps_until_finished(busy, chat)
+    assert len(plans) <= 4 + 2 * busy.core.state.steps_ahead
+    check_all(busy)
+
+
+def test_a_request_of_another_key_takes_a_slot_at_once_and_the_busy_key_gets_it_back():
+    busy = driver()
+    lines = flood(busy, 64)
+    for _ in range(40):
+        busy.step()
+    slots = busy.core.state.slots
+    assert slots.running == SHAPE["max_slots"]
+    chat = busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
+    busy.answer()
+    busy.plan()
+    assert busy.requests[chat].samples[0].slot >= 0
+    assert busy.core.state.counters.yields == 1
+    steps_until_finished(busy, chat)
+    busy.step()
+    busy.step()
+    assert slots.running == SHAPE["max_slots"]
+    before = busy.model.prefilled_tokens
+    check_all(busy)
+    # What was computed of the sequence that made way is still cached: all but the last page, and its last token.
+    assert busy.model.prefilled_tokens - before <= 40 * len(lines) // 2 + SHAPE["page_size"]
+
+
+def test_a_request_of_another_key_takes_pages_at_once():
+    busy = driver(shape={"page_count": 140})
+    flood(busy, 8)
+    for _ in range(40):
+        busy.step()
+    assert busy.core.state.waiting
+    chat = busy.submit([3] * 30, max_tokens=90, fairness_key="other")
+    busy.answer()
+    busy.plan()
+    assert busy.requests[chat].samples[0].slot >= 0
+    check_all(busy)
+
+
+def test_guaranteed_sequences_never_make_way():
+    busy = driver(mode=AdmissionMode.GUARANTEED)
+    flood(busy, 64)
+    for _ in range(40):
+        busy.step()
+    busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
+    check_all(busy)
+    assert busy.core.state.counters.yields == busy.core.state.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("priority", [Priority.NORMAL, Priority.LOW])
+def test_a_key_of_a_lower_class_neither_preempts_a_higher_one_nor_holds_it_back(priority):
+    busy = driver()
+    flood(busy, 64, priority=Priority.HIGH)
+    for _ in range(40):
+        busy.step()
+    busy.submit([3, 4, 5], max_tokens=4, fairness_key="other", priority=priority)
+    for _ in range(10):
+        busy.step()
+        assert busy.plans[-1].sequences == SHAPE["max_slots"]
+    assert busy.core.state.counters.yields == 0
+    check_all(busy)
+
+
+def test_chunks_of_prompts_of_two_keys_are_in_one_plan():
+    both = driver()
+    for key in ("first", "second"):
+        both.submit([len(key)] * 400, max_tokens=2, fairness_key=key)
+    both.plan()
+    both.plan()
+    assert len(both.plans[-1].counts) == 2
+    assert both.plans[-1].counts.tolist() == [64, 64]
+    check_all(both)
+
+
+def test_one_key_is_planned_as_if_there_were_no_keys():
+    """Whatever its requests are; the name of the key makes no difference either."""
+    plans = []
+    for key in ("", "somebody"):
+        alone = driver(shape={"page_count": 150})
+        for number in range(30):
+            fields = {"n": 1 + number % 3, "priority": list(Priority)[number % 3]}
+            alone.submit([2 + number] * (7 * number % 90 + 1), max_tokens=40, fairness_key=key, **fields)
+            alone.step()
+        check_all(alone)
+        plans.append([encode_plan(plan).SerializeToString(deterministic=True) for plan in alone.plans])
+    assert plans[0] == plans[1]
+
+
+def served(driver: Driver) -> Counter:
+    """Tokens computed for each key, of requests of one sample."""
+    found: Counter = Counter()
+    for handle, request in driver.requests.items():
+        tokens = driver.seen[handle].tokens
+        found[request.fairness_key] += len(tokens) + (len(request.tokens) if tokens else 0)
+    return found
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=2, max_size=3),
+    st.integers(4, 8), st.sampled_from(list(AdmissionMode)),
+)  # fmt: skip
+def test_keys_with_a_backlog_are_served_alike(kinds, slots, mode):
+    """Whatever sizes their requests have. The bound is twice what the slots hold, as Sheng et al. (2024) prove."""
+    keys = driver(shape={"max_slots": slots, "page_count": 25 * slots, "max_tokens_per_step": 32}, mode=mode)
+    bound = 2 * slots * max(2 * length + limit for length, limit in kinds) + 2 * 32
+    for _ in range(120):
+        for number, (length, limit) in enumerate(kinds):
+            while not any(sample.request.fairness_key == str(number) for sample in keys.core.state.waiting):
+                prompt = [2 + number, 2 + keys.next_handle % 60] * length
+                keys.submit(prompt, max_tokens=limit, fairness_key=str(number), cache_salt=str(keys.next_handle))
+        keys.step()
+    amounts = [served(keys)[str(number)] for number in range(len(kinds))]
+    assert max(amounts) - min(amounts) <= bound
+    keys.cancel(*(handle for handle, seen in keys.seen.items() if seen.finish is None))
+    check_cancelled(keys)
+
+
+def check_cancelled(driver: Driver) -> None:
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.in_use == 0
+    assert len(driver.core.state.running_keys) == 0
