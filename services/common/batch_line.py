@@ -1,16 +1,20 @@
-"""A line of a batch file: what it must be, whoever runs it."""
+"""The lines of a batch file: how they are parsed, and what each must contain."""
 
 import hashlib
 from typing import Any
 
 import orjson
 
+from services.common.errors import InvalidRequest
+from services.common.large_json import PIECE_BYTES, load
+
 MAX_ID_CHARACTERS = 512
+MAX_VALUES = 2**20  # in the JSON of a line: token ids count, unlike those in a request's body
 _BOM = b"\xef\xbb\xbf"
 
 
 class WrongLine(ValueError):
-    """A line that is no request: what is wrong with it, and with which of its parameters."""
+    """A line is not a request. ``param``: the parameter that is wrong."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -19,7 +23,7 @@ class WrongLine(ValueError):
 
 
 class UsedIds:
-    """The custom_ids of a file so far: 16 bytes of each."""
+    """The ``custom_id`` of each earlier line of a file, in 16 bytes each."""
 
     def __init__(self) -> None:
         self._digests: set[bytes] = set()
@@ -35,19 +39,29 @@ class UsedIds:
 
 
 def parse_line(text: bytes) -> Any:
-    """Its JSON. Raises ``orjson.JSONDecodeError``."""
-    return orjson.loads(text.removeprefix(_BOM))
+    """Return the JSON value of a line. A large one is parsed in pieces: call it in a thread then.
+
+    Raises ``orjson.JSONDecodeError``, and ``InvalidRequest`` for more than ``MAX_VALUES`` values.
+    """
+    return load(text.removeprefix(_BOM), most=MAX_VALUES)
+
+
+def is_large(text: bytes) -> bool:
+    """Return whether to parse a line in a thread."""
+    return len(text) > PIECE_BYTES
 
 
 def read_request(text: bytes) -> dict[str, Any]:
-    """The request of a line: ``custom_id``, ``method``, ``url`` and ``body``. Raises ``WrongLine``.
+    """Return the request of a line: ``custom_id``, ``method``, ``url`` and ``body``. Raises ``WrongLine``.
 
-    Whether the url can be asked, and whatever is in the body, is for others to say.
+    The caller checks the url and the members of the body.
     """
     try:
         request = parse_line(text)
     except orjson.JSONDecodeError as error:
         raise WrongLine("invalid_json_line", f"this line is not valid JSON: {error}") from None
+    except InvalidRequest as error:
+        raise WrongLine("invalid_value", f"this line cannot be read: {error.message}", error.field or None) from None
     if not isinstance(request, dict):
         raise WrongLine("invalid_json_line", "this line is not a JSON object")
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
