@@ -40,6 +40,15 @@ def test_a_client_that_disconnects_frees_its_pages(slow, stream):
     assert slow.complete(prompt="x", max_tokens=2).status_code == 200
 
 
+def test_a_client_that_disconnects_ends_the_request_that_runs_before_others_on_its_connection(slow):
+    cancelled = slow.metric("toka_sequences_cancelled_total")
+    with send(slow, prompt=[23] * 100, n=8, max_tokens=1900, stream=True) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        content = json.dumps({"prompt": [24], "max_tokens": 2}).encode()
+        connection.sendall(HEAD % len(content) + content)
+    eventually(lambda: slow.metric("toka_sequences_cancelled_total") == cancelled + 8)
+
+
 def test_a_client_that_leaves_while_it_waits_in_the_queue(slow):
     with send(slow, prompt=[21] * 10, n=256, max_tokens=1900) as running:
         eventually(lambda: slow.metric("toka_num_requests_running") > 0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import httptools
 import orjson
 import structlog
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.config import GatewayConfig
 from services.common.config.gateway import MOST_CONNECTIONS
@@ -90,6 +90,8 @@ class Connection(HttpToolsProtocol):
         self._framing_bytes = 0  # received since then: chunks' heads and trailers, of which the parser keeps all
         self._resuming = False  # the parser is told again what it knew
         self._reading = Reading()
+        # uvicorn tells the request that was parsed last that its client has left; an earlier one may still run.
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -108,11 +110,18 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         transport = self.transport
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._backlog.connections.pop(self, None)
         self._unset_keepalive_if_required()
         if sys.version_info < (3, 12):
             # Its own method: a circle, which later versions open themselves.
             transport._read_ready_cb = None  # type: ignore[attr-defined]  # not of its interface
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
