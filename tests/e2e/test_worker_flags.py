@@ -43,7 +43,7 @@ def test_dummy_weights_need_a_config_and_a_tokenizer_only(checkpoint, tmp_path):
     for path in checkpoint.iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert "the weights are incomplete" in refused(f"model={tmp_path}", "device=cpu")
+    assert "there are no weights" in refused(f"model={tmp_path}", "device=cpu")
     with serve(model=tmp_path, device="cpu", load_format="dummy") as server:
         assert answer(server)
 

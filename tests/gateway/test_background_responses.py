@@ -73,7 +73,7 @@ def running_sequences(slow: Deployment) -> float:
 
 def test_a_background_response_is_polled_until_it_is_complete(sdk, neighbour):
     made = begin(sdk, tokens=40, metadata={"a": "b"}, extra_body={"seed": 7})
-    assert (made.status, made.background, made.output) == ("queued", True, [])
+    assert (made.status in ("queued", "in_progress"), made.background) == (True, True)
     seen = set()
     eventually(lambda: seen.add(status(neighbour, made.id)) or "incomplete" in seen)
     assert seen <= {"queued", "in_progress", "incomplete"}

@@ -183,14 +183,21 @@ def thoughts(count: int, text: str = "") -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("items", "words"),
-    [(thoughts(MAX_MESSAGES - 1), f"at most {MAX_MESSAGES}"), (thoughts(1, "x" * MAX_EARLIER_BYTES), "bytes")],
+    ("items", "turns", "words"),
+    [
+        (thoughts(MAX_MESSAGES // 4), 4, f"at most {MAX_MESSAGES}"),  # a body has no room for all of them
+        (thoughts(1, "x" * MAX_EARLIER_BYTES), 1, "bytes"),
+    ],
     ids=["items", "bytes"],
 )
-def test_a_conversation_goes_on_within_bounds(qwen, items, words):
-    first = qwen.post("/v1/responses", {"input": items})
-    assert (first.status_code, first.json()["store"]) == (200, True)
-    refused = qwen.post("/v1/responses", {"input": "Hi", "previous_response_id": first.json()["id"]})
+def test_a_conversation_goes_on_within_bounds(qwen, items, turns, words):
+    previous = None
+    for _ in range(turns - 1 if turns > 1 else 1):
+        answer = qwen.post("/v1/responses", {"input": items, "previous_response_id": previous})
+        assert (answer.status_code, answer.json().get("store")) == (200, True), answer.text[:300]
+        previous = answer.json()["id"]
+    more = items if turns > 1 else "Hi"
+    refused = qwen.post("/v1/responses", {"input": more, "previous_response_id": previous})
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, "previous_response_id")
     assert words in error["message"]

@@ -52,11 +52,11 @@ async def test_what_a_template_leaves_out_of_a_conversation_does_not_count(text,
     """Templates of reasoning models drop the thoughts of earlier turns."""
     monkeypatch.setattr(text.tokenizer, "render_chat", lambda messages, *_, **__: messages[-1]["content"])
     messages = [{"role": "assistant", "content": "thoughts " * 100_000}, {"role": "user", "content": "Hi"}]
-    rendered, ids = await text.encode_chat(messages, add_generation_prompt=True, max_tokens=100)
+    rendered, ids = await text.encode_chat(lambda: messages, add_generation_prompt=True, max_tokens=100)
     assert rendered == "Hi"
     assert ids == text.tokenizer.encode("Hi", add_special_tokens=False)
     with pytest.raises(InvalidRequest):
-        await text.encode_chat(messages[:1], add_generation_prompt=True, max_tokens=100)
+        await text.encode_chat(lambda: messages[:1], add_generation_prompt=True, max_tokens=100)
 
 
 async def test_a_tokenizer_that_panics_leaves_nobody_waiting(text, monkeypatch):

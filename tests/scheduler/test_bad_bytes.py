@@ -12,7 +12,6 @@ from services.common.rpc import acceptor
 from services.common.rpc.status import from_rpc_error
 from services.scheduler.server import SchedulerServer
 from tests.common.rpc.http2 import call
-from tests.fakes.worker import FakeWorker
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import session_pb2
 
@@ -29,15 +28,13 @@ async def test_a_method_name_that_is_not_utf8_disturbs_no_call():
 async def test_a_scheduler_whose_server_accepts_no_calls_ends(monkeypatch):
     """An orchestrator starts it again."""
     monkeypatch.setattr(acceptor._Acceptor, "_make_request_call_future", cygrpc.AioServer._make_request_call_future)
-    worker = FakeWorker()
-    config = SchedulerConfig(worker_addresses=(await worker.start(),), scheduler_listen="127.0.0.1:0")
+    config = SchedulerConfig(worker_addresses=("127.0.0.1:1",), scheduler_listen="127.0.0.1:0")  # nobody is there
     server = SchedulerServer(config)
     await call(await server.start(), NOT_UTF8)
     with pytest.raises(Internal, match="accepts no calls"):
         async with asyncio.timeout(60):
             await server.wait(asyncio.Event())
     await server.stop()
-    await worker.stop()
 
 
 @pytest.mark.parametrize("counted", [0, 2])

@@ -5,7 +5,7 @@ import json
 from tests.gateway.deployment import eventually
 
 DEEP = 900  # levels: more than Python's own recursion takes, less than what a body may have
-NUMBERS = b"[" + b"1e9," * 1_300_000 + b"1]"  # 5 MB, and more than a scheduler takes once it is written out
+NUMBERS = b"[" + b"1e200," * 100_000 + b"1]"  # more than a scheduler takes once it is written out
 SAY = b'"messages": [{"role": "user", "content": "x"}]'
 
 
