@@ -1,4 +1,4 @@
-"""What a key's chat waits for while other keys keep the engine busy: ``python -m bench.fairness [worker=real]``.
+"""Latency of one key's chat while other keys keep the engine busy: ``python -m bench.fairness [worker=real]``.
 
 Busy keys send completions of 32 prompts of 400 tokens, and begin the next when one is through, so that 256 prompts or
 more are there all the time. Meanwhile another key sends chats that answer with 4 tokens. For each number of busy keys:

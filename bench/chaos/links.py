@@ -59,7 +59,7 @@ class LinksConfig(Config):
 
 
 class Link:
-    """One deployment, one of whose links goes through ``proxy``."""
+    """A deployment with a proxy in one of its links."""
 
     def __init__(self, name: str, deployment: Deployment, url: str, proxy: Proxy, http: httpx.AsyncClient) -> None:
         self.name, self.proxy = name, proxy

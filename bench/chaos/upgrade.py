@@ -50,7 +50,7 @@ class UpgradeConfig(Config):
 
 
 class Services:
-    """One gateway, scheduler and worker, each from a tree of its own. Owned by the event loop."""
+    """A gateway, a scheduler and a worker, each of its own revision. Owned by the event loop."""
 
     def __init__(self, directory: Path, tree: Path) -> None:
         directory.mkdir(parents=True)

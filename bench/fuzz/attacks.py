@@ -35,7 +35,7 @@ _READERS = 50
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack on the service ``role``, whose memory may grow by ``most_mib``."""
+    """An attack on the service ``role``. A growth of its memory beyond ``most_mib`` is a finding."""
 
     name: str
     role: str

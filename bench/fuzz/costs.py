@@ -1,7 +1,7 @@
 """The search for the body that costs a gateway most: ``python -m bench.fuzz surface=costs requests=300``.
 
 A body is a function of a few choices: where it is sent, which field is large, what the field holds, how deep, and in
-how many bytes. A third of the bodies are drawn anew, and the others change one choice of the worst body so far. While
+how many bytes. A third of the bodies are new, and the others change one choice of the worst body so far. While
 the gateway reads a body, another connection asks for ``/ping`` all the time: the longest answer shows how long the
 event loop was blocked. The kernel tells the peak of the gateway's memory.
 """
@@ -83,7 +83,7 @@ _SIZES = (64, 20_000, 60_000, 120_000, 400_000, 2_000_000, 14_000_000, MAX_BODY_
 
 @dataclass(frozen=True)
 class Choices:
-    """What makes a body. The numbers are places in the tables above."""
+    """The choices that make a body, as indices into the tables above."""
 
     place: int
     shape: int
@@ -136,7 +136,7 @@ _TINY = Choices(0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Cost:
-    """What a body cost: seconds without an answer to a ping, beyond those of a tiny body, and bytes of memory beside
+    """The cost of a body: seconds without an answer to a ping, beyond those of a tiny body, and bytes of memory beside
     the body."""
 
     blocked_s: float

@@ -38,12 +38,12 @@ _CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 def card(directory: str) -> None:
-    """As ``toka`` and a scheduler."""
+    """Read the files that ``toka`` and a scheduler read."""
     read_card(directory, weights=True)
 
 
 def text(directory: str) -> None:
-    """As a gateway, a scheduler, and the process that compiles grammars."""
+    """Read the files that a gateway, a scheduler and the compiler of grammars read."""
     tokenizer = Tokenizer.load(directory)
     ThinkingTokens.of(tokenizer)
     tokenizer.decode(tokenizer.encode(_TEXT))
@@ -57,7 +57,7 @@ def text(directory: str) -> None:
 
 
 def worker(directory: str) -> None:
-    """As a worker on a CPU."""
+    """Read the files that a worker on a CPU reads."""
     described = read_model_config(read_json(Path(directory) / "config.json", required=True))
     refuse_unshareable(described, 1)
     [layers] = layers_of(described, 1, ())
