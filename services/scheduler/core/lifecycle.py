@@ -8,7 +8,7 @@ import numpy.typing as npt
 from services.common.errors import Internal
 from services.scheduler.core.ending import Ending, finish_of
 from services.scheduler.core.entering import Entry, Lengths, Placed, Settings
-from services.scheduler.core.preemption import may_yield
+from services.scheduler.core.preemption import firm_until, may_yield
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.state import State
@@ -50,6 +50,7 @@ class Lifecycle:
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(settings, counts, samples, taken, step)
         slots.yields[taken] = may_yield(state, samples, now_ns)
+        slots.firm_until[taken] = firm_until(samples)
         slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
@@ -182,11 +183,12 @@ class Lifecycle:
         self._state.counters.preemptions += len(victims)
         self._interrupt(victims)
 
-    def give_way(self, yielding: np.ndarray) -> None:
-        """Running samples give their place up for samples of a higher class."""
+    def give_way(self, yielding: np.ndarray, *, to_key: bool = False) -> None:
+        """Running samples give their place up for samples of a higher class, or of another key."""
         state, slots = self._state, self._state.slots
         # A prompt that is not through goes on where it stopped, if its pages are kept.
-        loses = (slots.scheduled[yielding] >= slots.given[yielding]) | (not state.policy.prefix_caching)
+        keeps = state.policy.prefix_caching and not to_key
+        loses = (slots.scheduled[yielding] >= slots.given[yielding]) | (not keeps)
         for sample in slots.samples[yielding[loses]].tolist():
             sample.yields += 1
         state.counters.yields += len(yielding)

@@ -10,6 +10,7 @@ from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
 
 _MOST_YIELDS = 4  # of one sample; then it is one of those that hold their own
+_TOKENS_OF_A_YIELD = 16  # of its answer, for each time that a sample makes way for another key after that
 
 
 def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
@@ -56,6 +57,12 @@ def may_yield(state: State, samples: Sequence[Sample], now_ns: int) -> list[bool
             left -= not yields
         found.append(yields)
     return found
+
+
+def firm_until(samples: Sequence[Sample]) -> list[int]:
+    """The known tokens with which each of ``samples``, which left the queue to run, makes way for other keys: one that
+    yielded a few times already gets further first, so keys do not take places from each other for ever."""
+    return [sample.given + _TOKENS_OF_A_YIELD if sample.yields >= _MOST_YIELDS else 0 for sample in samples]
 
 
 def without_those_of_age(state: State, low: np.ndarray, now_ns: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 _WINDOW, _WINDOW_OF_A_KEY = 16, 32  # full steps that "lately" means, and how many more for each key
+_LEAST = 1 / 1000  # of a full step, and a token at most: a key with less is forgotten
 
 
 class RecentService:
@@ -19,7 +20,8 @@ class RecentService:
         self._since += sum(tokens.values())
         if self._since >= full:
             kept = (1 - 1 / (_WINDOW + _WINDOW_OF_A_KEY * len(self._tokens))) ** (self._since / full)
-            self._tokens = {key: count * kept for key, count in self._tokens.items() if count * kept >= 1}
+            least = min(1.0, full * _LEAST)
+            self._tokens = {key: count * kept for key, count in self._tokens.items() if count * kept >= least}
             self._since = 0
 
     def behind(self, keys: Iterable[str]) -> set[str]:

@@ -149,7 +149,7 @@ class Sample:
         # the length that it would have had, had the worker answered what it held.
         self.strikes = self.strikes_alone = self.reach = 0
         self.preemptions = 0
-        self.yields = 0  # times that it made way for a higher class
+        self.yields = 0  # times that it made way for a higher class or another key
         self.overtaken = 0  # samples admitted before it while it was first and did not fit
         self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0

@@ -24,6 +24,7 @@ class Slots:
         self.priority = np.zeros(count, np.int64)
         self.guaranteed = np.zeros(count, bool)
         self.yields = np.zeros(count, bool)  # makes way for higher classes
+        self.firm_until = np.zeros(count, np.int64)  # known tokens; with fewer it does not make way for other keys
         self.accepted_ns = np.zeros(count, np.int64)
         self.length_class = np.zeros(count, np.int64)
         self.looked_at = np.zeros(count, np.int64)  # tokens generated when the predictor looked at it last

@@ -7,7 +7,8 @@ is preempted, its tokens kept and its pages cached.
 So that low work gets through however much else comes, an eighth of the running sequences may be low ones that do not
 yield: those whose age takes them before a higher class, and those that yielded a few times already. A key gets slots in
 this way only while it was served less than half of its fair share lately, no more than a sixteenth of all, and only
-from keys that have more than their fair share. So busy keys lose little, and nothing to each other.
+from keys that have more than their fair share. So busy keys lose little, and nothing to each other. A sequence that
+yielded a few times makes way for another key only after some more tokens of its answer, so that all get through.
 """
 
 import numpy as np
@@ -60,6 +61,7 @@ class Yielding:
             if (number := keys.number(sample.request.fairness_key)) is not None:
                 ahead[number] = False
         may = ahead[slots.key[running]] & ~slots.guaranteed[running]
+        may &= slots.known[running] >= slots.firm_until[running]
         others = running[may & (slots.priority[running] >= short[0].request.priority)]
         budget = max(1, state.shape.max_tokens_per_step - len(slots.decoding()))
         free = state.shape.max_running - slots.running
@@ -69,7 +71,7 @@ class Yielding:
         order = others[by_work(state, others)]
         order = order[np.lexsort((-count[slots.key[order]], -slots.priority[order]))]
         candidates = self._onboarding.candidates(plan, entries, budget)
-        self._lifecycle.give_way(order[: self._fewest(plan, order, 0, free, candidates)])
+        self._lifecycle.give_way(order[: self._fewest(plan, order, 0, free, candidates)], to_key=True)
         state.first = candidates.samples
 
     def _short_of_slots(self, most: int, behind: set[str], now_ns: int) -> list[Sample]:

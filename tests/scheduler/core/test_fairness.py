@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.core.recent import RecentService
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.workers.codec import encode_plan
 from tests.fakes.model import FakeShape
@@ -107,6 +108,27 @@ def test_guaranteed_sequences_never_make_way():
     busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
     check_all(busy)
     assert busy.core.state.counters.yields == busy.core.state.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("always_behind", [False, True])
+def test_keys_do_not_take_the_only_place_from_each_other_for_ever(monkeypatch, always_behind, prefix_caching):
+    """Though each key counts as behind whenever it waits, and a prompt that is interrupted begins again."""
+    if always_behind:
+        monkeypatch.setattr(RecentService, "behind", lambda recent, keys: set(keys))
+    shape = {"page_size": 1, "page_count": 38, "max_slots": 4, "max_tokens_per_step": 1}
+    both = driver(shape=shape, prefix_caching=prefix_caching)
+    handles = [both.submit([number + 2] * 20, max_tokens=18, fairness_key=str(number)) for number in range(2)]
+    both.run(2000)
+    assert [len(both.seen[handle].tokens) for handle in handles] == [18, 18]
+    assert both.core.state.counters.yields <= 16
+
+
+def test_what_was_computed_lately_counts_with_steps_of_one_token():
+    recent = RecentService()
+    for _ in range(10):
+        recent.charge({"busy": 1}, 1)
+    assert recent.behind(["busy", "idle"]) == {"idle"}
 
 
 @pytest.mark.parametrize("priority", [Priority.NORMAL, Priority.LOW])
