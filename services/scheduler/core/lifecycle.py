@@ -160,7 +160,8 @@ class Lifecycle:
         request, reason = sample.request, ending.reason
         sample.finished = True
         request.unfinished -= 1
-        state.counters.sequences_finished += 1
+        if request.request_id:  # the quarantine's canary has none, and is no client's
+            state.counters.sequences_finished += 1
         state.counters.sequences_cancelled += reason is FinishReason.CANCELLED
         if not request.unfinished:
             state.requests.pop(request.request_id, None)

@@ -184,6 +184,7 @@ def test_a_clients_request_may_be_called_canary():
     assert list(driver.core.state.requests) == ["canary"]
     driver.run()
     driver.check_answers()
+    assert driver.core.state.counters.sequences_finished == 1
 
 
 def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
