@@ -3,13 +3,12 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from services.common.batch_line import parse_line
 from services.common.errors import Internal
 from services.gateway.batch.batches import Counts
 from services.gateway.batch.blobs import Blobs, BlobWriter
 from services.gateway.batch.files import BATCH_OUTPUT, new_file
 from services.gateway.batch.leases import Leases
-from services.gateway.batch.lines import read_lines
+from services.gateway.batch.lines import parse, read_lines
 from services.gateway.batch.requests import error_line
 from services.gateway.batch.tables import CANCELLED, EXPIRED, StoredBatch, StoredFile
 
@@ -67,7 +66,7 @@ async def _write(
                     await (output if ready[1] else error).write(ready[2])
                     ready = await anext(results, None)
                 else:
-                    await error.write(error_line(parse_line(text)["custom_id"], *reason))
+                    await error.write(error_line((await parse(text))["custom_id"], *reason))
                 written += 1
     return written
 

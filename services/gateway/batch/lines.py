@@ -1,5 +1,6 @@
 """The lines of an input file: read a block at a time, checked, and given a key to sort them by."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -7,12 +8,17 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from services.common.batch_line import UsedIds, WrongLine, read_request
+from services.common.batch_line import UsedIds, WrongLine, is_large, parse_line, read_request
 from services.gateway.batch.blobs import Blobs
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100  # of a batch; further ones are not reported
 _KEY_BYTES = 1024  # of a prompt's beginning
+
+
+async def parse(text: bytes) -> Any:
+    """Return the JSON value of a line, parsed in a thread if it is large. Raises as ``parse_line``."""
+    return await asyncio.to_thread(parse_line, text) if is_large(text) else parse_line(text)
 
 
 class RawLine(NamedTuple):

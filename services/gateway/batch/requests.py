@@ -12,11 +12,12 @@ import orjson
 import structlog
 from fastapi import Request, Response
 
-from services.common.batch_line import is_large, parse_line
+from services.common.batch_line import parse_line
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
 from services.gateway.access.lines import Line
 from services.gateway.batch.ids import new_id
 from services.gateway.batch.leases import Outcome
+from services.gateway.batch.lines import parse
 from services.gateway.batch.slots import Slot
 from services.gateway.batch.tables import StoredBatch
 from services.gateway.http import CALLER, Caller, name_request
@@ -51,7 +52,7 @@ class Requests:
         return await line.hold(partial(self._run, batch, number, text, line, slot))
 
     async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
-        request = await asyncio.to_thread(parse_line, text) if is_large(text) else parse_line(text)
+        request = await parse(text)
         body = dict(request["body"])
         if line.refusal is not None:
             response = to_response(line.refusal)
