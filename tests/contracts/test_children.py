@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.test_no_code_from_data import name_of
+
 ROOT = Path(__file__).parents[2] / "services"
 # Functions that start a process, or make what starts one, by module.
 STARTS = {
@@ -29,15 +31,6 @@ OTHERS = {
     ("worker/precompile/compiler.py", "compile_all"): "forks: no interpreter starts",
     ("common/init.py", "main"): "runs the command that it was given, in an image that sets PYTHONSAFEPATH",
 }
-
-
-def dotted(node: ast.expr) -> str:
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=value, attr=name):
-            return f"{dotted(value)}.{name}"
-    return ""
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
@@ -75,10 +68,10 @@ def unsafe_starts(source: str) -> dict[str, str]:
     for function, nodes in functions(tree):
         called = set()
         for node in nodes:
-            if isinstance(node, ast.Call) and (name := dotted(node.func)):
+            if isinstance(node, ast.Call) and (name := name_of(node.func)):
                 first, dot, rest = name.partition(".")
                 called.add(names.get(first, first) + dot + rest)
-            elif isinstance(node, ast.Attribute) and dotted(node) == "sys.executable":
+            elif isinstance(node, ast.Attribute) and name_of(node) == "sys.executable":
                 called.add("sys.executable")
         helpers = {name.rpartition(".")[2] for name in called if name.startswith("services.common.children.")}
         safe = {"module_command", "module_environment"} <= helpers or "script_command" in helpers

@@ -217,3 +217,14 @@ def check(core: Scheduler) -> None:
     for request in state.requests.values():
         assert not request.guaranteed or not any(sample.preemptions for sample in request.samples)
         assert all(sample.preemptions <= 2 for sample in request.samples)
+
+
+def check_all(driver: Driver) -> None:
+    """Run to the end: every sample gets the tokens that it would have got alone, and nothing is left."""
+    driver.run()
+    for handle, seen in driver.seen.items():
+        assert (seen.tokens, seen.finish.reason) == driver.expected(handle)
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.in_use == 0
+    assert len(driver.core.state.running_keys) == 0

@@ -10,7 +10,7 @@ from services.scheduler.core.recent import RecentService
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.workers.codec import encode_plan
 from tests.fakes.model import FakeShape
-from tests.scheduler.core.driver import Driver
+from tests.scheduler.core.driver import Driver, check_all
 
 SHAPE = {
     "vocab_size": 62, "page_size": 4, "page_count": 2000, "max_slots": 32, "max_tokens_per_step": 128,
@@ -30,17 +30,6 @@ def flood(driver: Driver, count: int, *, key: str = "busy", length: int = 40, **
         driver.submit([2 + number % 60, 2 + number // 60] * (length // 2), max_tokens=100, fairness_key=key, **fields)
         for number in range(count)
     ]
-
-
-def check_all(driver: Driver) -> None:
-    """Everybody gets the tokens that it would have got alone."""
-    driver.run()
-    for handle, seen in driver.seen.items():
-        assert (seen.tokens, seen.finish.reason) == driver.expected(handle)
-    while driver.answer():
-        pass
-    assert driver.core.state.pool.in_use == 0
-    assert len(driver.core.state.running_keys) == 0
 
 
 def steps_until_finished(driver: Driver, handle: int, most: int = 1000) -> list:

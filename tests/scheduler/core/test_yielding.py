@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
-from tests.scheduler.core.driver import Driver
+from tests.scheduler.core.driver import Driver, check_all
 
 HIGH, NORMAL, LOW = Priority
 SHAPE = {
@@ -32,16 +32,6 @@ def fill(driver: Driver, count: int, **fields) -> list[int]:
 
 def running(driver: Driver) -> set[int]:
     return {sample.handle for sample in driver.core.state.slots.running_samples()}
-
-
-def check_all(driver: Driver) -> None:
-    """Everybody is told what it would have been told alone."""
-    driver.run()
-    for handle, seen in driver.seen.items():
-        assert (seen.tokens, seen.finish.reason) == driver.expected(handle)
-    while driver.answer():
-        pass
-    assert driver.core.state.pool.in_use == 0
 
 
 def test_a_request_takes_the_slot_of_a_batch_line_at_once():
