@@ -35,7 +35,7 @@ from services.gateway.batch.tries import Tries
 
 KEY, OTHER = "key", "other"
 _INSERTED_AT_ONCE = 2000
-_RARE = 20_000  # one row in so many is of the other key, purpose, model and label
+_RARE = 20_000  # one row in this many is of the other key, purpose, model and label
 _CHUNKS = 100  # of each batch in progress
 _LATER = 2**40
 

@@ -225,7 +225,7 @@ class CostFuzzer:
         return httpx.post(self._url + path, content=body, headers=headers, timeout=120, trust_env=False).status_code
 
     def _begin_peak(self) -> int:
-        """Let the peak of the gateway's memory begin anew. Returns its memory now, in bytes."""
+        """Reset the peak of the gateway's memory; return its memory now, in bytes."""
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")
         return self._memory("VmRSS")
 

@@ -46,7 +46,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file."""
+    """A weight file of a checkpoint."""
 
     path: Path
     size: int  # bytes

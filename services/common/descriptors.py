@@ -9,7 +9,7 @@ import resource
 
 MOST = 1_048_576  # where there is no limit
 _LEAST_RESERVE, _MOST_RESERVE = 16, 512
-_RESERVED_SHARE = 16  # one of so many is in the reserve
+_RESERVED_SHARE = 16  # the reserve is the limit divided by this
 _OWN_FILES = 64  # of a service before its first connection
 
 

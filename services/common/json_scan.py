@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest
 
 MAX_VALUES = 2**17  # of a document: strings, numbers, lists and objects
 MAX_MEMBERS = 1024  # of the object that is the document
-CUT_DEPTH = 16  # a value inside of so many lists and objects is parsed in one call
+CUT_DEPTH = 16  # lists and objects around a value from which on it is parsed in one call
 _MAX_DEPTH = 1024  # orjson's own limit
 
 Raw: TypeAlias = bytes | bytearray

@@ -1,4 +1,4 @@
-"""How fast clients read their responses, and how much of these waits in memory."""
+"""Bounds on slow clients: the rate at which they read responses, and the bytes that wait for them in memory."""
 
 import asyncio
 import socket
