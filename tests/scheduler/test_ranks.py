@@ -370,12 +370,30 @@ async def test_an_answer_is_held_back_until_every_rank_has_given_it():
     assert await handed_on() == [3]
 
 
-def test_plans_that_wait_when_no_more_come_are_sent():
-    rank = RankStream("a:1", reports=True)
-    rank.takes_together = True
-    for step in (1, 2, 3):
-        rank.send(plan_pb2.StepPlan(step=step))
-    rank.finish()
+def sent_steps(rank: RankStream) -> list[int]:
     hello, *messages = rank.messages(worker_pb2.Hello())
     assert hello.HasField("hello")
-    assert [plan.step for message in messages for plan in message.plans.plans or [message.plan]] == [1, 2, 3]
+    return [plan.step for message in messages for plan in message.plans.plans or [message.plan]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_plans_that_wait_when_no_more_come_are_sent(count, together):
+    rank = RankStream("a:1", reports=True)
+    rank.takes_together = together
+    for step in range(count):
+        rank.send(plan_pb2.StepPlan(step=step))
+    rank.finish()
+    assert sent_steps(rank) == list(range(count))
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_plan_after_the_last_one_reaches_no_rank(together):
+    ranks = [RankStream("a:1", reports=False), RankStream("b:2", reports=True)]
+    stream = WorkerStream(worker_pb2.WorkerInfo(), 3, ranks, Events())
+    for rank in ranks:
+        rank.takes_together = together
+    stream.send(plan_pb2.StepPlan(step=1))
+    stream.finish()
+    stream.send(plan_pb2.StepPlan(step=2))
+    assert [sent_steps(rank) for rank in ranks] == [[1], [1]]

@@ -53,17 +53,18 @@ class RankStream:
         self._plans.put(plan)
 
     def messages(self, hello: worker_pb2.Hello) -> Iterator[worker_pb2.RunStepsRequest]:
-        """What goes out, for gRPC to take one by one."""
+        """The outgoing messages, which gRPC takes one by one: ``hello``, then each plan, with those that wait."""
         yield worker_pb2.RunStepsRequest(hello=hello)
-        while (plan := self._plans.get()) is not None:
-            plans = [plan]
+        last = False
+        while not last and (first := self._plans.get()) is not None:
+            plans = [first]
             while self.takes_together and plans[-1].ByteSize() <= _LARGE and not self._plans.empty():
-                if (plan := self._plans.get()) is None:
-                    self._plans.put(None)  # these go first
+                if (another := self._plans.get()) is None:
+                    last = True
                     break
-                plans.append(plan)
+                plans.append(another)
             if len(plans) == 1:
-                yield worker_pb2.RunStepsRequest(plan=plan)
+                yield worker_pb2.RunStepsRequest(plan=first)
             else:
                 yield worker_pb2.RunStepsRequest(plans=worker_pb2.StepPlans(plans=plans))
 
@@ -91,15 +92,17 @@ class WorkerStream:
         self.info, self.plans_in_flight, self.ranks = info, plans_in_flight, ranks
         self._events = events
         self._sending = threading.Lock()  # so that every rank gets as many plans
+        self._finished = False  # under that lock
         self._lock = threading.Lock()  # of what follows, and of what each rank has answered
         self._held: deque[Answer] = deque()
         self._handed_on = 0  # answers
 
     def send(self, plan: plan_pb2.StepPlan) -> None:
-        """To every rank; ``plan`` must not change afterwards."""
+        """Send ``plan``, which must not change afterwards, to every rank; to none of them after ``finish``."""
         with self._sending:
-            for rank in self.ranks:
-                rank.send(plan)
+            if not self._finished:
+                for rank in self.ranks:
+                    rank.send(plan)
 
     def answered(self, rank: RankStream, answer: Answer | None) -> None:
         """``rank`` answered one more plan; None = it does not report. Called by the rank's thread."""
@@ -121,6 +124,7 @@ class WorkerStream:
         """Send no more, from any thread. Each rank gets every plan there was, answers it, and ends its stream. Ranks
         that got different plans would have to start again."""
         with self._sending:
+            self._finished = True
             for rank in self.ranks:
                 rank.finish()
 
