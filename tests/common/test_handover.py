@@ -1,5 +1,6 @@
 """A port is one deployment's, however many sockets listen on it; and a gateway reads what it was handed."""
 
+import asyncio
 import contextlib
 import socket
 import sys
@@ -144,3 +145,19 @@ def test_gateways_have_places_of_their_own_and_one_alone_counts_for_itself(tmp_p
     assert len(set(several[0].numbers)) == 2
     alone = Handover(str(tmp_path), 0, 1)
     assert (alone.name, alone.numbers) == ("gateway", [])
+
+
+async def test_small_writes_on_its_connections_are_sent_at_once(listening):
+    [listener] = listening("127.0.0.1", 0)
+    connected: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = writer.get_extra_info("socket")
+        connected.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    server = await asyncio.start_server(answer, sock=listener)
+    async with server:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await connected == 1
+        writer.close()
