@@ -150,7 +150,7 @@ class Runner:
         while True:
             generation = None
             try:
-                generation = self._submit(prepared, streaming=True)
+                generation = await self._submit(prepared, streaming=True)
                 await generation.wait_accepted()
                 return generation
             except BaseException as error:
@@ -180,7 +180,7 @@ class Runner:
             pause = min(pause * 2, _LAST_PAUSE_S)
 
     async def _attempt(self, prepared: Prepared) -> RequestOutput:
-        generation = self._submit(prepared, streaming=False)
+        generation = await self._submit(prepared, streaming=False)
         try:
             while await generation.ended():
                 pass
@@ -188,9 +188,9 @@ class Runner:
         finally:
             generation.close()
 
-    def _submit(self, prepared: Prepared, *, streaming: bool) -> Generation:
+    async def _submit(self, prepared: Prepared, *, streaming: bool) -> Generation:
         self._check_open()
-        return self._fleet.generate([prepared.job], streaming=streaming)
+        return await self._fleet.generate([prepared.job], streaming=streaming)
 
     async def _pause(self, seconds: float) -> None:
         """About so long, or until the end comes."""

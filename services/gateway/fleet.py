@@ -6,12 +6,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import structlog
 
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
+from services.common.turn import Turn
 from services.gateway.failover import MOST_BACKLOG, Failover
 from services.gateway.generation import Call, Generation
 from services.gateway.job import Job
@@ -25,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 Found = TypeVar("Found")
 _LOOK_S = 0.5  # between two looks at a replica that does not go on
+_FEW_JOBS = 256  # of one request, which are sent in a few milliseconds
 
 
 class Fleet:
@@ -159,13 +162,22 @@ class Fleet:
     def _nobody(self) -> Unavailable:
         return Unavailable(f"no scheduler is ready: {self.trouble or 'try again'}")
 
-    def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
-        """Send ``jobs``, each to the replica that suits it, or to the first one that will be ready. The caller closes
-        what it gets. Raises ``TokaError``."""
+    async def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
+        """Send each of ``jobs`` to the replica that suits it, or to the first one that will be ready.
+
+        Other tasks run while a long list is sent. The caller closes the generation. Raises ``TokaError``.
+        """
         self._check_open()
-        generation = Generation(jobs, streaming=streaming)
+        many = len(jobs) > _FEW_JOBS
+        make = partial(Generation, jobs, streaming=streaming)
+        generation = await asyncio.to_thread(make) if many else make()
+        turn = Turn()
         try:
             for call in generation.calls:
+                if many and turn.is_over:
+                    await turn.next()
+                    self._check_open()
+                    generation.check()
                 if ready := self._ready(call.part.job.model):
                     self._choose(call, ready).submit(call)
                 else:

@@ -254,6 +254,11 @@ class Generation:
 
     # From the HTTP handler.
 
+    def check(self) -> None:
+        """Raise the error with which the request failed, if it did."""
+        if self._error is not None:
+            raise self._error
+
     async def wait_accepted(self) -> None:
         """Until every prompt is accepted. Raises why one was not. Streams only: others hear with their answers."""
         while self._unaccepted:
@@ -297,8 +302,7 @@ class Generation:
         if self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._error is not None:
-            raise self._error
+        self.check()
 
 
 def _scored(told: Sequence[PromptScores]) -> int:

@@ -163,10 +163,10 @@ class RequestMetrics:
             self.generation_tokens.observe(ending.completion_tokens)
             self.preemptions.observe(ending.preemptions)
 
-    def request_began(self, samples: int, max_tokens: int) -> None:
-        """Count a prompt that is sent to a scheduler. ``max_tokens``: of each sample."""
-        self.params_n.observe(samples)
-        self.params_max_tokens.observe(max_tokens)
+    def request_began(self, samples: int, max_tokens: int, prompts: int = 1) -> None:
+        """Count ``prompts`` that are sent to a scheduler. ``samples`` of each; ``max_tokens`` of each sample."""
+        self.params_n.observe(samples, prompts)
+        self.params_max_tokens.observe(max_tokens, prompts)
 
     def count_response(self, route: str, status: int) -> None:
         """An HTTP response begins."""

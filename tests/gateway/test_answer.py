@@ -24,8 +24,12 @@ async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was
     grammar = Grammar("lark", "start: /x/", "response_format", composed=True)
     job = Job("r", "m", np.array([5], np.uint32), 9, None, Settings(grammar=grammar))
     generation, config, text = Generation([job], streaming=True), GatewayConfig(), TextEngine(tokenizer)
-    fleet = SimpleNamespace(generate=lambda jobs, streaming: generation)
-    metrics = SimpleNamespace(request_began=lambda samples, max_tokens: None)
+
+    async def generate(jobs, streaming) -> Generation:
+        return generation
+
+    fleet = SimpleNamespace(generate=generate)
+    metrics = SimpleNamespace(request_began=lambda samples, max_tokens, prompts: None)
     gateway = SimpleNamespace(config=config, guard=Guard(config), fleet=fleet, text=text, metrics=metrics)
     generation.accepted()
     stream = await Answer(gateway, [job], ChatShape("r", FACTS, None), {}, 0.0, Caller("", "")).respond(stream=True)

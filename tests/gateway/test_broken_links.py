@@ -87,7 +87,7 @@ def asks_fleet(fleet: Fleet) -> Ask:
         settings = Settings(temperature=1.0)
         job = Job(f"r-{seed}", "tokasaurus-builtin", np.array(PROMPT, np.uint32), TOKENS, seed, settings)
         try:
-            generation = fleet.generate([job], streaming=False)
+            generation = await fleet.generate([job], streaming=False)
             while await generation.ended():
                 pass
         except TokaError:

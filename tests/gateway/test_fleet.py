@@ -36,7 +36,7 @@ async def test_when_one_of_its_tasks_ends_requests_do_not_wait_for_ever(breaks):
     fleet.start()
     try:
         job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings())
-        running = fleet.generate([job], streaming=False)
+        running = await fleet.generate([job], streaming=False)
         breaks.set()
         async with asyncio.timeout(60):
             with pytest.raises(Internal, match="has ended"):
@@ -67,5 +67,47 @@ async def test_a_connection_that_is_not_begun_again_ends_it_too(monkeypatch):
         async with asyncio.timeout(60):
             with pytest.raises(Internal, match="has ended"):
                 await fleet.goes_on()
+    finally:
+        await fleet.stop()
+
+
+async def test_other_tasks_run_while_many_prompts_of_one_request_are_sent(monkeypatch):
+    monkeypatch.setattr("services.common.turn.TURN_S", 0.0)
+    fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    fleet.start()
+    other = asyncio.create_task(others())
+    try:
+        jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
+        (await fleet.generate(jobs, streaming=False)).close()
+        assert turns >= len(jobs)
+    finally:
+        other.cancel()
+        await fleet.stop()
+
+
+async def test_no_more_prompts_of_a_request_are_sent_once_one_of_them_has_failed(monkeypatch):
+    monkeypatch.setattr("services.common.turn.TURN_S", 0.0)
+    sent = []
+
+    def begin(self, call, error) -> None:
+        sent.append(call)
+        call.generation.fail(Unavailable("the first one failed"))
+
+    monkeypatch.setattr(Failover, "begin", begin)
+    fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
+    fleet.start()
+    try:
+        jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
+        with pytest.raises(Unavailable, match="the first one failed"):
+            await fleet.generate(jobs, streaming=False)
+        assert len(sent) == 1
     finally:
         await fleet.stop()

@@ -100,14 +100,16 @@ async def fleet_of(engines: Engines, fingerprint: str, **timings):
         engines.stop()
 
 
-def some(fleet: Fleet, requests: int, *, streaming: bool = True, tokens: int = 60, n: int = 2) -> list[Generation]:
+async def some(
+    fleet: Fleet, requests: int, *, streaming: bool = True, tokens: int = 60, n: int = 2
+) -> list[Generation]:
     """Requests on their way."""
     jobs = [
         Job(f"r-{next(_names)}", "tokasaurus-builtin", np.array([100 + number, *PROMPT], np.uint32), tokens, number,
             Settings(n=n, temperature=1.0))
         for number in range(requests)
     ]  # fmt: skip
-    return [fleet.generate([job], streaming=streaming) for job in jobs]
+    return [await fleet.generate([job], streaming=streaming) for job in jobs]
 
 
 async def first_tokens(running: list[Generation]) -> None:
@@ -143,7 +145,7 @@ def failovers(fleet: Fleet) -> dict[str, int]:
 async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, fingerprint):
     engines = Engines(tmp_path, 1, worker={"step_ms": 10})
     async with fleet_of(engines, fingerprint, heartbeat_interval=0.2, heartbeat_timeout=2.0) as fleet:
-        running = some(fleet, 5)
+        running = await some(fleet, 5)
         await first_tokens(running)
         engines.schedulers[0].signal(signal.SIGSTOP)
         await eventually_async(lambda: not fleet.replicas[0].ready)
@@ -155,7 +157,7 @@ async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, 
 async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 10})
     async with fleet_of(engines, fingerprint, move_after=0.1) as fleet:
-        running = some(fleet, 6)
+        running = await some(fleet, 6)
         await first_tokens(running)
         engines.workers[0].kill()
         await ends(running)
@@ -168,11 +170,11 @@ async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerp
 async def test_a_scheduler_that_drains_hands_over_what_is_left(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 10}, drain_seconds=0.2)
     async with fleet_of(engines, fingerprint) as fleet:
-        running = some(fleet, 3) + some(fleet, 3, streaming=False)
+        running = await some(fleet, 3) + await some(fleet, 3, streaming=False)
         await first_tokens(running[:3])
         engines.schedulers[0].signal(signal.SIGTERM)
         while not fleet.replicas[0].trouble:  # new ones meet it before and after it says so
-            running += some(fleet, 2, tokens=5)
+            running += await some(fleet, 2, tokens=5)
             await asyncio.sleep(0.01)
         await ends(running)
         assert engines.schedulers[0].wait() == 0
@@ -182,7 +184,7 @@ async def test_a_scheduler_that_drains_hands_over_what_is_left(tmp_path, fingerp
 async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"max_slots": 4, "step_ms": 40}, max_queued_sequences=20)
     async with fleet_of(engines, fingerprint) as fleet:
-        running = some(fleet, 40, streaming=False, tokens=20, n=1)  # of which 24 have room in each
+        running = await some(fleet, 40, streaming=False, tokens=20, n=1)  # of which 24 have room in each
         await eventually_async(lambda: all(replica.load.waiting_sequences > 5 for replica in fleet.replicas))
         engines.schedulers[0].kill()
         await ends(running)
@@ -192,7 +194,7 @@ async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, finger
 async def test_a_thousand_samples_go_on_at_once(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 20})
     async with fleet_of(engines, fingerprint) as fleet:
-        running = some(fleet, 500, streaming=False, tokens=20)
+        running = await some(fleet, 500, streaming=False, tokens=20)
         await eventually_async(lambda: all(replica.load.running_sequences for replica in fleet.replicas))
         engines.schedulers[0].kill()
         await ends(running)
@@ -205,7 +207,7 @@ async def test_a_new_request_waits_for_a_scheduler_as_one_does_that_lost_its_own
         engines.schedulers[0].kill()
         await eventually_async(lambda: not fleet.replicas[0].ready)
         assert (await fleet.model(None)).id == "tokasaurus-builtin"  # known, though nobody serves it
-        running = some(fleet, 3) + some(fleet, 3, streaming=False)
+        running = await some(fleet, 3) + await some(fleet, 3, streaming=False)
         engines.schedulers[0].start()
         await ends(running)
         assert failovers(fleet) == {}  # they lost nothing
@@ -243,7 +245,7 @@ async def test_who_waits_for_a_scheduler_when_the_gateway_ends_hears_why(tmp_pat
     async with fleet_of(engines, fingerprint) as fleet:
         engines.schedulers[0].kill()
         await eventually_async(lambda: not fleet.replicas[0].ready)
-        [waiting] = some(fleet, 1)
+        [waiting] = await some(fleet, 1)
         unknown = asyncio.create_task(fleet._once(lambda: None))
         await asyncio.sleep(0)
         fleet.fail_all(end := Unavailable("the gateway is shutting down"))
@@ -252,14 +254,14 @@ async def test_who_waits_for_a_scheduler_when_the_gateway_ends_hears_why(tmp_pat
                 await asked
             assert caught.value is end
         with pytest.raises(Unavailable, match="shutting down"):
-            some(fleet, 1)
+            await some(fleet, 1)
 
 
 async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(tmp_path, fingerprint):
     """Some had a token at the second scheduler when its worker went, and others had none: those stay."""
     engines = Engines(tmp_path, 2, worker={"step_ms": 20, "max_slots": 2})
     async with fleet_of(engines, fingerprint, move_after=1e6) as fleet:
-        [running] = some(fleet, 1, n=6)
+        [running] = await some(fleet, 1, n=6)
         await first_tokens([running])
         owner = next(replica for replica in fleet.replicas if replica._session._samples)
         other = next(replica for replica in fleet.replicas if replica is not owner)
@@ -274,7 +276,7 @@ async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(t
 async def test_schedulers_that_cannot_resume_are_not_asked_to(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 20})
     async with fleet_of(engines, fingerprint) as fleet:
-        running = some(fleet, 4)
+        running = await some(fleet, 4)
         await first_tokens(running)
         old = fleet.replicas[1]
         old.model = replace(old.model, contract_version="1.4")

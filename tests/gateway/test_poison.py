@@ -29,11 +29,12 @@ async def test_a_request_that_schedulers_die_of_ends_and_nobody_else(tmp_path, f
     async with fleet_of(engines, fingerprint) as fleet:
         supervisor = asyncio.create_task(supervise())
         try:
-            running = some(fleet, 8, tokens=100)
+            running = await some(fleet, 8, tokens=100)
             await first_tokens(running)
             prompt = np.array([POISON, *PROMPT], np.uint32)
-            poison = fleet.generate([Job("p", "tokasaurus-builtin", prompt, 10, 1, Settings(n=2))], streaming=False)
-            running += some(fleet, 4)
+            job = Job("p", "tokasaurus-builtin", prompt, 10, 1, Settings(n=2))
+            poison = await fleet.generate([job], streaming=False)
+            running += await some(fleet, 4)
             with pytest.raises(Internal, match="3 of them with no other suspect") as caught:
                 async with asyncio.timeout(240):
                     await poison.ended()

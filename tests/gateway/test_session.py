@@ -1,5 +1,7 @@
 """One session to a scheduler, seen from its requests."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from google.rpc import status_pb2
@@ -119,3 +121,35 @@ async def test_a_request_that_something_unforeseen_happens_to_ends_alone(broken,
         assert (choice.take()[0], choice.ending, running._error) == ([token, token], ending(), None)
     assert isinstance(cursed._error, Internal)
     assert not session._samples
+
+
+async def test_a_heartbeat_does_not_wait_behind_thousands_of_requests():
+    """The scheduler would count as hung."""
+
+    class Stream:
+        """Takes one message, and another whenever ``room`` is given."""
+
+        def __init__(self) -> None:
+            self.written: list[str] = []
+            self.full, self.room = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def read(self) -> None:
+            await asyncio.Event().wait()
+
+        async def write(self, message) -> None:
+            self.written.append(message.WhichOneof("payload"))
+            self.full.set()
+            await self.room.acquire()
+
+    stream = Stream()
+    session = Session(stream, RequestMetrics(), None, Timings())
+    jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
+    for call in Generation(jobs, streaming=False).calls:
+        session.submit(call)
+    serving = asyncio.create_task(session.run())
+    await stream.full.wait()
+    stream.full.clear()
+    stream.room.release()
+    await stream.full.wait()
+    serving.cancel()
+    assert stream.written == ["submit", "heartbeat"]

@@ -19,6 +19,7 @@ from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off
 log = structlog.get_logger(__name__)
 
 CHAT = "/v1/chat/completions"
+_ANSWER_BYTES = 256  # of one answer and its headers, about
 TOGETHER_SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 1,
@@ -33,18 +34,25 @@ async def create_chat_completions(request: Request) -> Response:
     bodies = await off_loop(gateway.text, raw, _read_list, gateway.config.max_choices)
     requests = Requests(gateway, gateway.batches.endpoints)
     caller = read_caller(request, raw)
-    slots = asyncio.Semaphore(gateway.config.batch_concurrency)
+    answers: dict[int, Response] = {}
+    numbered = iter(enumerate(bodies))
 
-    async def answer(number: int, body: Any) -> Response:
-        async with slots:
-            return await _answer(requests, number, body, _seeded(caller, number))
+    async def answer_some() -> None:
+        for number, body in numbered:
+            answers[number] = await _answer(requests, number, body, _seeded(caller, number))
 
-    async def all_of_them() -> list[Response]:
+    async def answer_all() -> list[Response]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(number, body)) for number, body in enumerate(bodies)]
-        return [task.result() for task in tasks]
+            for _ in range(min(len(bodies), gateway.config.batch_concurrency)):
+                group.create_task(answer_some())
+        return [answers[number] for number in range(len(bodies))]
 
-    answers = await while_connected(request.receive, all_of_them())
+    complete = await while_connected(request.receive, answer_all())
+    return await gateway.text.worked(_ANSWER_BYTES * len(complete), _together, complete)
+
+
+def _together(answers: Sequence[Response]) -> Response:
+    """Return the response with the bodies of ``answers``, in order."""
     told = b"[" + b",".join(bytes(each.body) for each in answers) + b"]"
     return Response(told, headers=_ignored_header(answers), media_type="application/json")
 

@@ -1,6 +1,7 @@
 """From jobs to the HTTP response: run them, and write what comes back in the shape of the endpoint."""
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -9,6 +10,7 @@ from fastapi import Response
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
+from services.common.turn import Turn
 from services.gateway.access.bounds import Bounds
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Choice, Generation
@@ -26,6 +28,7 @@ from services.gateway.openai.transcript import Piece, Transcript, whole_text
 # More tokens than this are turned into text in a thread: the event loop has streams to feed. With logprobs it is far
 # more work.
 _INLINE_TOKENS, _INLINE_LOGPROBS = 8192, 1024
+_INLINE_CHOICES = 1024  # whose usage is added up on the event loop
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class Answer:
             raise
 
     async def _run(self, bounds: Bounds, *, stream: bool) -> Response:
-        generation = self.gateway.fleet.generate(self.jobs, streaming=stream)
-        for job in self.jobs:
-            self.gateway.metrics.request_began(job.settings.n, job.max_tokens)
+        generation = await self.gateway.fleet.generate(self.jobs, streaming=stream)
+        for max_tokens, prompts in Counter(job.max_tokens for job in self.jobs).items():
+            self.gateway.metrics.request_began(self._settings.n, max_tokens, prompts)
         handed_over = False
         try:
             bounds.begin(generation)
@@ -80,7 +83,10 @@ class Answer:
             written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)
             await self.shape.settle(generation.choices)
-            body = self.shape.whole(generation.choices, written)
+            if len(generation.choices) > _INLINE_CHOICES:
+                body = await self.gateway.text.in_thread(self.shape.whole, generation.choices, written)
+            else:
+                body = self.shape.whole(generation.choices, written)
             return Response(body, headers=headers, media_type="application/json")
         except InvalidRequest as error:
             raise self._in_callers_words(error) from None
@@ -153,10 +159,13 @@ class Answer:
         transcripts: dict[int, Transcript] = {}
         if beginning := shape.beginning():
             yield beginning
+        turn = Turn()
         told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
         while news := await generation.news():
             chunks = []
             for choice in news:
+                if turn.is_over:
+                    await turn.next()
                 if choice.index in told:
                     continue
                 opens = False

@@ -197,7 +197,7 @@ class Session:
         sent, answered, silent_s = 0, 0, 0.0
         while silent_s < self._timings.heartbeat_timeout:
             sent += 1
-            self._outbox.append(codec.encode_heartbeat(sent))
+            self._outbox.appendleft(codec.encode_heartbeat(sent))  # thousands of requests may wait to be written
             self._has_mail.set()
             await asyncio.sleep(self._timings.heartbeat_interval)
             silent_s = 0.0 if self._beats_answered > answered else silent_s + self._timings.heartbeat_interval
