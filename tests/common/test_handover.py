@@ -158,6 +158,6 @@ async def test_small_writes_on_its_connections_are_sent_at_once(listening):
 
     server = await asyncio.start_server(answer, sock=listener)
     async with server:
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        _, writer = await asyncio.open_connection(*listener.getsockname())
         assert await connected == 1
         writer.close()

@@ -9,7 +9,9 @@ from fastapi import Request, Response
 
 from services.common.errors import Internal, InvalidRequest, TokaError
 from services.common.json_scan import Raw
+from services.common.turn import Turn
 from services.gateway.batch.requests import Requests
+from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.errors import to_response
 from services.gateway.openai.jobs import seed_of
@@ -29,16 +31,19 @@ TOGETHER_SCHEMA: dict[str, Any] = {
 
 async def create_chat_completions(request: Request) -> Response:
     """Answer a list of bodies of chat completions with a list of chat completions, or of errors in their place."""
-    gateway = request.app.state.gateway
+    gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     bodies = await off_loop(gateway.text, raw, _read_list, gateway.config.max_choices)
     requests = Requests(gateway, gateway.batches.endpoints)
     caller = read_caller(request, raw)
     answers: dict[int, Response] = {}
     numbered = iter(enumerate(bodies))
+    turn = Turn()  # of all tasks together
 
     async def answer_some() -> None:
         for number, body in numbered:
+            if turn.is_over:
+                await turn.next()
             answers[number] = await _answer(requests, number, body, _seeded(caller, number))
 
     async def answer_all() -> list[Response]:

@@ -1,5 +1,6 @@
 """JSON that clients make up, such as schemas: how large it is, and how deep, found without writing it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -46,12 +47,33 @@ def write_again(value: Any) -> bytes:
 
 
 def shown(value: Any, most: int) -> str:
-    """``value`` in an error's message, in ``most`` characters."""
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = f"{type(value).__name__} that is nested too deeply"
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    """Return the beginning of ``repr(value)``, in ``most`` characters, however large or deep ``value`` is."""
+    text = ""
+    for piece in _pieces(value, most):
+        text += piece
+        if len(text) > most:
+            return f"{text[: most - 3]}..."
+    return text
+
+
+def _pieces(value: Any, most: int) -> Iterator[str]:
+    """Yield the parts of ``repr(value)``, of which no text is longer than ``most`` by much."""
+    if isinstance(value, str):
+        yield repr(value[: most + 1])
+    elif isinstance(value, list):
+        yield "["
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item, most)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{', ' if number else ''}{name[: most + 1]!r}: "
+            yield from _pieces(item, most)
+        yield "}"
+    else:
+        yield repr(value)
 
 
 def check_schema(schema: Any) -> None:
