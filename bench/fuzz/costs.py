@@ -21,7 +21,8 @@ import httpx
 from bench.fuzz.findings import Findings
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-SMALL_BYTES = 64 * 1024 * 1024  # memory that any body may add, however small it is
+# Memory that any body may add, however small it is: 60 KB have 15,000 prompts, and each takes some 7 KiB while it runs.
+SMALL_BYTES = 128 * 1024 * 1024
 _FACTOR = 4  # of its size, that a body may add to memory beside itself
 _TRIES = 3  # of a body that blocks the loop: the machine may have been busy
 _PING_S = 0.001

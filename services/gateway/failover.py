@@ -21,7 +21,6 @@ log = structlog.get_logger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0  # before one that was refused is sent again
 _LOOK_S = 0.1  # between two looks at what waits
-MOST_BACKLOG = 512  # messages that a session has not written yet; each may be as large as its prompt
 _MOST_NEW = 16_384  # requests, before another one that is new has to come back later
 _AT_ONCE = 64  # are sent before others have their turn on the event loop
 

@@ -14,12 +14,12 @@ import structlog
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.turn import Turn
-from services.gateway.failover import MOST_BACKLOG, Failover
+from services.gateway.failover import Failover
 from services.gateway.generation import Call, Generation
 from services.gateway.job import Job
 from services.gateway.metrics import RequestMetrics
 from services.gateway.routing import PrefixRouter
-from services.gateway.session.client import Timings
+from services.gateway.session.client import MOST_BACKLOG, Timings
 from services.gateway.session.codec import ModelFacts
 from services.gateway.session.replica import Replica
 
@@ -165,7 +165,8 @@ class Fleet:
     async def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
         """Send each of ``jobs`` to the replica that suits it, or to the first one that will be ready.
 
-        Other tasks run while a long list is sent. The caller closes the generation. Raises ``TokaError``.
+        Other tasks run while a long list is sent, and the list waits while a scheduler is sent many requests. The
+        caller closes the generation. Raises ``TokaError``.
         """
         self._check_open()
         many = len(jobs) > _FEW_JOBS
@@ -178,14 +179,22 @@ class Fleet:
                     await turn.next()
                     self._check_open()
                     generation.check()
-                if ready := self._ready(call.part.job.model):
-                    self._choose(call, ready).submit(call)
-                else:
-                    self._failover.begin(call, self._nobody())
+                await self._send(call, waits=many)
         except BaseException:
             generation.close()
             raise
         return generation
+
+    async def _send(self, call: Call, *, waits: bool) -> None:
+        """Send ``call``; if it ``waits``, once its replica has room."""
+        while ready := self._ready(call.part.job.model):
+            replica = self._choose(call, ready)
+            if not waits or replica.backlog <= MOST_BACKLOG:
+                replica.submit(call)
+                return
+            await replica.room()
+            self._check_open()
+        self._failover.begin(call, self._nobody())
 
     def _choose(self, call: Call, ready: Sequence[Replica]) -> Replica:
         return self._router.choose(ready, call.part.job.prompt_ids, call.part.job.settings.cache_salt)

@@ -12,7 +12,7 @@ from services.gateway.generation import Generation
 from services.gateway.job import Job, Settings
 from services.gateway.metrics import RequestMetrics
 from services.gateway.session import codec
-from services.gateway.session.client import Session, Timings
+from services.gateway.session.client import MOST_BACKLOG, Session, Timings
 from tokasaurus.scheduler.v1 import session_pb2
 
 
@@ -123,24 +123,24 @@ async def test_a_request_that_something_unforeseen_happens_to_ends_alone(broken,
     assert not session._samples
 
 
+class Stream:
+    """Takes one message, and another whenever ``room`` is given."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self.full, self.room = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def read(self) -> None:
+        await asyncio.Event().wait()
+
+    async def write(self, message) -> None:
+        self.written.append(message.WhichOneof("payload"))
+        self.full.set()
+        await self.room.acquire()
+
+
 async def test_a_heartbeat_does_not_wait_behind_thousands_of_requests():
     """The scheduler would count as hung."""
-
-    class Stream:
-        """Takes one message, and another whenever ``room`` is given."""
-
-        def __init__(self) -> None:
-            self.written: list[str] = []
-            self.full, self.room = asyncio.Event(), asyncio.Semaphore(0)
-
-        async def read(self) -> None:
-            await asyncio.Event().wait()
-
-        async def write(self, message) -> None:
-            self.written.append(message.WhichOneof("payload"))
-            self.full.set()
-            await self.room.acquire()
-
     stream = Stream()
     session = Session(stream, RequestMetrics(), None, Timings())
     jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
@@ -153,3 +153,24 @@ async def test_a_heartbeat_does_not_wait_behind_thousands_of_requests():
     await stream.full.wait()
     serving.cancel()
     assert stream.written == ["submit", "heartbeat"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_who_has_many_requests_waits_until_a_session_has_room_or_has_ended(ends):
+    stream = Stream()
+    session = Session(stream, RequestMetrics(), None, Timings())
+    jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(MOST_BACKLOG + 20)]
+    for call in Generation(jobs, streaming=False).calls:
+        session.submit(call)
+    serving = asyncio.create_task(session.run())
+    waiting = asyncio.create_task(session.room())
+    await stream.full.wait()
+    assert not waiting.done()
+    if ends:
+        serving.cancel()
+    else:
+        for _ in jobs:
+            stream.room.release()
+    await waiting
+    assert (session.backlog <= MOST_BACKLOG) is not ends
+    serving.cancel()

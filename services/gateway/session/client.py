@@ -21,6 +21,7 @@ from services.gateway.session.seats import Seats
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 
 MAX_OUTBOX = 65_536
+MOST_BACKLOG = 512  # messages to be written for which others wait; each takes some 7 KiB, or as much as its prompt
 SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
 
 
@@ -74,7 +75,8 @@ class Session:
         self._timings = timings
         self._outbox: deque[session_pb2.SessionRequest] = deque()
         self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
-        self._has_mail = asyncio.Event()
+        self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
+        self._ended = False
         self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: nobody wants it any more
         self._unaccepted: dict[int, Call] = {}  # by first handle
         self._seats = Seats()
@@ -102,6 +104,13 @@ class Session:
         self._outbox.append(message)
         self._has_mail.set()
 
+    async def room(self) -> None:
+        """Wait until at most ``MOST_BACKLOG`` messages are to be written, or the session has ended."""
+        while len(self._outbox) > MOST_BACKLOG and not self._ended:
+            self._has_room.clear()
+            await self._has_room.wait()
+        await asyncio.sleep(0)  # the owner of a session that has ended takes note of that
+
     async def run(self) -> None:
         """Serve the stream until it ends; always raises a ``TokaError`` (or is cancelled)."""
         tasks = [asyncio.create_task(work()) for work in (self._read, self._write, self._beat)]
@@ -116,6 +125,8 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._ended = True
+            self._has_room.set()
 
     @property
     def backlog(self) -> int:
@@ -183,6 +194,8 @@ class Session:
             self._has_mail.clear()
             while self._outbox:
                 message = self._outbox.popleft()
+                if len(self._outbox) <= MOST_BACKLOG:
+                    self._has_room.set()
                 if message.HasField("heartbeat"):
                     message.heartbeat.messages_before = self._written
                 await self._stream.write(message)

@@ -133,6 +133,11 @@ class Replica:
             raise Unavailable(f"scheduler {self.address} is not available: {self._trouble}")
         self._session.submit(call)
 
+    async def room(self) -> None:
+        """Wait while ``backlog`` is large, as long as there is a connection."""
+        if self._session is not None:
+            await self._session.room()
+
     def fail_all(self, error: TokaError) -> None:
         """End every request here with ``error``."""
         if self._session is not None:
