@@ -67,8 +67,9 @@ class Process:
         try:
             self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self.kill()
-            raise
+            self.signal(signal.SIGABRT)  # services write to their logs where their threads are
+            self._process.wait()
+            raise AssertionError(f"{self._command} did not end:\n{self.log.read_text()[-8000:]}") from None
 
 
 class Deployment:
