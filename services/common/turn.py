@@ -18,7 +18,7 @@ class Turn:
 
     @property
     def is_over(self) -> bool:
-        """Whether the turn has lasted ``TURN_S``."""
+        """Return whether the turn has lasted ``TURN_S``."""
         return time.perf_counter() - self._began_at >= TURN_S
 
     async def next(self) -> None:

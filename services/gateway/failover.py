@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
+from services.common.turn import Turn
 from services.gateway.generation import Call, Choice
 from services.gateway.metrics import FailoverReason, RequestMetrics
 from services.gateway.session.replica import Replica
@@ -22,7 +23,6 @@ log = structlog.get_logger(__name__)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0  # before one that was refused is sent again
 _LOOK_S = 0.1  # between two looks at what waits
 _MOST_NEW = 16_384  # requests, before another one that is new has to come back later
-_AT_ONCE = 64  # are sent before others have their turn on the event loop
 
 
 @dataclass
@@ -130,11 +130,12 @@ class Failover:
                     await self._news.wait()
             self._news.clear()
             self._trial.let_go(time.monotonic())
-            for number, call in enumerate(list(self._here), 1):
+            turn = Turn()
+            for call in list(self._here):
+                if turn.is_over:
+                    await turn.next()
                 if call in self._here:
                     self._try(call)
-                if number % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
 
     def _take(self, call: Call) -> None:
         self._trial.forget(call)
