@@ -159,10 +159,9 @@ class Answer:
         transcripts: dict[int, Transcript] = {}
         if beginning := shape.beginning():
             yield beginning
-        turn = Turn()
         told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
         while news := await generation.news():
-            chunks = []
+            chunks, turn = [], Turn()
             for choice in news:
                 if turn.is_over:
                     await turn.next()
