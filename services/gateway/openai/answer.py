@@ -29,6 +29,7 @@ from services.gateway.openai.transcript import Piece, Transcript, whole_text
 # more work.
 _INLINE_TOKENS, _INLINE_LOGPROBS = 8192, 1024
 _INLINE_CHOICES = 1024  # whose usage is added up on the event loop
+_FEW_CHOICES = 64  # of a stream, whose news are written in less than a millisecond
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,12 @@ class Answer:
         transcripts: dict[int, Transcript] = {}
         if beginning := shape.beginning():
             yield beginning
+        turn, many = Turn(), len(generation.choices) > _FEW_CHOICES
         told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
         while news := await generation.news():
-            chunks, turn = [], Turn()
+            chunks = []
             for choice in news:
-                if turn.is_over:
+                if many and turn.is_over:
                     await turn.next()
                 if choice.index in told:
                     continue
