@@ -1,5 +1,8 @@
-"""The memory and the processors that this process may use, with the limits of its container (cgroups, versions 1 and
-2). Linux only; elsewhere the whole machine."""
+"""The memory, the processors and the GPUs that this process may use.
+
+Memory and processors are those that the limits of its container leave (cgroups, versions 1 and 2), on Linux only;
+elsewhere those of the whole machine.
+"""
 
 import math
 import os
@@ -33,6 +36,18 @@ def usable_processors() -> int:
         if quota is not None and quota > 0 and period:
             count = min(count, math.ceil(quota / period))
     return max(1, count)
+
+
+def visible_gpus() -> str | None:
+    """Return the GPUs as ``CUDA_VISIBLE_DEVICES`` lists them, or all that NVIDIA's driver has device files of; None
+    where there is neither."""
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))) or None)
+
+
+def has_gpus() -> bool:
+    """Return whether programs probably see a GPU of NVIDIA's. Only torch knows, which takes seconds to load."""
+    return any(name not in ("", "-1") for name in (visible_gpus() or "").split(","))
 
 
 def _groups(controller: str) -> Iterator[Path]:

@@ -15,7 +15,7 @@ import structlog
 from services.common.config import ChosenDeploymentConfig, DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.handover import listen
-from services.common.host import usable_processors
+from services.common.host import has_gpus, usable_processors, visible_gpus
 from services.common.log import is_coloured, is_console
 from services.common.model_files import read_card
 from services.common.process import Stop, run_service, unless_stopped
@@ -38,12 +38,8 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
     """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
     if given.record_plans is not None:
         _check_may_write(given.record_plans)
-    visible = _visible_gpus()
-    gpus = choose_gpus(given, visible)
-    processors = usable_processors()
-    count, reason = choose_gateways(
-        given, has_gpus=any(name not in ("", "-1") for name in (visible or "").split(",")), processors=processors
-    )
+    gpus = choose_gpus(given, visible_gpus())
+    count, reason = choose_gateways(given, has_gpus=has_gpus(), processors=usable_processors())
     config = ChosenDeploymentConfig.model_construct(**{**dict(given), "gateways": count})
     # Fetched once, before the children ask.
     weights = config.load_format != "dummy"
@@ -96,12 +92,6 @@ def _check_may_write(record_plans: str) -> None:
             f"flag record_plans={record_plans}: no directory that can be written to ({error.strerror}); name another",
             field="record_plans",
         ) from error
-
-
-def _visible_gpus() -> str | None:
-    """As ``CUDA_VISIBLE_DEVICES`` lists them, or those of NVIDIA's driver; None where there is neither."""
-    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))) or None)
 
 
 def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploymentConfig:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.parallel.shares import local_config, refuse_unshareable
 from services.worker.parallel.stage_runner import StageRunner
 from services.worker.parallel.stages import layers_of
-from services.worker.precompile.background import compiling_ahead
+from services.worker.precompile.background import KernelCompiler
 from services.worker.precompile.job import Gpu, Job
 from services.worker.progress import BootProgress
 from services.worker.refusals import refuse_too_large_weights, refuse_what_a_cpu_has_not
@@ -82,11 +83,13 @@ def boot(
     config: WorkerConfig,
     on_lost: Callable[[ParallelError], None] | None = None,
     progress: BootProgress | None = None,
+    compiler: KernelCompiler | None = None,
 ) -> Booted:
-    """Load and warm up; run in the thread that will run the steps. Raises ``InvalidRequest`` naming flag and fix.
+    """Load the model and run every kind of step, in the thread that will run the steps.
 
-    ``on_lost`` is called, in whatever thread, when the replica cannot go on, from the moment its workers have met: a
-    rank may wait for another for ever. ``progress`` reports the phases.
+    ``on_lost`` is called, in any thread, when the replica cannot continue, from the moment its workers have met: a rank
+    may wait for another one for ever. ``progress`` reports the phases. ``compiler`` compiles kernels meanwhile, and is
+    closed at the end. Raises ``InvalidRequest``, which names the flag and the fix.
     """
     progress = progress or BootProgress()
     started = time.perf_counter()
@@ -96,13 +99,17 @@ def boot(
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
     card, described = read_model(config)
+    if device.type == "cuda":
+        from services.worker.boot_cuda import make_runner  # loads Triton
+
+        _load_flashinfer(described.head_dim, cache_dtype(config, dtype))
     max_context = described.max_context_tokens
     log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     if config.load_format != "dummy":
         weights.check(card.directory, described)
-    with contextlib.ExitStack() as undo, contextlib.ExitStack() as background:
+    with contextlib.ExitStack() as undo, contextlib.closing(compiler) if compiler else contextlib.nullcontext():
         with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
             group = _join_replica(config, ranks, device, dtype, described.head_dim)
         if group is not None:
@@ -121,10 +128,10 @@ def boot(
             )
         needed = weight_bytes(described, ranks, layers, dtype.itemsize, config.quantization)
         refuse_too_large_weights(config.model, needed + rotation_bytes(described), facts.total)
-        if _compiles_ahead(chosen, device, ranks, progress):
-            available = flashinfer_spans.available(described.head_dim, cache_dtype(chosen, dtype))
-            gpu = Gpu(facts.name, facts.capability, facts.total, available)
-            background.enter_context(compiling_ahead(Job(config=chosen, dtype=_name(dtype), gpu=gpu)))
+        if compiler is not None and device.type == "cuda" and not chosen.torch_compile:
+            installed = flashinfer_spans.installed(described.head_dim, cache_dtype(chosen, dtype))
+            gpu = Gpu(facts.name, facts.capability, facts.total, installed)
+            compiler.compile(Job(config=chosen, dtype=_name(dtype), gpu=gpu))
         threads = _threads(chosen, device, ranks)
         model = make_model(chosen, described, dtype, device, ranks, layers)
         with progress.phase("weights"):
@@ -139,8 +146,6 @@ def boot(
             compile_model(model)
         with refusing_what_cannot_be_compiled() if chosen.torch_compile else contextlib.nullcontext():
             if device.type == "cuda":
-                from services.worker.boot_cuda import make_runner  # loads Triton
-
                 runner: Runner = make_runner(chosen, model, max_context, group, grammars, progress)
             else:
                 with progress.phase("compile" if chosen.torch_compile else "rehearsal"):
@@ -186,11 +191,10 @@ def make_model(
     return DecoderModel(described, dtype, where, kernels, linear, adds_in_product=adds, ranks=ranks, layers=layers)
 
 
-def _compiles_ahead(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks, progress: BootProgress) -> bool:
-    """Whether another process is to compile the kernels of this start: nothing shows that they were compiled before.
-    One of several ranks does it for all. A pipeline's stages cannot be rehearsed alone."""
-    alike = ranks.tp_rank == 0 and ranks.pp_size == 1
-    return device.type == "cuda" and not config.torch_compile and alike and progress.first_start
+def _load_flashinfer(head_dim: int, dtype: torch.dtype) -> None:
+    """Load FlashInfer in a thread, which takes 2 s, while this one waits for the driver and for weights."""
+    load, arguments = flashinfer_spans.available, (head_dim, dtype)
+    threading.Thread(target=load, args=arguments, name="load FlashInfer", daemon=True).start()
 
 
 def _facts(device: torch.device, group: RankGroup | None) -> Device:

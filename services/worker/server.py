@@ -22,6 +22,7 @@ from services.worker.compilation import kernel_compilations, recompilations
 from services.worker.engine import Engine
 from services.worker.metrics import WorkerMetrics
 from services.worker.parallel.errors import ParallelError
+from services.worker.precompile.background import KernelCompiler
 from services.worker.progress import BootProgress
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -41,14 +42,15 @@ async def serve(
     load: Callable[[], Booted] | None = None,
     on_serving: Callable[[Callable[[], bool]], None] = lambda progresses: None,
     progress: BootProgress | None = None,
+    compiler: KernelCompiler | None = None,
 ) -> None:
     """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
     ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for. ``on_serving`` is called
     when that is done, with what tells whether there was progress since it was asked last. ``progress`` reports the
-    phases of the start."""
+    phases of the start, whose kernels ``compiler`` compiles ahead."""
     ranks = {"toka.dp_rank": config.dp_rank, "toka.tp_rank": config.tp_rank, "toka.pp_rank": config.pp_rank}
     tracing = Tracing.of(config, "toka-worker", **ranks)
-    engine = Engine(load or (lambda: boot(config, engine.end, progress)), tracing)
+    engine = Engine(load or (lambda: boot(config, engine.end, progress, compiler)), tracing)
     metrics = WorkerMetrics(engine, config)
     try:
         async with serve_metrics(config, metrics):

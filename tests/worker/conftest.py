@@ -74,7 +74,7 @@ def runner_for(checkpoint):
         return Driver(boot(WorkerConfig(model=str(directory), **dict(flags))).runner)
 
     def get(directory: Path | None = None, **flags) -> Driver:
-        settings = {"page_size": 16, "kv_cache_num_tokens": 16 * 1024, "torch_num_threads": 2} | flags
+        settings = {"device": "cpu", "page_size": 16, "kv_cache_num_tokens": 16 * 1024, "torch_num_threads": 2} | flags
         driver = booted(directory or checkpoint(), tuple(sorted(settings.items())))
         driver.reset()
         return driver
@@ -90,7 +90,11 @@ async def worker(checkpoint, tmp_path):
     async def start(**flags) -> str:
         stop, listening = Stop(), asyncio.get_running_loop().create_future()
         settings = {"kv_cache_num_tokens": 16 * 256, "max_seqs_per_forward": 8, "max_tokens_per_forward": 64}
-        settings |= {"model": str(checkpoint()), "worker_listen": f"unix:{tmp_path}/worker{len(running)}"}
+        settings |= {
+            "device": "cpu",
+            "model": str(checkpoint()),
+            "worker_listen": f"unix:{tmp_path}/worker{len(running)}",
+        }
         task = asyncio.create_task(serve(WorkerConfig(**settings | flags), stop, listening=listening))
         running.append((stop, task))
         return await listening

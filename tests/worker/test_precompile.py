@@ -1,5 +1,6 @@
 """Kernels that a child process compiles for a start: those that the rehearsal launches, for a GPU that is not there."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
-from services.worker.precompile.background import compiling_ahead
+from services.worker.__main__ import _compiles_ahead
+from services.worker.precompile.background import KernelCompiler
 from services.worker.precompile.job import Gpu, Job
 from services.worker.progress import BootProgress, StartTimes
 from tests.worker.interpreter import needs_triton
@@ -20,11 +22,16 @@ GPU = Gpu(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
 REHEARSE = """
 import json, sys
 from services.worker.precompile.__main__ import rehearse_dry
-from services.worker.precompile.compiler import compile_all
+from services.worker.precompile.compiler import CompilerPool
 from services.worker.precompile.job import Job
-job = Job.model_validate_json(sys.stdin.buffer.read())
-launches = rehearse_dry(job)
-compiled = compile_all(launches[: int(sys.argv[1])], job.gpu.capability)
+job, pool, launches = Job.model_validate_json(sys.stdin.buffer.read()), None, []
+def take(launch):
+    launches.append(launch)
+    if len(launches) <= int(sys.argv[1]):
+        pool.compile(launch)
+pool = CompilerPool(job.gpu.capability)
+rehearse_dry(job, take)
+compiled = pool.close()
 print(json.dumps({"kernels": [launch.kernel.__name__ for launch in launches], "compiled": compiled}))
 """
 
@@ -81,12 +88,20 @@ def test_every_kind_of_start_can_be_rehearsed_without_a_device(checkpoint, tmp_p
 
 
 def test_a_child_that_fails_or_cannot_be_started_changes_nothing(tmp_path, monkeypatch):
-    with compiling_ahead(job(tmp_path / "nowhere")):
-        pass
+    with contextlib.closing(KernelCompiler.start()) as compiler:
+        compiler.compile(job(tmp_path / "nowhere"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    with capture_logs() as logs, compiling_ahead(job(tmp_path)):
-        pass
+    with capture_logs() as logs:
+        assert KernelCompiler.start() is None
     assert [line["event"] for line in logs] == ["kernels are not compiled ahead"]
+
+
+def test_a_child_without_a_job_ends_with_the_worker():
+    worker = (
+        "from services.worker.precompile.background import KernelCompiler; print(KernelCompiler.start()._child.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, check=True)
+    assert not runs(int(done.stdout))
 
 
 def test_a_child_that_is_not_needed_any_more_ends_with_its_children(tmp_path, monkeypatch):
@@ -96,10 +111,26 @@ def test_a_child_that_is_not_needed_any_more_ends_with_its_children(tmp_path, mo
     program.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {pids}\nwait\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with compiling_ahead(job(tmp_path)):
+    with contextlib.closing(KernelCompiler.start()):
         started = [int(pid) for pid in pids.read_text().split()]
     for pid in started:
         assert not runs(pid)
+
+
+@pytest.mark.parametrize(
+    ("flags", "visible", "compiles"),
+    [
+        ({"device": "auto"}, "0", True),
+        ({"device": "auto"}, "-1", False),
+        ({"device": "cpu"}, "0", False),
+        ({"device": "cuda", "torch_compile": True}, "0", False),
+        ({"device": "cuda", "tp_size": 2, "tp_rank": 1}, "0,1", False),
+        ({"device": "cuda", "pp_size": 2}, "0,1", False),
+    ],
+)
+def test_one_rank_of_a_stage_on_gpus_has_its_kernels_compiled_ahead(flags, visible, compiles, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _compiles_ahead(WorkerConfig(**flags)) == compiles
 
 
 def runs(pid: int) -> bool:

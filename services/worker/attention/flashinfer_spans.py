@@ -1,5 +1,6 @@
 """Attention of many query tokens to one slot's pages, by FlashInfer."""
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,9 +19,14 @@ _WORKSPACE = 256 << 20
 _WRAPPERS = 4
 
 
+def installed(head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether FlashInfer is installed and these sizes are among those of its kernels, without loading it."""
+    return head_dim in _HEAD_DIMS and dtype == torch.bfloat16 and importlib.util.find_spec("flashinfer") is not None
+
+
 def available(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether FlashInfer is installed and has kernels for these sizes, or what it takes to make them."""
-    if head_dim not in _HEAD_DIMS or dtype != torch.bfloat16:
+    if not installed(head_dim, dtype):
         return False
     try:
         import flashinfer.prefill  # noqa: F401

@@ -1,8 +1,7 @@
 """Kernels into Triton's cache, without a device, on several processors."""
 
 import multiprocessing
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import structlog
@@ -19,8 +18,6 @@ _PROCESS_BYTES = 1 << 30  # free memory for each process, of which it takes a th
 _WARP_SIZE = 32
 
 log = structlog.get_logger(__name__)
-
-_launches: Sequence[Launch] = ()  # for the processes that are forked
 
 
 class AbsentDriver:
@@ -43,30 +40,40 @@ class AbsentDriver:
         return torch.device("cuda", 0)
 
 
-def compile_all(launches: Sequence[Launch], capability: tuple[int, int]) -> int:
-    """Compile ``launches``, in their order, for GPUs of ``capability``; return how many could be compiled.
+class CompilerPool:
+    """Processes that compile launches for GPUs of ``capability`` while this process finds more of them.
 
-    Call it in a process that has one thread, since it forks.
+    Make it in a process that has one thread, since it forks.
     """
-    global _launches
-    driver.set_active(AbsentDriver(capability))
-    _launches = launches
-    room = host.available_memory() // _PROCESS_BYTES
-    processes = max(1, min(_MOST_PROCESSES, host.usable_processors(), room, len(launches)))
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        reasons = [reason for reason in pool.map(_compile, range(len(launches))) if reason]
-    if reasons:
-        log.warning("kernels not compiled ahead", count=len(reasons), first=reasons[0])
-    return len(launches) - len(reasons)
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        driver.set_active(AbsentDriver(capability))
+        room = host.available_memory() // _PROCESS_BYTES
+        processes = max(1, min(_MOST_PROCESSES, host.usable_processors(), room))
+        self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"))
+        self._pool.submit(int)  # forks now
+        self._reasons: list[Future[str]] = []
+
+    def compile(self, launch: Launch) -> None:
+        """Have ``launch`` compiled, after those that were given before."""
+        self._reasons.append(self._pool.submit(_compile, launch))
+
+    def close(self) -> int:
+        """Wait for all launches. Return how many could be compiled."""
+        with self._pool:
+            reasons = [reason for each in self._reasons if (reason := each.result())]
+        if reasons:
+            log.warning("kernels not compiled ahead", count=len(reasons), first=reasons[0])
+        return len(self._reasons) - len(reasons)
 
 
-def _compile(index: int) -> str:
-    """Why the launch of this index cannot be compiled; empty if it can."""
+def _compile(launch: Launch) -> str:
+    """Return why ``launch`` cannot be compiled; empty if it can."""
     try:
-        compiled = _launches[index].compile()
+        compiled = launch.compile()
         # Until Triton 3.7 each kind of arguments has a launcher in C, which gcc compiles.
         if hasattr(nvidia, "make_launcher"):
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
     except Exception as error:  # of any kind: the worker compiles that kernel itself, and tells what is wrong
-        return f"{_launches[index].kernel.__name__}: {error!r}"
+        return f"{launch.kernel.__name__}: {error!r}"
     return ""

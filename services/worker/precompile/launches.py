@@ -1,6 +1,7 @@
 """The kernels that a program would launch, each once for each kind of arguments that Triton compiles it for."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,24 +30,34 @@ class Launch(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Name the kernel, which cannot be sent to another process."""
+        return _launch_of, (self.kernel.__module__, self.kernel.__name__, self.args, self.kwargs)
+
     def compile(self) -> Any:
         """Compile the kernel for the active driver's target, or find it in Triton's cache; return what Triton does."""
         return self.kernel.run(*self.args, grid=(1,), warmup=True, **self.kwargs)
 
 
+def _launch_of(module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Launch:
+    return Launch(getattr(importlib.import_module(module), name), args, kwargs)
+
+
 @contextlib.contextmanager
-def recording() -> Iterator[dict[Any, Launch]]:
-    """Yield the launches of all kernels from here to the end of the context, by kind, in order. Nothing is launched."""
-    found: dict[Any, Launch] = {}
+def recording(take: Callable[[Launch], None]) -> Iterator[None]:
+    """Give ``take`` the first launch of each kind until the end of the context. Nothing is launched."""
+    found: set[Any] = set()
     launch: Callable[..., Any] = JITFunction.run
 
     def run(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
         noted = Launch(self, [_noted(each) for each in args], {name: _noted(each) for name, each in kwargs.items()})
-        found.setdefault(_kind(noted), noted)
+        if (kind := _kind(noted)) not in found:
+            found.add(kind)
+            take(noted)
 
     JITFunction.run = run
     try:
-        yield found
+        yield
     finally:
         JITFunction.run = launch
 
