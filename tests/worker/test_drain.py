@@ -29,7 +29,12 @@ class Leaving:
     async def start(self, directory, socket, **flags) -> None:
         listening = asyncio.get_running_loop().create_future()
         config = WorkerConfig(
-            model=str(directory), worker_listen=f"unix:{socket}", kv_cache_num_tokens=16 * 64, page_size=16, **flags
+            model=str(directory),
+            device="cpu",
+            worker_listen=f"unix:{socket}",
+            kv_cache_num_tokens=16 * 64,
+            page_size=16,
+            **flags,
         )
         work = serve(config, self.stop, listening=listening, on_serving=self._note)
         self.ended = asyncio.create_task(work)

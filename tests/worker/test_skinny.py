@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from services.worker.layers.fp8 import quantize_rows
 from services.worker.layers.linear import Linear
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
@@ -22,10 +23,16 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-def product(x, weight, bias=None, **how):
-    from services.worker.layers.triton_skinny import skinny_product
+def product(x, weight, bias=None, scale=None, **how):
+    from services.worker.layers.triton_skinny import Factor, skinny_product
 
-    return skinny_product(x, weight, bias, **how)
+    return skinny_product(x, Factor(weight, bias, scale), **how)
+
+
+def product_sum(x, weight, bias, onto, next_norm, scale=None):
+    from services.worker.layers.triton_skinny import Factor, skinny_sum
+
+    return skinny_sum(x, Factor(weight, bias, scale), onto, next_norm)
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -63,8 +70,6 @@ def test_gates_are_those_of_two_products(rows, bias):
 
 @pytest.mark.parametrize("rows", [3, 5, 16])
 def test_a_sum_is_handed_to_the_next_norm(rows):
-    from services.worker.layers.triton_skinny import skinny_sum
-
     x, weight, bias, total = (
         random(rows, INPUTS),
         random(OUTPUTS, INPUTS, seed=1),
@@ -73,7 +78,7 @@ def test_a_sum_is_handed_to_the_next_norm(rows):
     )
     norm, following = 1 + random(OUTPUTS, seed=2) / 4, random(48, OUTPUTS, seed=3)
     stream = total.float() + x.float() @ weight.float().t() + bias.float()
-    handed = skinny_sum(x, weight, bias, total, norm)
+    handed = product_sum(x, weight, bias, total, norm)
     check(total, stream)
     check(handed.squares.sum(0), stream.square().sum(1))
     expected = F.rms_norm(stream, (OUTPUTS,), norm.float(), EPS) @ following.float().t()
@@ -82,8 +87,6 @@ def test_a_sum_is_handed_to_the_next_norm(rows):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_row_or_two_are_summed_as_they_are(rows):
-    from services.worker.layers.triton_skinny import skinny_sum
-
     x, weight, bias, total = (
         random(rows, INPUTS),
         random(OUTPUTS, INPUTS, seed=1),
@@ -91,8 +94,23 @@ def test_one_row_or_two_are_summed_as_they_are(rows):
         random(rows, OUTPUTS),
     )
     stream = total.float() + x.float() @ weight.float().t() + bias.float()
-    assert skinny_sum(x, weight, bias, total, random(OUTPUTS)) is total
+    assert product_sum(x, weight, bias, total, random(OUTPUTS)) is total
     check(total, stream)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_weights_of_eight_bits_are_scaled_by_row(rows, gated):
+    x, norm = random(rows, INPUTS), 1 + random(INPUTS, seed=2) / 4
+    weight, scale = quantize_rows(random(2 * OUTPUTS, INPUTS, seed=1) / 4)
+    bias, total = random(2 * OUTPUTS, seed=3), random(rows, OUTPUTS if gated else 2 * OUTPUTS, seed=4)
+    normed = F.rms_norm(x.float(), (INPUTS,), norm.float(), EPS)
+    expected = F.linear(normed, weight.float() * scale, bias.float())
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    expected = expected + total.float()
+    check(product(x, weight, bias, scale[:, 0], norm=(norm, EPS), gated=gated, onto=total), expected)
 
 
 def test_inputs_that_no_program_holds_at_once_go_through_tiles():
@@ -129,7 +147,7 @@ def test_kernels_that_overlap_give_what_others_give(monkeypatch, rows):
         handed = total
         for _ in range(20):
             gated = product(handed, up, norm=(norm, eps), gated=True)
-            handed = triton_skinny.skinny_sum(gated, down, None, total, norm)
+            handed = product_sum(gated, down, None, total, norm)
         return total
 
     found = [stream() for _ in range(5)]
@@ -179,8 +197,34 @@ def test_the_decoder_gives_what_the_model_gives(changes, tokens, keep):
     torch.testing.assert_close(cache.all_keys, plain_cache.all_keys, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="attention here is the reference, on the CPU")
+@pytest.mark.parametrize("tokens", [2, 7])
+def test_a_decoder_in_fp8_gives_what_a_model_of_the_same_weights_gives(tokens):
+    """Rows are not quantised: the other model has the weights that those in fp8 stand for."""
+    from services.worker.models.skinny_cuda import SkinnyDecoder
+
+    config = small_config(qkv_bias=True)
+    model = small_model(config, DTYPE, quantization="fp8")
+    same = small_model(config, DTYPE, linear=partial(Linear, transposed=True))
+    with torch.inference_mode():
+        for name, linear in same.named_modules():
+            if isinstance(linear, Linear):
+                quantized = model.get_submodule(name)
+                linear.weight.copy_(quantized.weight.float() * quantized.scale.t())
+        token_ids, positions = torch.arange(tokens) * 7 % config.vocab_size, torch.arange(tokens)
+        found, expected = (
+            SkinnyDecoder(each)(
+                token_ids,
+                positions,
+                PlainRotatingStep(config, each.rotary, positions, one_sequence(config, tokens, DTYPE)[1]),
+            )
+            for each in (model, same)
+        )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 def test_a_model_with_other_products_is_refused():
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-    with pytest.raises(ValueError, match="must all be of transposed Linear"):
+    with pytest.raises(ValueError, match="must all be of Fp8Linear or transposed Linear"):
         SkinnyDecoder(small_model(small_config(), DTYPE))

@@ -16,6 +16,7 @@ def _early(pointers, inside, OVERLAP: tl.constexpr):
 def product(
     x,
     weight,
+    weight_scale,
     bias,
     norm,
     squares_before,
@@ -28,6 +29,7 @@ def product(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     FULL: tl.constexpr,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     HANDED: tl.constexpr,
     HANDS: tl.constexpr,
@@ -43,9 +45,10 @@ def product(
 ):
     """One program for ``BLOCK_OUT`` weight rows. Gated: rows of gate and up take turns in a tile.
 
-    ``FULL``: there are ``ROWS`` rows, not fewer. ``HANDED``: parts of ``squares_before``, 0 = ``x`` was not handed
-    over. ``HANDS``: to hand ``out`` over. ``STAGES``: tiles in flight, less one. ``OVERLAP``: with the kernel before,
-    and, once that has ended, with the one behind: programs of a third that only wait take more than they bring."""
+    ``FULL``: there are ``ROWS`` rows, not fewer. ``SCALED``: ``weight`` is in fp8, with a scale for each of its rows.
+    ``HANDED``: parts of ``squares_before``, 0 = ``x`` was not handed over. ``HANDS``: to hand ``out`` over. ``STAGES``:
+    tiles in flight, less one. ``OVERLAP``: with the kernel before, and, once that has ended, with the one behind:
+    programs of a third that only wait take more than they bring."""
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     PART: tl.constexpr = BLOCK_IN // PARTS
@@ -65,6 +68,8 @@ def product(
     # What the end needs is loaded long before, so that nobody waits for it then.
     if HANDS:
         next_scale = _early(handed_norm + columns, columns < SIZE, OVERLAP)
+    if SCALED:
+        weight_scales = tl.load(weight_scale + source)
     if BIAS:
         offset = _early(bias + source, source >= 0, OVERLAP)
     # A warp multiplies a part of the inputs: else all would read the same weights from shared memory.
@@ -98,8 +103,10 @@ def product(
             squares += wide * wide
             scale = tl.load(norm + start + places, inside, other=0.0).to(tl.float32)
             values = (wide * scale[:, :, None]).to(values.dtype)
-        parts = tl.dot(tile, values, parts)
+        parts = tl.dot(tile.to(values.dtype), values, parts)
     total = tl.sum(parts, axis=0)
+    if SCALED:
+        total *= weight_scales[:, None]
 
     if NORM or HANDED > 0:
         # The length of a row is the same factor for all its inputs.

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def stream(
     x,
     weight,
+    weight_scale,
     bias,
     norm,
     out,
@@ -16,6 +17,7 @@ def stream(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -43,6 +45,10 @@ def stream(
     if GATED:
         # As many again: each thread has the same inputs of both.
         second = tl.load(places + SIZE * INPUTS, inside_tile, other=NOTHING, eviction_policy="evict_first")
+    if SCALED:
+        weight_scales = tl.load(weight_scale + source)
+        if GATED:
+            second_scales = tl.load(weight_scale + SIZE + source)
     if NORM:
         scale = tl.load(norm + inputs, inside, other=NOTHING).to(tl.float32)
     if BIAS:
@@ -63,6 +69,10 @@ def stream(
         total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
         if GATED:
             up = tl.sum(second.to(tl.float32) * values[None, :], axis=1)
+        if SCALED:
+            total *= weight_scales
+            if GATED:
+                up *= second_scales
         if NORM:
             # The length of a row is the same factor for all its inputs.
             total *= length
