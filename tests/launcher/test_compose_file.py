@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from services.common.config import GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from services.common.flags import Config
+from services.common.flags import Config, load
 from services.launcher.supervisor import LAST_WORDS_S, STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-OURS = ("gateway", "scheduler", "worker")
+KINDS: dict[str, type[Config]] = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
+OURS = tuple(KINDS)
 PROFILES = {
     "observability": {"prometheus", "grafana", "otel-collector", "jaeger"},
     "postgres": {"postgres"},
@@ -26,12 +27,21 @@ MEETING = {"master_addr", "master_port"}
 FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_size", "dp_rank"} | TENSOR_RANKS | STAGES | MEETING
 
 
-@pytest.mark.parametrize(
-    ("service", "kind"), [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig)]
-)
+@pytest.mark.parametrize(("service", "kind"), list(KINDS.items()))
 def test_a_container_is_given_every_flag_of_its_service(service: str, kind: type[Config]):
     given = {name.removeprefix("TOKA_").lower() for name in COMPOSE["services"][service]["environment"]}
     assert given == set(kind.model_fields) - FIXED
+
+
+@pytest.mark.parametrize(("service", "kind"), list(KINDS.items()))
+def test_without_variables_no_flag_is_set_to_its_default(service: str, kind: type[Config]):
+    """A default that is written here as well would stay behind when the program's changes."""
+    written = COMPOSE["services"][service]["environment"]
+    values = {name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", str(value)) for name, value in written.items()}
+    given = {name: value for name, value in values.items() if value and not value.startswith("${")}
+    config, defaults = load(kind, [], given), kind()
+    flags = [name.removeprefix("TOKA_").lower() for name in given]
+    assert [name for name in flags if getattr(config, name) == getattr(defaults, name)] == []
 
 
 @pytest.mark.parametrize(("name", "volume"), [("scheduler", "recordings"), ("worker", "cache"), ("gateway", "store")])

@@ -120,6 +120,15 @@ def test_a_scheduler_knows_its_workers_and_a_gateway_all_schedulers():
     assert named("LeaderWorkerSet")["metadata"]["name"] == "tokasaurus"
 
 
+def test_no_flag_is_set_to_its_default():
+    data = named("ConfigMap")["data"]
+    flags = {name.removeprefix(ENV_PREFIX).lower() for name in data}
+    for kind in KINDS.values():
+        config, defaults = load(kind, [], data), kind()
+        known = flags.intersection(kind.model_fields)
+        assert [name for name in known if getattr(config, name) == getattr(defaults, name)] == []
+
+
 def test_gateways_answer_under_every_name_of_their_service():
     gateway = config("gateway", "gateway")
     hosts = AllowedHosts(gateway.host, gateway.allowed_hosts)

@@ -32,7 +32,7 @@ _EPILOG = "\n\n".join(
     (
         "Examples:",
         "    toka-doctor      (this machine, and the built-in model)",
-        "    toka-doctor model=/models/Llama-3.1-8B-Instruct tp_size=2 kv_cache_num_tokens=auto",
+        "    toka-doctor model=/models/Llama-3.1-8B-Instruct tp_size=2",
         "    toka-doctor model=/models/Llama-3.1-8B-Instruct --gpu-memory 80      (for a GPU that is elsewhere)",
         "Flags are those of toka, see toka help; TOKA_FLAG in the environment counts as it does there. Exit status: 0;"
         " 1 where something fails; 2 for a wrong flag.",
