@@ -14,7 +14,7 @@ from services.gateway.job import Job, Settings
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
-from services.gateway.openai.conversation import check_tools, continued, make_grammar, make_reader, render
+from services.gateway.openai.conversation import check_tools, continued, make_grammar, make_reader
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
     check_choices,
@@ -30,6 +30,7 @@ from services.gateway.openai.jobs import (
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.thinking import limit_thinking
+from services.gateway.openai.truncation import render_newest, render_whole
 from services.gateway.session.codec import ModelFacts
 
 
@@ -52,8 +53,11 @@ class Asked(NamedTuple):
     unknown: list[str]  # parameters that the model's template does not know
 
 
-async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
-    """What ``body`` asks of the schedulers. Raises ``TokaError``."""
+async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: bool = False) -> Asked:
+    """Return what ``body`` asks of the schedulers. Raises ``TokaError``.
+
+    ``drop_oldest``: if the conversation is longer than the context, drop its oldest messages.
+    """
     check_choices(1, body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
     max_tokens = check_max_tokens(body, gateway.config.max_output_tokens, default_max_tokens(body, facts))
@@ -61,13 +65,11 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller) -> Asked:
     kept = kept_tokens(body, facts, gateway.config.max_prompt_tokens)
     tools = check_tools(gateway.formats, body, body.tool_choice)
     wanted = await wanted_grammar(gateway.text, body)
-    prompt = await render(
-        gateway.text,
-        body,
-        max_tokens=facts.max_context_tokens if kept is None else None,
-        effort=body.reasoning_effort,
-        with_tools=body.tool_choice != "none",
-    )
+    most = facts.max_context_tokens if kept is None else None
+    if drop_oldest:
+        prompt = await render_newest(gateway, body, facts, most)
+    else:
+        prompt = await render_whole(gateway, body, most)
     parallel = body.parallel_tool_calls is not False
     grammar = await make_grammar(
         gateway.text, gateway.formats, body, prompt, tools, wanted, choice=body.tool_choice, parallel=parallel

@@ -152,6 +152,8 @@ MEANINGS = {
     "Message.tool_call_id": "which call a message of role tool answers",
     "Message.reasoning_content": "what the assistant thought",
     "Reasoning.summary": "auto; no summary is written, since the reasoning item has all of the reasoning",
+    "ResponsesBody.truncation": "auto: drop the oldest items of a conversation that is longer than the context",
+    "InputTokensBody.truncation": "auto: count what is left after the oldest items are dropped",
     "InputReasoning.encrypted_content": "as this server wrote it; read where there is no content",
     "CustomTool.format": "of its input; a regular expression is held to, a Lark grammar is told to the model",
     "NamespaceTool.tools": "each is offered to the model as NAMESPACE__NAME",
@@ -171,7 +173,6 @@ MEANINGS = {
         "image",
         "max_tool_calls",
         "prompt",
-        "truncation",
     )
 }
 

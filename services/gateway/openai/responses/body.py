@@ -42,7 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "image": (),
     "max_tool_calls": (),
     "prompt": (),
-    "truncation": ("disabled",),
 }
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -182,6 +181,7 @@ class ResponsesBody(SamplingBody):
     previous_response_id: Id | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
 
+    truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     conversation: Id | ConversationReference | None = None
 
@@ -191,7 +191,6 @@ class ResponsesBody(SamplingBody):
     image: Any = None
     max_tool_calls: Any = None
     prompt: Any = None
-    truncation: Any = None
 
     @field_validator("tools")
     @classmethod
@@ -211,6 +210,11 @@ class ResponsesBody(SamplingBody):
     def conversation_id(self) -> str | None:
         """Id of the conversation that the response belongs to."""
         return self.conversation.id if isinstance(self.conversation, ConversationReference) else self.conversation
+
+    @property
+    def drops_oldest(self) -> bool:
+        """True if a conversation that is longer than the context is truncated, and not refused."""
+        return self.truncation == "auto"
 
     @property
     def wants_logprobs(self) -> bool:

@@ -15,7 +15,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.http import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat import Asked, ask
-from services.gateway.openai.conversation import check_tools, render
+from services.gateway.openai.conversation import check_tools
 from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.responses.body import InputTokensBody, ResponsesBody
@@ -24,6 +24,7 @@ from services.gateway.openai.responses.keeping import with_conversation
 from services.gateway.openai.responses.shape import ResponseShape
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.sse import EventStream
+from services.gateway.openai.truncation import render_newest, render_whole
 from services.gateway.text import INLINE_BYTES
 
 CREATE = "/v1/responses"
@@ -92,15 +93,12 @@ async def _count(gateway: Gateway, raw: Raw, caller: Caller) -> Response:
     counted, _ = await with_conversation(gateway, body, len(raw), caller.owner, keeps=False)
     try:
         chat = await _chat(gateway, counted, large=_is_large(raw, counted))
-        await gateway.fleet.model(chat.model)
+        facts = await gateway.fleet.model(chat.model)
         check_tools(gateway.formats, chat, chat.tool_choice)
-        prompt = await render(
-            gateway.text,
-            chat,
-            max_tokens=None,
-            effort=chat.reasoning_effort,
-            with_tools=chat.tool_choice != "none",
-        )
+        if counted.drops_oldest:
+            prompt = await render_newest(gateway, chat, facts, None)
+        else:
+            prompt = await render_whole(gateway, chat, None)
     except InvalidRequest as error:
         raise _renamed(error) from None
     return response(200, {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored)
@@ -108,7 +106,7 @@ async def _count(gateway: Gateway, raw: Raw, caller: Caller) -> Response:
 
 async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller, *, large: bool) -> Asked:
     try:
-        return await ask(gateway, await _chat(gateway, body, large=large), caller)
+        return await ask(gateway, await _chat(gateway, body, large=large), caller, drop_oldest=body.drops_oldest)
     except InvalidRequest as error:
         raise _renamed(error) from None
 

@@ -181,7 +181,7 @@ class ResponseShape(ChatShape):
             "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": usage,
             "user": body.user,
         }
