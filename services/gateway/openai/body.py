@@ -3,7 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from pydantic_core import CoreSchema
 
 from services.common.json_scan import Bulk
@@ -81,6 +90,15 @@ class Body(BaseModel):
         """Drop what unknown parameters hold."""
         if (extra := self.__pydantic_extra__) and not self.keeps_unknown:
             self.__pydantic_extra__ = self._without_values(extra, context)
+
+    @model_serializer(mode="wrap")
+    def _without_dropped(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the body as a dict, without the unknown parameters whose values were dropped: they are no JSON."""
+        found: dict[str, Any] = serialize(self)
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if value == _SOMETHING:
+                found.pop(name, None)
+        return found
 
     def _without_values(self, extra: dict[str, Any], context: Any) -> dict[str, Any]:
         kept = {}
