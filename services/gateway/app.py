@@ -199,10 +199,17 @@ def _error_response(error: TokaError, scope: Scope) -> Response:
     return errors.to_response(error)
 
 
+def _did_you_mean(request: Request) -> str:
+    """Return the end of an error's sentence if the base URL of the client lacks ``/v1`` or has one too many."""
+    path, known = request.url.path, {getattr(route, "path", None) for route in request.app.routes}
+    others = [other for other in (f"/v1{path}", path.removeprefix("/v1")) if other != path and other in known]
+    return f"; did you mean {others[0]}? Look at the client's base URL" if others else ""
+
+
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     message, code = str(error.detail), None
     if error.status_code == 404:
-        message, code = f"there is no {request.method} {request.url.path} here", "unknown_url"
+        message, code = f"there is no {request.method} {request.url.path} here{_did_you_mean(request)}", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
     headers = dict(error.headers or {})

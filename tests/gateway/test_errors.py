@@ -323,6 +323,19 @@ def test_each_way_to_say_json(deployment, kind):
     assert httpx.post(deployment.url + COMPLETIONS, content=content, headers={"content-type": kind}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1
+        ("/v1/v1/messages", "/v1/messages"),  # Anthropic's SDK, with a base URL that has it
+        ("/v1/ready", "/ready"),
+    ],
+)
+def test_a_wrong_base_url_is_named(deployment, path, meant):
+    message = deployment.post(path, {}).json()["error"]["message"]
+    assert message == f"there is no POST {path} here; did you mean {meant}? Look at the client's base URL"
+
+
 def test_a_path_or_method_that_does_not_exist(deployment):
     assert error_of(httpx.get(deployment.url + "/v2/else"), 404)["code"] == "unknown_url"
     response = httpx.get(deployment.url + COMPLETIONS)
