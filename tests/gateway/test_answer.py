@@ -1,6 +1,7 @@
 """What becomes of a request between its jobs and its response."""
 
 import asyncio
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,9 @@ from services.gateway.http import Caller
 from services.gateway.job import Grammar, Job, Settings
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape
-from services.gateway.session.codec import ModelFacts
+from services.gateway.openai.shapes import CompletionShape
+from services.gateway.openai.transcript import Piece
+from services.gateway.session.codec import Ending, ModelFacts
 from services.gateway.text import TextEngine
 
 FACTS = ModelFacts("m", 0, 2048, 2048, True, 20, "", "1.5")
@@ -49,3 +52,15 @@ async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was
     error = orjson.loads(last.removeprefix(b"data: "))["error"]
     assert (error["param"], error["code"]) == ("response_format", "invalid_grammar")
     assert error["message"] == "it takes too long"
+
+
+def test_a_choice_that_is_kept_takes_no_more_memory_than_its_text():
+    generation = Generation([Job("r", "m", np.array([5], np.uint32), 9, None, Settings(n=1000))], streaming=False)
+    for choice in generation.choices:
+        choice.ending = Ending("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+    shape, piece = CompletionShape("r", FACTS, None), Piece("hello", [])
+    tracemalloc.start()
+    kept = [shape.choice(choice, piece) for choice in generation.choices]
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 3 * sum(map(len, kept))

@@ -148,7 +148,7 @@ class Shape(ABC):
         return event(self._chunk_head | {"choices": [], "usage": self._usage(choices)})
 
     def choice(self, choice: Choice, piece: Piece) -> bytes:
-        """One whole choice as JSON."""
+        """Return one whole choice as JSON."""
         logprobs = None if self._token_text is None else self._logprobs(piece.entries, self._token_text)
         content, reason = self._content(choice, piece.text)
         told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -160,7 +160,7 @@ class Shape(ABC):
         if piece.prompt_logprobs is not None:
             self._prompt_logprobs = piece.prompt_logprobs
             told |= self._scores()
-        return orjson.dumps(told)
+        return b"%b" % orjson.dumps(told)  # a copy: orjson returns buffers of 4 KiB, and thousands of choices are kept
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """``usage`` of the answer."""
