@@ -122,6 +122,14 @@ class Failover:
             call.generation.fail(error)
         self._here.clear()
 
+    def cancel(self, call: Call) -> None:
+        """Forget ``call``."""
+        self._here.pop(call, None)
+
+    def count_tokens(self, call: Call) -> int:
+        """Return 0: a call that no session has gets no tokens."""
+        return 0
+
     async def run(self) -> None:
         """Send what waits; ends only by being cancelled."""
         while True:
@@ -139,7 +147,7 @@ class Failover:
 
     def _take(self, call: Call) -> None:
         self._trial.forget(call)
-        call.cancel, call.came = lambda: self._here.pop(call, None), lambda: 0
+        call.holder = self
         self._here[call] = None
         self._news.set()
 

@@ -8,8 +8,9 @@ it.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -84,18 +85,31 @@ class Choice:
         return ids, logprobs
 
 
-@dataclass(eq=False)
+class Holder(Protocol):
+    """The object that has a call: a session, or ``Failover`` while no session has it."""
+
+    def cancel(self, call: "Call") -> None:
+        """End the choices of ``call`` that still run."""
+
+    def count_tokens(self, call: "Call") -> int:
+        """Return the number of tokens that the running choices of ``call`` have had since they were sent."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
-    """One part of a job at one scheduler: its sample i is ``choices[i]`` until some of them go on elsewhere."""
+    """One part of a job at one scheduler.
+
+    A request may have thousands of calls, so each takes little memory.
+    """
 
     part: Part
     generation: "Generation"
     choices: Sequence[Choice]  # without those that have left it for another call
     accepted: bool = False  # by a scheduler, once
     attempt: int = 0  # schedulers that were lost with it
-    # Set by whoever has it, a session or ``Failover``: ends what is still running there.
-    cancel: Callable[[], None] = field(default=lambda: None)
-    came: Callable[[], int] = field(default=lambda: 0)  # tokens of its running choices since they were sent
+    holder: Holder | None = None  # set by the holder itself
+    handle: int = 0  # set by a session: its sample i has ``handle + i``
+    sent: Sequence[Choice] = ()  # set by a session: its sample i is ``sent[i]``
 
 
 class Generation:
@@ -131,7 +145,7 @@ class Generation:
     @property
     def made_tokens(self) -> int:
         """All that came of it so far, told or not; until it is closed."""
-        running = sum(call.came() for call in self.calls)
+        running = sum(call.holder.count_tokens(call) for call in self.calls if call.holder is not None)
         return running + sum(
             len(choice.held) + choice.broken_off if choice.ending is None else choice.ending.completion_tokens
             for choice in self.choices
@@ -290,7 +304,8 @@ class Generation:
         """
         if self._unfinished:
             for call in self.calls:
-                call.cancel()
+                if call.holder is not None:
+                    call.holder.cancel(call)
         self.calls, self.choices, self._news = [], [], []
 
     def _wake(self) -> None:

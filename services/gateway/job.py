@@ -81,7 +81,7 @@ class Settings:
     silent: bool = False  # no answer was asked for: its one token, which a scheduler needs, is nobody's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """One prompt and ``settings.n`` samples of it. Everything a scheduler needs, so that it can be sent to another."""
 
@@ -93,7 +93,7 @@ class Job:
     settings: Settings
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Part:
     """What of a job is sent to one scheduler: all of it, or, after another was lost, samples that are not at their ends
     yet, from where they are."""

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ async def test_closing_cancels_what_still_runs_and_nothing_else():
     cancelled = []
     for finished in (False, True):
         running = generation()
-        running.calls[0].cancel = lambda finished=finished: cancelled.append(finished)
+        running.calls[0].holder = SimpleNamespace(cancel=lambda _, finished=finished: cancelled.append(finished))
         if finished:
             running.finish(running.choices[0], ending())
         running.close()

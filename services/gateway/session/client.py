@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -98,8 +97,7 @@ class Session:
         handle = message.submit.handle = self._seats.take(len(call.choices), fed=call.generation.fed)
         self._samples.update(enumerate(call.choices, handle))
         self._unaccepted[handle] = call
-        call.cancel = partial(self._cancel, handle, call.choices)
-        call.came = partial(self._came, handle, call.choices)
+        call.holder, call.handle, call.sent = self, handle, call.choices
         self.unreported_tokens += call.part.most_tokens
         self._outbox.append(message)
         self._has_mail.set()
@@ -146,15 +144,17 @@ class Session:
         self._let_go(list(leaving))
         return {choice: self._seats.tokens(handle) for handle, choice in leaving.items()}
 
-    def _cancel(self, first: int, choices: Sequence[Choice]) -> None:
-        self._let_go(self._here(first, choices))
+    def cancel(self, call: Call) -> None:
+        """End the choices of ``call`` that still run here."""
+        self._let_go(self._running(call))
 
-    def _came(self, first: int, choices: Sequence[Choice]) -> int:
-        return sum(len(self._seats.tokens(handle)) for handle in self._here(first, choices))
+    def count_tokens(self, call: Call) -> int:
+        """Return the number of tokens that the choices of ``call`` have had here, of those that still run."""
+        return sum(len(self._seats.tokens(handle)) for handle in self._running(call))
 
-    def _here(self, first: int, choices: Sequence[Choice]) -> list[int]:
-        """The handles, from ``first`` on, of those of ``choices`` that have not ended, here or elsewhere."""
-        return [handle for handle, choice in enumerate(choices, first) if self._samples.get(handle) is choice]
+    def _running(self, call: Call) -> list[int]:
+        """Return the handles of the choices of ``call`` that have not ended, here or elsewhere."""
+        return [handle for handle, choice in enumerate(call.sent, call.handle) if self._samples.get(handle) is choice]
 
     def _let_go(self, handles: Sequence[int]) -> None:
         """Their samples are to end, and nobody wants what still comes of them."""
