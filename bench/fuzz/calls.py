@@ -64,6 +64,8 @@ class Calls:
         for request in requests:
             messages.append(_submit(handle, request))
             handle += request.n
+        if random.random() < 0.5:
+            messages[1:] = [_joined(messages[1:])]
         data = tuple(message.SerializeToString() for message in messages)
         return Call(number, "right session", "Session", data, tuple(requests), canary(number))
 
@@ -86,6 +88,8 @@ class Calls:
             if kind < 6:
                 handles.append(random.choice((*handles, (handles[-1] + 1) % 2**32, random.randrange(2**32))))
                 message = _submit(handles[-1], _any(random, number))
+                if random.random() < 0.3:
+                    message = _joined([message, _submit(random.choice(handles), _any(random, number))])
             elif kind < 8:
                 message.cancel.handles.extend(random.choice((*handles, 7)) for _ in range(random.choice((0, 1, 9))))
             elif kind == 8:
@@ -166,6 +170,12 @@ def _any(random: Random, number: int) -> generate_pb2.GenerateRequest:
 
 def _submit(handle: int, request: generate_pb2.GenerateRequest) -> session_pb2.SessionRequest:
     return session_pb2.SessionRequest(submit=session_pb2.Submit(handle=handle, request=request))
+
+
+def _joined(messages: list[session_pb2.SessionRequest]) -> session_pb2.SessionRequest:
+    """Return one message with the requests of ``messages``."""
+    submits = [message.submit for message in messages]
+    return session_pb2.SessionRequest(submits=session_pb2.Submits(submits=submits))
 
 
 def _spoilt(random: Random, message: Message) -> bytes:

@@ -230,8 +230,9 @@ def _of_generate(answers: list[Message]) -> dict[tuple[int, int], list[int]]:
 def _of_session(call: Call, answers: list[Message]) -> dict[tuple[int, int], list[int]]:
     """Tokens by the place of the request and the number of the sample."""
     names: dict[int, tuple[int, int]] = {}
-    for place, data in enumerate(call.data[1:]):
-        submit = session_pb2.SessionRequest.FromString(data).submit
+    messages = [session_pb2.SessionRequest.FromString(data) for data in call.data[1:]]
+    submits = [each for message in messages for each in (message.submits.submits or [message.submit])]
+    for place, submit in enumerate(submits):
         names |= {submit.handle + index: (place, index) for index in range(submit.request.n)}
     said: dict[tuple[int, int], list[int]] = {}
     for answer in answers:

@@ -127,6 +127,7 @@ class Stream:
     """Takes one message, and another whenever ``room`` is given."""
 
     def __init__(self) -> None:
+        self.messages: list[session_pb2.SessionRequest] = []
         self.written: list[str] = []
         self.full, self.room = asyncio.Event(), asyncio.Semaphore(0)
 
@@ -134,6 +135,7 @@ class Stream:
         await asyncio.Event().wait()
 
     async def write(self, message) -> None:
+        self.messages.append(message)
         self.written.append(message.WhichOneof("payload"))
         self.full.set()
         await self.room.acquire()
@@ -153,6 +155,52 @@ async def test_a_heartbeat_does_not_wait_behind_thousands_of_requests():
     await stream.full.wait()
     serving.cancel()
     assert stream.written == ["submit", "heartbeat"]
+
+
+@pytest.mark.parametrize("takes_submits", [False, True])
+async def test_short_requests_share_messages_if_the_scheduler_takes_them_so(takes_submits):
+    stream = Stream()
+    session = Session(stream, RequestMetrics(), None, Timings(), takes_submits=takes_submits)
+    lengths = [1] * 300 + [100_000] + [1] * 10
+    jobs = [Job(f"r-{n}", "m", np.ones(length, np.uint32), 5, None, Settings()) for n, length in enumerate(lengths)]
+    for call in Generation(jobs, streaming=False).calls:
+        session.submit(call)
+    for _ in jobs:
+        stream.room.release()
+    serving = asyncio.create_task(session.run())
+    sent: list[session_pb2.Submit] = []
+    while len(sent) < len(jobs):
+        await stream.full.wait()
+        stream.full.clear()
+        sent = [
+            each
+            for message in stream.messages
+            for each in ([message.submit] if message.HasField("submit") else message.submits.submits)
+        ]
+    serving.cancel()
+    assert [(each.handle, each.request.request_id) for each in sent] == [(n, f"r-{n}") for n in range(len(jobs))]
+    assert ("submits" in stream.written) is takes_submits
+    requests = [message for message in stream.messages if not message.HasField("heartbeat")]
+    assert len(requests) < 20 if takes_submits else len(requests) == len(jobs)
+
+
+async def test_acceptances_that_come_together_reach_each_request():
+    class Answers(Stream):
+        async def read(self) -> session_pb2.SessionResponse:
+            if not self.messages:
+                acceptances = [session_pb2.Acceptance(handle=handle) for handle in range(3)]
+                self.messages.append(session_pb2.SessionRequest())
+                return session_pb2.SessionResponse(acceptances=session_pb2.Acceptances(acceptances=acceptances))
+            return await asyncio.Event().wait()
+
+    session = Session(Answers(), RequestMetrics(), None, Timings(), takes_submits=True)
+    jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(3)]
+    generation = Generation(jobs, streaming=True)
+    for call in generation.calls:
+        session.submit(call)
+    serving = asyncio.create_task(session.run())
+    await generation.wait_accepted()
+    serving.cancel()
 
 
 @pytest.mark.parametrize("ends", [False, True])

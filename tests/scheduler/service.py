@@ -107,6 +107,8 @@ class Client:
                 self.opened = message.opened
             case "acceptance":
                 self.accepted[message.acceptance.handle] = message.acceptance.accepted
+            case "acceptances":
+                self.accepted |= {each.handle: each.accepted for each in message.acceptances.acceptances}
             case "rejection":
                 self.rejected[message.rejection.handle] = message.rejection.status
             case "load":

@@ -42,6 +42,46 @@ async def test_many_requests_share_one_stream(service):
             assert client.samples[handle].tokens == expected
 
 
+def submit(handle: int, **fields) -> session_pb2.Submit:
+    return session_pb2.Submit(handle=handle, request=g.GenerateRequest(**request(seed=handle, **fields)))
+
+
+async def test_requests_that_come_in_one_message_are_taken_as_if_each_had_its_own(service):
+    async with session(service) as client:
+        requests = [submit(handle) for handle in range(99)]
+        requests.insert(50, submit(200, model="gpt-9"))
+        await client.send(submits=session_pb2.Submits(submits=requests))
+        await client.send(cancel=session_pb2.Cancel(handles=[98, 200]))
+        await client.finished(*range(99))
+        assert list(client.accepted) == list(range(99))
+        assert list(client.rejected) == [200]
+        for handle in range(98):
+            expected = continuation(service.worker.shape, PROMPT, 10, seed=handle, sample_index=0)
+            assert client.samples[handle].tokens == expected
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_acceptances_come_together_only_where_requests_did(service, together):
+    kinds = []
+    async with session(service) as client:
+        if together:
+            await client.send(submits=session_pb2.Submits(submits=[submit(handle) for handle in range(50)]))
+        else:
+            for handle in range(50):
+                await client.submit(handle, **request(seed=handle))
+        while len(client.accepted) < 50:
+            kinds.append((await client.read()).WhichOneof("payload"))
+        await client.finished(*range(50))
+    assert ("acceptances" in kinds) is together
+
+
+async def test_a_heartbeat_counts_messages_and_not_the_requests_in_them(service):
+    async with session(service) as client:
+        await client.send(submits=session_pb2.Submits(submits=[submit(handle) for handle in range(5)]))
+        await client.send(heartbeat=session_pb2.Heartbeat(nonce=7, messages_before=2))
+        await client.finished(*range(5))
+
+
 async def test_a_second_request_with_the_same_prefix_prefills_only_the_rest(service):
     async with session(service) as client:
         await client.submit(0, **request())

@@ -20,7 +20,9 @@ from services.gateway.session.seats import Seats
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 
 MAX_OUTBOX = 65_536
-MOST_BACKLOG = 512  # messages to be written for which others wait; each takes some 7 KiB, or as much as its prompt
+MOST_BACKLOG = 512  # requests to be written for which others wait
+# Requests in one message. A large message would hold up heartbeats and cancellations.
+_MOST_TOGETHER, _MOST_BYTES_TOGETHER = 64, 64 * 1024
 SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
 
 
@@ -66,12 +68,16 @@ class Session:
         metrics: RequestMetrics,
         owner: Owner,
         timings: Timings,
+        *,
+        takes_submits: bool = False,
     ) -> None:
+        """``takes_submits``: the scheduler takes several requests in one message."""
         self.unreported_tokens = 0  # submitted since the last Load
         self._stream = stream
         self._metrics = metrics
         self._owner = owner
         self._timings = timings
+        self._takes_submits = takes_submits
         self._outbox: deque[session_pb2.SessionRequest] = deque()
         self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
         self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
@@ -181,6 +187,9 @@ class Session:
                     self._owner.loaded(message.load)
                 case "acceptance":
                     self._on_acceptance(message.acceptance.handle)
+                case "acceptances":
+                    for acceptance in message.acceptances.acceptances:
+                        self._on_acceptance(acceptance.handle)
                 case "rejection":
                     self._on_rejection(message.rejection)
                 case "heartbeat":
@@ -193,7 +202,7 @@ class Session:
             await self._has_mail.wait()
             self._has_mail.clear()
             while self._outbox:
-                message = self._outbox.popleft()
+                message = self._next()
                 if len(self._outbox) <= MOST_BACKLOG:
                     self._has_room.set()
                 if message.HasField("heartbeat"):
@@ -204,6 +213,19 @@ class Session:
                 cancels, self._cancels = list(self._cancels), {}
                 await self._stream.write(codec.encode_cancel(cancels))
                 self._written += 1
+
+    def _next(self) -> session_pb2.SessionRequest:
+        """Take the next message from the outbox: a heartbeat, or requests that go together."""
+        some = [self._outbox.popleft()]
+        if not self._takes_submits or not some[0].HasField("submit"):
+            return some[0]
+        size = some[0].ByteSize()
+        while self._outbox and len(some) < _MOST_TOGETHER and self._outbox[0].HasField("submit"):
+            size += self._outbox[0].ByteSize()
+            if size > _MOST_BYTES_TOGETHER:
+                break
+            some.append(self._outbox.popleft())
+        return codec.join_submits(some)
 
     async def _beat(self) -> None:
         """Counts intervals, not wall time: a gateway that was itself stopped does not blame the scheduler."""

@@ -13,7 +13,7 @@ from services.common.rpc.status import from_status
 from services.gateway.job import Grammar, Part, Priority
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
-CONTRACT_MAJOR, RESUME_MINOR = "1", 5
+CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR = "1", 5, 11
 MESSAGES_LOST = "MESSAGES_LOST"  # reason of a session's end: what was received on it may be incomplete
 
 # Those that a scheduler has a default for.
@@ -62,8 +62,17 @@ class ModelFacts:
     @property
     def can_resume(self) -> bool:
         """Whether its scheduler knows ``Resume``: an older one would take an answer's tokens for its prompt."""
+        return self._minor >= RESUME_MINOR
+
+    @property
+    def takes_submits(self) -> bool:
+        """True if its scheduler takes several requests in one message."""
+        return self._minor >= SUBMITS_MINOR
+
+    @property
+    def _minor(self) -> int:
         minor = self.contract_version.split(".")[1:2]
-        return bool(minor) and minor[0].isdecimal() and int(minor[0]) >= RESUME_MINOR
+        return int(minor[0]) if minor and minor[0].isdecimal() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +208,13 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
     if settings.top_logprobs:
         request.output.top_logprobs = settings.top_logprobs
     return message
+
+
+def join_submits(messages: list[session_pb2.SessionRequest]) -> session_pb2.SessionRequest:
+    """Return one message with the requests of ``messages``, each of which has one."""
+    if len(messages) == 1:
+        return messages[0]
+    return session_pb2.SessionRequest(submits=session_pb2.Submits(submits=[each.submit for each in messages]))
 
 
 @lru_cache(maxsize=16)

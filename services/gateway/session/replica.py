@@ -239,7 +239,7 @@ class Replica:
             model = codec.decode_model(opened.model)
             self._check(model)
             self.model, self.scheduler_id = model, opened.scheduler_id
-            self._session = Session(stream, self._metrics, self, self._timings)
+            self._session = Session(stream, self._metrics, self, self._timings, takes_submits=model.takes_submits)
             log.info("session open", scheduler=self.address, scheduler_id=self.scheduler_id, model=model.id)
             self._on_change()
             await self._session.run()

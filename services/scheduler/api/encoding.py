@@ -27,9 +27,11 @@ def encode_news(item: object) -> session_pb2.SessionResponse:
     match item:
         case MergedDelta():
             return session_pb2.SessionResponse(outputs=encode_outputs(item))
-        case Accepted(request=request):
-            acceptance = session_pb2.Acceptance(handle=request.handle, accepted=encode_accepted(request))
-            return session_pb2.SessionResponse(acceptance=acceptance)
+        case Accepted():
+            return session_pb2.SessionResponse(acceptance=_encode_acceptance(item))
+        case list() as several:
+            acceptances = [_encode_acceptance(each) for each in several]
+            return session_pb2.SessionResponse(acceptances=session_pb2.Acceptances(acceptances=acceptances))
         case Rejected(handle=handle, error=error):
             rejection = session_pb2.Rejection(handle=handle, status=to_status(error))
             return session_pb2.SessionResponse(rejection=rejection)
@@ -38,6 +40,10 @@ def encode_news(item: object) -> session_pb2.SessionResponse:
         case Load():
             return session_pb2.SessionResponse(load=encode_load(item))
     raise TypeError(f"no message for {type(item).__name__}")
+
+
+def _encode_acceptance(item: Accepted) -> session_pb2.Acceptance:
+    return session_pb2.Acceptance(handle=item.request.handle, accepted=encode_accepted(item.request))
 
 
 def encode_accepted(request: Request) -> generate_pb2.Accepted:

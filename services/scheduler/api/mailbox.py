@@ -12,8 +12,10 @@ from services.common.errors import Overloaded, TokaError
 from services.scheduler.core.load import Load
 from services.scheduler.core.output import Delta, ragged_rows, take_logprobs
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
+from services.scheduler.news import Accepted
 
 _MOST_BYTES = 64 * 1024 * 1024  # beyond it the client is given up
+_MOST_ACCEPTANCES = 256  # in one message
 _MESSAGE_BYTES = 1024 * 1024  # merged into one message at most (a client's default receive limit is 4 MiB)
 
 
@@ -69,6 +71,7 @@ class Mailbox:
 
     def __init__(self, overflowed: Callable[[], object] = lambda: None, most_bytes: int | None = None) -> None:
         self.tokens = 0  # all that were put in
+        self.joins_acceptances = False  # several in a row may be one item
         self._items: deque[Any] = deque()
         self._load: Load | None = None  # only the newest counts
         self._bytes = 0
@@ -103,7 +106,10 @@ class Mailbox:
         self._news.set()
 
     async def get(self) -> Any:
-        """The next item; deltas come as a ``MergedDelta``. ``Overloaded`` when the reader was too slow."""
+        """Return the next item. Raises ``Overloaded`` when the reader was too slow.
+
+        Deltas come as a ``MergedDelta``, and several acceptances as a list if ``joins_acceptances`` is set.
+        """
         while True:
             if self._overflowed:
                 raise Overloaded(
@@ -133,6 +139,12 @@ class Mailbox:
                 deltas.append(self._items.popleft())
                 taken += _size(deltas[-1])
             item = MergedDelta(deltas)
+        elif isinstance(item, Accepted) and self.joins_acceptances:
+            accepted = [item]
+            while self._items and isinstance(self._items[0], Accepted) and len(accepted) < _MOST_ACCEPTANCES:
+                accepted.append(self._items.popleft())
+                taken += _size(accepted[-1])
+            item = accepted if len(accepted) > 1 else item
         self._bytes -= taken
         return item
 

@@ -14,7 +14,7 @@ from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stop_automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-CONTRACT_VERSION = "1.10"
+CONTRACT_VERSION = "1.11"
 # Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024

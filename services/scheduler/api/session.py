@@ -7,6 +7,7 @@ from functools import partial
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
+from services.common.turn import Turn
 from services.scheduler.api.encoding import encode_news, encode_what_can_be
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
@@ -104,6 +105,9 @@ class Session:
                 self._undecided -= 1
                 self._live += request.n
                 self._traces.accepted(request)
+            case list() as several:
+                for each in several:
+                    self._note(each)
             case Rejected(handle=handle, error=error):
                 self._undecided -= 1
                 self._traces.rejected(handle, error)
@@ -136,8 +140,7 @@ class Session:
                 finally:
                     self._taking = False
                 self._received += 1
-                if self._hub.engine.backlog > _MOST_BACKLOG:
-                    await asyncio.sleep(_PAUSE_S)
+                await self._pause()
         except TokaError as error:  # the stream itself is wrong
             self._error = error
             self._mailbox.close()
@@ -150,10 +153,22 @@ class Session:
         self._half_closed = True
         self._close_if_done()
 
+    async def _pause(self) -> None:
+        if self._hub.engine.backlog > _MOST_BACKLOG:
+            await asyncio.sleep(_PAUSE_S)
+
     async def _take(self, message: session_pb2.SessionRequest) -> None:
         match message.WhichOneof("payload"):
             case "submit":
                 await self._submit(message.submit)
+            case "submits":
+                self._mailbox.joins_acceptances = True
+                turn = Turn()
+                for submit in message.submits.submits:
+                    await self._submit(submit)
+                    await self._pause()
+                    if turn.is_over:
+                        await turn.next()
             case "cancel":
                 self._hub.engine.cancel(self._sink, self._proofs.keep_cancels(message.cancel.handles))
             case "heartbeat":
