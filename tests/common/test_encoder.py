@@ -13,8 +13,10 @@ from services.common.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def encoder(monkeypatch):
-    """Takes 1000 characters."""
-    monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
+    """Takes 1000 bytes."""
+    monkeypatch.setattr(module, "MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_TOKENS", 1000)
+    monkeypatch.setattr(module, "AT_ONCE_BYTES", 1000)
     made = TextEncoder(Tokenizer.load("builtin"))
     yield made
     made.stop()
@@ -54,11 +56,29 @@ async def begun(gate: Gate, count: int) -> None:
 
 async def test_where_a_text_may_be_longer_than_the_context_it_is_bounded_all_the_same(encoder):
     assert await encoder.encode(["x" * 1000], max_tokens=None, field="text")
-    with pytest.raises(InvalidRequest, match=r"1001 characters.* at most 1000 ") as caught:
+    with pytest.raises(InvalidRequest, match=r"1001 bytes.* at most 1000 ") as caught:
         await encoder.encode(["x" * 1001], max_tokens=None, field="prompt")
     assert caught.value.field == "prompt"
-    with pytest.raises(InvalidRequest, match=r"1001 characters.* at most 1000 "):
+    with pytest.raises(InvalidRequest, match=r"1001 bytes.* at most 1000 "):
         await encoder.encode_chat(lambda: "x" * 1001, max_tokens=None, field="messages")
+
+
+async def test_a_text_is_bounded_by_its_bytes_and_not_by_its_characters(encoder):
+    assert await encoder.encode(["é" * 500], max_tokens=None, field="text")
+    for text in ("é" * 501, "🙂" * 251, "\ud800" * 400):
+        with pytest.raises(InvalidRequest, match=r"at least 1\d\d\d bytes of UTF-8"):
+            await encoder.encode([text], max_tokens=None, field="prompt")
+
+
+async def test_characters_of_several_bytes_take_as_much_room_as_their_bytes(encoder):
+    gate = Gate(encoder)
+    first = encoding(encoder, "x" * 900)
+    await begun(gate, 1)
+    other = encoding(encoder, "é" * 30)
+    await settle(encoder)
+    assert not other.done()
+    gate.opened.set()
+    await asyncio.gather(first, other)
 
 
 async def test_no_more_text_is_made_of_tokens_than_would_be_taken(encoder):

@@ -15,6 +15,8 @@ from services.common.errors import InvalidRequest
 from services.common.model_files import BUILTIN
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.tokenizer import Tokenizer
+from services.common.text.tokenizer_class import apply_tokenizer_class
+from services.common.text.tokenizer_files import read_backend
 from services.common.text.vocabulary import Vocabulary
 from tests.checkpoints import make_checkpoint
 
@@ -51,6 +53,18 @@ def theirs(directory):
 def test_encoding_equals_transformers(ours, theirs, text):
     assert ours.encode(text) == theirs.encode(text)
     assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.one_of(st.text(), st.sampled_from([*TEXTS, "<s>", "</s>", "<|endoftext|>", "a" * 300]))), st.booleans()
+)
+def test_encoding_without_offsets_equals_encoding_with_them(ours, directory, parts, add_special_tokens):
+    backend, text = read_backend(directory), "".join(parts)
+    apply_tokenizer_class(backend, directory)
+    ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
+    assert ours.encode(text, add_special_tokens) == ids
+    assert ours.encode_batch([text], add_special_tokens) == [ids]
 
 
 def test_a_batch_equals_its_texts(ours):

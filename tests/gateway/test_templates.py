@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from services.common.errors import InvalidRequest
 from services.common.text.chat_template import ChatTemplate
-from services.common.text.encoder import MAX_CHARACTERS
+from services.common.text.encoder import MAX_TEXT_BYTES
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.openai.conversation import render
 from services.gateway.openai.schemas import ChatBody
@@ -88,17 +88,17 @@ async def test_a_long_answer_is_made_beside_the_event_loop(tokenizer):
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/tokenize", {"prompt": "x" * (MAX_CHARACTERS + 1)}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x" * MAX_CHARACTERS}]}, "messages"),
-        ("/v1/completions", {"prompt": "x" * (MAX_CHARACTERS + 1), "truncate_prompt_tokens": 5}, "prompt"),
-        ("/detokenize", {"tokens": [7] * (MAX_CHARACTERS + 1)}, "tokens"),
+        ("/tokenize", {"prompt": "x" * (MAX_TEXT_BYTES + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * MAX_TEXT_BYTES}]}, "messages"),
+        ("/v1/completions", {"prompt": "x" * (MAX_TEXT_BYTES + 1), "truncate_prompt_tokens": 5}, "prompt"),
+        ("/detokenize", {"tokens": [7] * (MAX_TEXT_BYTES + 1)}, "tokens"),
     ],
     ids=["prompt", "messages", "truncated", "tokens"],
 )
 def test_what_may_be_longer_than_the_context_is_bounded_all_the_same(deployment, path, body, param):
     response = deployment.post(path, body)
     assert error_of(response, 400)["param"] == param
-    assert str(MAX_CHARACTERS) in response.json()["error"]["message"]
+    assert str(MAX_TEXT_BYTES) in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

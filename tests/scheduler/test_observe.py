@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from services.common.rpc.status import from_status
-from services.common.text.encoder import MAX_CHARACTERS
+from services.common.text.encoder import MAX_TEXT_BYTES
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeReplica
@@ -83,8 +83,8 @@ async def test_what_is_tokenised_may_be_longer_than_the_context_in_bounds(servic
         return service.stub.Tokenize(o.TokenizeRequest(**given))
 
     assert len((await tokenize("word " * 4000)).token_ids) > 2048
-    with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_CHARACTERS)) as refused:
-        await tokenize("x" * (MAX_CHARACTERS + 1))
+    with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_TEXT_BYTES)) as refused:
+        await tokenize("x" * (MAX_TEXT_BYTES + 1))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert from_status(rpc_status.from_call(refused.value)).field == field
 

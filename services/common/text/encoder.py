@@ -1,5 +1,8 @@
-"""Clients' texts to token ids: what is far too long is refused without tokenising all of it, and only so much is
-tokenised at once, since that takes some 200 bytes of memory for a character."""
+"""Clients' texts to token ids.
+
+Tokenising takes 110 to 240 bytes of memory for each byte of text, so little text is tokenised at once, and a text that
+is far too long is refused without tokenising all of it.
+"""
 
 import asyncio
 from collections import deque
@@ -12,8 +15,9 @@ from services.common.portions import portions
 from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
-# Of a text that may be longer than the context; of all texts that are tokenised at once, unless one has more.
-MAX_CHARACTERS = 4 * 2**20
+MAX_TEXT_BYTES = 4 * 2**20  # of a text that may be longer than the context, in UTF-8
+MAX_TOKENS = MAX_TEXT_BYTES  # that become one text
+AT_ONCE_BYTES = 2**20  # of all texts that are tokenised at once, unless one text alone has more
 _INLINE_CHARACTERS = 64 * 1024  # of a conversation that waits for no turn
 _LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
 
@@ -23,15 +27,15 @@ R = TypeVar("R")
 class TextEncoder:
     """Owned by a service; called on its event loop, works in its own threads.
 
-    ``max_tokens``: texts that cannot fit are refused; None: those of more than ``MAX_CHARACTERS`` are.
+    ``max_tokens``: texts that cannot fit are refused; None: those of more than ``MAX_TEXT_BYTES`` are.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._longest_token = max(_LONGEST_SPECIAL, *(len(token) for token in tokenizer.vocabulary.token_bytes))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
-        self._free = MAX_CHARACTERS
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()  # whose turn comes, by characters
+        self._free = AT_ONCE_BYTES
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()  # the work that waits, with its bytes
 
     async def encode(
         self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True
@@ -40,8 +44,8 @@ class TextEncoder:
         for text in texts:
             self.check_length(text, max_tokens, field)
         found: list[list[int]] = []
-        for some in portions(texts, len, MAX_CHARACTERS):  # others have their turn between
-            size = sum(map(len, some))
+        for some in portions(texts, most_bytes, AT_ONCE_BYTES):  # others have their turn between
+            size = sum(map(most_bytes, some))
             found += await self.in_turn(size, self._encode, some, max_tokens, field, add_special_tokens)
         return found
 
@@ -63,7 +67,7 @@ class TextEncoder:
             return self.tokenizer.encode(text, add_special_tokens)
 
         text, ids = await self.in_thread(render_and_encode)
-        return text, await self.in_turn(len(text), encode, text) if ids is None else ids
+        return text, await self.in_turn(most_bytes(text), encode, text) if ids is None else ids
 
     async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool, field: str) -> str:
         """The text of ``tokens``, all in the vocabulary. ``InvalidRequest`` for more than ``encode`` would take."""
@@ -74,9 +78,11 @@ class TextEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def in_turn(self, size: int, work: Callable[..., R], *arguments: Any) -> R:
-        """The same when there is room for so many characters, or tokens. Who leaves does not end the thread's work,
-        which keeps its room until it is done."""
-        size = min(size, MAX_CHARACTERS)
+        """Run ``work(*arguments)`` in one of the threads when there is room for ``size`` bytes, or tokens.
+
+        Cancelling does not end the thread's work, which keeps its room until it is done.
+        """
+        size = min(size, AT_ONCE_BYTES)
         await self._take(size)
         loop = asyncio.get_running_loop()
 
@@ -91,10 +97,13 @@ class TextEncoder:
     def check_length(self, text: str, max_tokens: int | None, field: str) -> None:
         """Refuse, without tokenising, a text with more bytes than ``max_tokens`` of the longest token."""
         if max_tokens is None:
-            if len(text) > MAX_CHARACTERS:
+            if most_bytes(text) <= MAX_TEXT_BYTES:
+                return
+            size = len(text.encode(errors="surrogatepass")) if len(text) <= MAX_TEXT_BYTES else len(text)
+            if size > MAX_TEXT_BYTES:
                 raise InvalidRequest(
-                    f"the text has {len(text)} characters, and where it may be longer than the context at most"
-                    f" {MAX_CHARACTERS} are taken; send it in parts",
+                    f"the text has at least {size} bytes of UTF-8, and where it may be longer than the context at most"
+                    f" {MAX_TEXT_BYTES} are taken; send it in parts",
                     field=field,
                     reason="INVALID_VALUE",
                 )
@@ -115,7 +124,7 @@ class TextEncoder:
         return self.tokenizer.encode_batch(texts, add_special_tokens)
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool, field: str) -> str:
-        token_bytes, most = self.tokenizer.vocabulary.with_specials.token_bytes, 4 * MAX_CHARACTERS
+        token_bytes, most = self.tokenizer.vocabulary.with_specials.token_bytes, 4 * MAX_TOKENS
         size = sum(len(token_bytes[token]) for token in tokens if token < len(token_bytes))  # a model may have more
         if size > most:
             raise InvalidRequest(
@@ -158,6 +167,11 @@ class TextEncoder:
             if not turn.cancelled():
                 self._free -= size
                 turn.set_result(None)
+
+
+def most_bytes(text: str) -> int:
+    """Return an upper bound on the bytes that ``text`` has in UTF-8, exact for ASCII, without encoding it."""
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 def check_unicode(texts: list[str], field: str) -> None:

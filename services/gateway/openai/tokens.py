@@ -10,7 +10,7 @@ from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_v
 
 from services.common.errors import InvalidRequest
 from services.common.json_scan import Bulk, Raw
-from services.common.text.encoder import MAX_CHARACTERS
+from services.common.text.encoder import MAX_TOKENS
 from services.gateway.gateway import Gateway
 from services.gateway.http import read_body, while_connected
 from services.gateway.openai.body import Body
@@ -45,8 +45,8 @@ def _list_or_array(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Return the array that a large body has in place of a list of token ids, or the validated list."""
     if not isinstance(value, np.ndarray):
         return validate(value)
-    if len(value) > MAX_CHARACTERS:
-        raise ValueError(f"expected at most {MAX_CHARACTERS} items (got {len(value)})")
+    if len(value) > MAX_TOKENS:
+        raise ValueError(f"expected at most {MAX_TOKENS} items (got {len(value)})")
     return value
 
 
@@ -57,7 +57,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
 
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_CHARACTERS), WrapValidator(_list_or_array)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS), WrapValidator(_list_or_array)]
 
 
 async def tokenize(request: Request) -> Response:
