@@ -19,10 +19,12 @@ from typing import Any
 import httpx
 
 from bench.fuzz.findings import Findings
+from services.common.text.encoder import MAX_TEXT_BYTES
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-# Memory that any body may add, however small it is: 60 KB have 15,000 prompts, and each takes some 7 KiB while it runs.
-SMALL_BYTES = 128 * 1024 * 1024
+# Memory that any body may add, however small it is: 60 KB have 15,000 prompts, and each takes 2 KB while it runs.
+SMALL_BYTES = 64 * 1024 * 1024
+_TOKENISING = 250  # bytes of memory for each byte of the longest text, while it is tokenised
 _FACTOR = 4  # of its size, that a body may add to memory beside itself
 _TRIES = 3  # of a body that blocks the loop: the machine may have been busy
 _PING_S = 0.001
@@ -106,6 +108,11 @@ class Choices:
         name = draw.choice([*self.__dataclass_fields__])
         return replace(self, **{name: getattr(Choices.drawn(draw), name)})
 
+    @property
+    def text_bytes(self) -> int:
+        """Return the bytes of the longest text, at most those that are tokenised."""
+        return min(_SIZES[self.size], MAX_TEXT_BYTES) if _SHAPES[self.shape] in ("text", "texts") else 0
+
     def body(self) -> tuple[str, bytes]:
         """Return the path and the body."""
         path, before, behind = _PLACES[self.place]
@@ -135,11 +142,14 @@ def _filled(item: bytes, size: int) -> bytes:
 
 
 _TINY = Choices(0, 0, 0, 0, 0, 0)
-# The first bodies: as many prompts as one request may have, as token ids and as texts.
-_KNOWN = tuple(
-    Choices(place, _SHAPES.index("list"), _ITEMS.index(item), 0, _SIZES.index(60_000), 0)
-    for place in (0, 1)
-    for item in (b"[1]", b'"a"')
+# The first bodies: as many prompts as one request may have, as token ids and as texts; and a long text to tokenise.
+_KNOWN = (
+    *(
+        Choices(place, _SHAPES.index("list"), _ITEMS.index(item), 0, _SIZES.index(60_000), 0)
+        for place in (0, 1)
+        for item in (b"[1]", b'"a"')
+    ),
+    Choices([path for path, *_ in _PLACES].index("/tokenize"), _SHAPES.index("text"), 0, 0, _SIZES.index(2_000_000), 0),
 )
 
 
@@ -152,11 +162,13 @@ class Cost:
     added: int
     size: int
     status: int
+    text_bytes: int
 
     @property
     def memory_bound(self) -> int:
-        """Return the bytes that a body of this size may add."""
-        return max(_FACTOR * self.size, SMALL_BYTES)
+        """Return the bytes that a body of this size may add, and its text if it was tokenised."""
+        tokenised = self.text_bytes if self.status == httpx.codes.OK else 0
+        return max(_FACTOR * self.size, SMALL_BYTES) + _TOKENISING * tokenised
 
     def badness(self, blocked_s: float) -> float:
         """Return the larger share of what is allowed, of time and of memory."""
@@ -228,7 +240,7 @@ class CostFuzzer:
             await asyncio.sleep(_PING_S)
         status = await sent
         blocked_s = max(0.0, blocked_s - self._idle_s)
-        return Cost(blocked_s, self._memory("VmHWM") - before - len(body), len(body), status)
+        return Cost(blocked_s, self._memory("VmHWM") - before - len(body), len(body), status, choices.text_bytes)
 
     def _send(self, path: str, body: bytes) -> int:
         """Return the status of the answer to ``body``."""
