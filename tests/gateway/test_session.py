@@ -184,6 +184,11 @@ async def test_short_requests_share_messages_if_the_scheduler_takes_them_so(take
     assert len(requests) < 20 if takes_submits else len(requests) == len(jobs)
 
 
+@pytest.mark.parametrize(("version", "takes"), [("1.10", False), ("1.11", True), ("1.12", True), ("1", False)])
+def test_a_scheduler_of_an_older_contract_gets_one_request_in_a_message(version, takes):
+    assert codec.ModelFacts("m", 0, 2048, 2048, True, 20, "", version).takes_submits is takes
+
+
 async def test_acceptances_that_come_together_reach_each_request():
     class Answers(Stream):
         async def read(self) -> session_pb2.SessionResponse:

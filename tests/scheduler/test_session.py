@@ -75,6 +75,14 @@ async def test_acceptances_come_together_only_where_requests_did(service, togeth
     assert ("acceptances" in kinds) is together
 
 
+async def test_a_message_with_too_many_requests_ends_the_session(service):
+    async with session(service) as client:
+        await client.send(submits=session_pb2.Submits(submits=[session_pb2.Submit()] * 1025))
+        with pytest.raises(grpc.aio.AioRpcError, match="expected at most 1024") as ended:
+            await client.finished(0)
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_heartbeat_counts_messages_and_not_the_requests_in_them(service):
     async with session(service) as client:
         await client.send(submits=session_pb2.Submits(submits=[submit(handle) for handle in range(5)]))

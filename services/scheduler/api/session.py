@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 # With so many requests before it, the step loop needs the interpreter more than the readers do: they pause.
 _MOST_BACKLOG = 256
 _PAUSE_S = 0.002
+_MOST_SUBMITS = 1024  # in one message: an empty one takes 2 bytes there, and 2 KB here
 # A client that has sent heartbeats and sends nothing for so long is gone, or cut off: its requests end, since it sends
 # them elsewhere. Gateways send one a second.
 _SILENCE_S = 15
@@ -162,6 +163,7 @@ class Session:
             case "submit":
                 await self._submit(message.submit)
             case "submits":
+                _check_submits(message.submits)
                 self._mailbox.joins_acceptances = True
                 turn = Turn()
                 for submit in message.submits.submits:
@@ -217,3 +219,11 @@ class Session:
             self._hub.engine.reject(self._sink, submit.handle, Internal.logged())
             return
         self._hub.engine.submit(request)
+
+
+def _check_submits(message: session_pb2.Submits) -> None:
+    """Raise ``InvalidRequest`` if there are more than ``_MOST_SUBMITS``."""
+    if (count := len(message.submits)) > _MOST_SUBMITS:
+        raise InvalidRequest(
+            f"submits has {count} requests: expected at most {_MOST_SUBMITS}; send several messages", field="submits"
+        )
