@@ -29,18 +29,18 @@ VLLM, ORIGINAL, OURS = "#b8bcc4", "#7b8494", "#2f6fb5"
 SAMPLING = (
     Bar("vLLM 0.26.0", ("33,900",), VLLM),
     Bar("Tokasaurus 0.0.4", ("60,500",), ORIGINAL),
-    Bar("this server", ("155,784",), OURS),
+    Bar("this server", ("152,734",), OURS),
 )
 MIXED = (
     Bar("vLLM 0.26.0", ("51,900",), VLLM),
     Bar("Tokasaurus 0.0.4", ("63,500",), ORIGINAL),
-    Bar("this server", ("86,701",), OURS),
+    Bar("this server", ("85,145",), OURS),
 )
 STREAMS = ("1 stream", "8", "64")
 LATENCY = (
     Bar("vLLM 0.26.0", ("1.36", "1.60", "2.01"), VLLM),
     Bar("Tokasaurus 0.0.4", ("2.12", "2.16", "2.64"), ORIGINAL),
-    Bar("this server", ("0.800", "1.060", "1.373"), OURS),
+    Bar("this server", ("0.809", "1.020", "1.323"), OURS),
 )
 
 
