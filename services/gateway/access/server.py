@@ -20,7 +20,7 @@ from services.gateway.access.connection import Clock, Connection, Patience
 from services.gateway.access.reading import Backlog
 from services.gateway.access.tls import Certificate
 
-_TICKS = 10  # uvicorn's, in which every connection is looked at: a second
+_TICKS = 10  # of uvicorn, one each 0.1 s: every open connection is swept once in this number of ticks
 _LONGEST_TICK_S = 0.2
 _LAST_ANSWERS_S = 1.0  # for operators, whose answers are short, at the very end
 
@@ -115,13 +115,17 @@ class Server(uvicorn.Server):
         return over
 
     def _sweep_some(self) -> None:
-        """A part of all connections, so that a tick stays short."""
+        """Sweep a tenth of the open connections, so that a tick stays short and each connection is swept about once a
+        second. Connections that have closed since the round began do not count, else they would delay the others."""
         connections = [self.server_state.connections, self._admin_state.connections]
         if not self._unswept:
             self._unswept = [each for some in connections for each in some if isinstance(each, Connection)]
-        for _ in range(min(len(self._unswept), sum(map(len, connections)) // _TICKS + 1)):
-            if (connection := self._unswept.pop()) in connection.connections:
+        left = sum(map(len, connections)) // _TICKS + 1
+        while self._unswept and left:
+            connection = self._unswept.pop()
+            if connection in connection.connections:
                 connection.sweep()
+                left -= 1
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -11,6 +11,7 @@ from tests.gateway.access.http_server import HEAD, PATIENCE_S, Client, serving, 
 
 BODY = b"x" * 20_000_000  # of which the kernel holds 4 MB at most
 REQUEST = HEAD + b"content-length: 0\r\n\r\n"
+OTHERS = 500
 
 
 async def large(scope, receive, send):
@@ -37,6 +38,32 @@ async def test_a_client_that_takes_a_little_now_and_then_is_cut_off(size):
             reading = asyncio.create_task(trickle(client, size))
             await until(lambda: not server.server_state.connections)
             reading.cancel()
+
+
+async def test_closed_connections_do_not_delay_the_sweep_of_a_slow_reader(monkeypatch):
+    async with serving(large, slow_client_seconds=0.2) as server:
+        ticks = 0
+
+        async def counted(counter: int, tick=server.on_tick) -> bool:
+            nonlocal ticks
+            ticks += 1
+            return await tick(counter)
+
+        monkeypatch.setattr(server, "on_tick", counted)
+        connections = server.server_state.connections
+        with contextlib.ExitStack() as stack:
+            for _ in range(OTHERS):
+                stack.enter_context(socket.socket()).connect(("127.0.0.1", server.port))
+            await until(lambda: len(connections) == OTHERS)
+            begun = ticks
+            await until(lambda: ticks >= begun + 5)  # a round over all of them takes ten ticks
+        await until(lambda: not connections)
+        with contextlib.ExitStack() as stack:
+            unread(stack, server.port)
+            await until(lambda: bool(connections))
+            begun = ticks
+            await until(lambda: not connections)
+            assert ticks - begun < 50  # at one closed connection a tick: more than 100
 
 
 async def trickle(client: socket.socket, size: int) -> None:
