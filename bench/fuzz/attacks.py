@@ -61,7 +61,7 @@ class Attacks:
             Attack("idle gRPC connections", "scheduler-0", 100, self._idle_grpc_connections),
             Attack("unread downloads", "gateway-0", 150, self._unread_downloads),
             Attack("trickling readers", "gateway-0", 150, self._trickling_readers),
-            Attack("rapid reset", "scheduler-0", 700, lambda held: self._streams(held, reset=True)),
+            Attack("rapid reset", "scheduler-0", 600, lambda held: self._streams(held, reset=True)),
             Attack("open streams", "scheduler-0", 1100, lambda held: self._streams(held, reset=False)),
         )
         return {attack.name: await self._measure(attack) for attack in attacks}

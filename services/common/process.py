@@ -27,6 +27,7 @@ PARENT_PID = "TOKA_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _COLLECT_AFTER = 100_000
 _COLLECT_OLDER_AFTER = (20, 20)  # times that younger ones were looked at
+_M_ARENA_MAX = -8  # of glibc's mallopt
 _AT_ONCE_S = 2.0  # to end in good order after the second signal
 _own_name = ""  # of the service whose process this is, begun by run_service
 
@@ -158,6 +159,20 @@ async def collect_every(seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
         gc.collect()
+
+
+def share_arena() -> None:
+    """Let all threads of this process allocate from one arena of glibc. To be called before gRPC starts its threads.
+
+    By default each thread has an arena of its own, up to eight for each processor. A call to a gRPC server is often
+    freed by another thread than the one that allocated it, so each arena grows to the size of a burst, and freed memory
+    in one cannot be used by another. HTTP/2 streams that were opened and reset took a scheduler 740 MiB, of which
+    420 MiB were in use at a time. With two arenas they took 470 to 660 MiB, with one they take 430.
+    ``MALLOC_ARENA_MAX`` in the environment, and another C library than glibc, leave everything as it is.
+    """
+    if "MALLOC_ARENA_MAX" in os.environ or (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
+        return
+    mallopt(_M_ARENA_MAX, 1)
 
 
 def die_with_parent() -> None:

@@ -1,11 +1,12 @@
 """``toka-scheduler``: one scheduler process."""
 
 from services.common.config import SchedulerConfig
-from services.common.process import run_service
+from services.common.process import run_service, share_arena
 from services.scheduler.server import serve
 
 
 def main() -> None:
+    share_arena()
     run_service("scheduler", SchedulerConfig, serve)
 
 
