@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from services.common import init
-from services.common.process import PARENT_PID, Stop, collect_every
+from services.common.process import PARENT_PID, Stop, collect_every, collect_if_few
 from tests.common.test_watchdog import BEATING, PATIENCE_S, beating
 from tests.gateway.deployment import eventually
 
@@ -138,3 +138,16 @@ async def test_circles_are_freed_though_the_collector_waits_for_many():
         collecting.cancel()
     finally:
         gc.enable()
+
+
+def test_no_collection_examines_many_objects():
+    objects = 1000
+    gc.collect()
+    gc.freeze()  # the test process has many objects of its own
+    try:
+        alive = [[number] for number in range(objects)]
+        assert not collect_if_few(objects)
+        del alive
+        assert collect_if_few(objects)
+    finally:
+        gc.unfreeze()
