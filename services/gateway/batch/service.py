@@ -78,6 +78,8 @@ class BatchService:
         self._store: Store | None = None
         self._health = StoreHealth()
         self._opening: asyncio.Task[None] | None = None
+        # Of the limit with which the gateway was started, as ``max_connections``, whenever the store can be opened.
+        self._most_transfers = most_transfers(current_limit())
 
     def start(self, gateway: "Gateway") -> None:
         """Open the store, as often as that takes, and then begin to work."""
@@ -176,7 +178,7 @@ class BatchService:
             max_body_bytes=config.max_body_bytes,
         )
         log.info("store open", pool=pool, owner=owner)
-        batches, transfers = Batches(store), Transfers(most_transfers(current_limit()))
+        batches, transfers = Batches(store), Transfers(self._most_transfers)
         return Opened(
             files,
             batches,

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from services.common.config import GatewayConfig
 from services.common.errors import Overloaded, Unavailable
 from services.gateway.batch.transfers import Transfers
+from services.gateway.gateway import Gateway
+from services.gateway.session.client import Timings
 from tests.gateway.deployment import PATIENCE_S
 
 DOWNLOADS = 200
@@ -40,6 +44,24 @@ async def test_a_transfer_beyond_the_limit_waits_for_another_to_end():
         await asyncio.sleep(0)
         assert not waiting.done()
     assert await waiting
+
+
+async def test_the_limit_is_that_of_the_files_which_the_gateway_could_open_at_its_start(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft >= 1024, "raise the limit of open files (ulimit -n)"
+    gateway = Gateway.make(GatewayConfig(store_dir=str(tmp_path)), Timings(), None)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # for a while, such as by prlimit
+        gateway.batches.start(gateway)
+        opened = await gateway.batches.opened()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        for _ in range(20):  # 8 in a gateway that was started with 256
+            await stack.enter_async_context(opened.transfers.running(""))
+    await gateway.batches.stop()
+    await gateway.batches.close()
+    gateway.text.stop()
 
 
 async def test_a_transfer_is_refused_when_none_ends():
