@@ -6,11 +6,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.common.config import WorkerConfig
-from services.common.host import has_gpus
 from services.common.process import Stop, end_now, run_service, unless_stopped
 from services.common.pulse import Pulse
 from services.worker.caches import keep_compiled_code_in
-from services.worker.precompile.background import KernelCompiler
+from services.worker.precompile.background import KernelCompiler, can_precompile
 from services.worker.progress import BootProgress
 from services.worker.refusals import refuse_numba_settings
 
@@ -34,22 +33,13 @@ def main() -> None:
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
     async with Pulse(config, "compute thread", BOOT_S) as pulse:
         progress = BootProgress.of(config)
-        compiler = KernelCompiler.start() if progress.first_start and _compiles_ahead(config) else None
+        compiler = KernelCompiler.start() if progress.first_start and can_precompile(config) else None
         with progress.phase("imports"):
             # In a thread: a signal must not wait until torch is loaded.
             serve = await unless_stopped(lambda: _load_libraries(config), stop)
         if serve is None:
             end_now(0)  # the thread cannot be interrupted, and the interpreter would not end beside it
         await serve(config, stop, on_serving=pulse.serving, progress=progress, compiler=compiler)
-
-
-def _compiles_ahead(config: WorkerConfig) -> bool:
-    """Return whether a child is to compile Triton's kernels for this worker and for the other ranks of its stage.
-
-    torch.compile makes kernels of its own. A pipeline's stages cannot be rehearsed alone.
-    """
-    uses_gpu = config.device == "cuda" or (config.device == "auto" and has_gpus())
-    return uses_gpu and config.torch_compile is not True and config.tp_rank == 0 and config.pp_size == 1
 
 
 def _load_libraries(config: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:

@@ -87,9 +87,10 @@ def boot(
 ) -> Booted:
     """Load the model and run every kind of step, in the thread that will run the steps.
 
-    ``on_lost`` is called, in any thread, when the replica cannot continue, from the moment its workers have met: a rank
-    may wait for another one for ever. ``progress`` reports the phases. ``compiler`` compiles kernels meanwhile, and is
-    closed at the end. Raises ``InvalidRequest``, which names the flag and the fix.
+    ``on_lost`` is called, in any thread, if the replica cannot continue. It may be called as soon as the workers of the
+    replica are connected, since a rank may wait for another rank for ever. ``progress`` reports the phases.
+    ``compiler`` compiles kernels meanwhile, and is closed at the end. Raises ``InvalidRequest``, which names the flag
+    and the fix.
     """
     progress = progress or BootProgress()
     started = time.perf_counter()
@@ -192,9 +193,9 @@ def make_model(
 
 
 def _load_flashinfer(head_dim: int, dtype: torch.dtype) -> None:
-    """Load FlashInfer in a thread, which takes 2 s, while this one waits for the driver and for weights."""
-    load, arguments = flashinfer_spans.available, (head_dim, dtype)
-    threading.Thread(target=load, args=arguments, name="load FlashInfer", daemon=True).start()
+    """Load FlashInfer in a thread. It takes 2 s, in which this thread waits for the driver and for weights."""
+    arguments = (head_dim, dtype)
+    threading.Thread(target=flashinfer_spans.available, args=arguments, name="load FlashInfer", daemon=True).start()
 
 
 def _facts(device: torch.device, group: RankGroup | None) -> Device:

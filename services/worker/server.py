@@ -44,10 +44,13 @@ async def serve(
     progress: BootProgress | None = None,
     compiler: KernelCompiler | None = None,
 ) -> None:
-    """Run until ``stop`` is set or the compute thread ends. ``listening`` is given the address once it is bound.
-    ``load`` makes the runner, in the compute thread; None = the one that ``config`` asks for. ``on_serving`` is called
-    when that is done, with what tells whether there was progress since it was asked last. ``progress`` reports the
-    phases of the start, whose kernels ``compiler`` compiles ahead."""
+    """Run until ``stop`` is set or the compute thread ends.
+
+    ``listening`` receives the address once it is bound. ``load`` makes the runner in the compute thread; None: the
+    runner that ``config`` asks for. ``on_serving`` is called when the runner is made, with a function that returns
+    whether there was progress since its last call. ``progress`` reports the phases of the start. ``compiler`` compiles
+    the kernels of the start.
+    """
     ranks = {"toka.dp_rank": config.dp_rank, "toka.tp_rank": config.tp_rank, "toka.pp_rank": config.pp_rank}
     tracing = Tracing.of(config, "toka-worker", **ranks)
     engine = Engine(load or (lambda: boot(config, engine.end, progress, compiler)), tracing)

@@ -1,4 +1,4 @@
-"""Kernels that a child process compiles for a start: those that the rehearsal launches, for a GPU that is not there."""
+"""Kernels that a child process compiles for a start: those that its rehearsal launches, for an absent GPU."""
 
 import contextlib
 import json
@@ -11,8 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
-from services.worker.__main__ import _compiles_ahead
-from services.worker.precompile.background import KernelCompiler
+from services.worker.precompile.background import KernelCompiler, can_precompile
 from services.worker.precompile.job import Gpu, Job
 from services.worker.progress import BootProgress, StartTimes
 from tests.worker.interpreter import needs_triton
@@ -25,12 +24,12 @@ from services.worker.precompile.__main__ import rehearse_dry
 from services.worker.precompile.compiler import CompilerPool
 from services.worker.precompile.job import Job
 job, pool, launches = Job.model_validate_json(sys.stdin.buffer.read()), None, []
-def take(launch):
+def on_launch(launch):
     launches.append(launch)
     if len(launches) <= int(sys.argv[1]):
         pool.compile(launch)
 pool = CompilerPool(job.gpu.capability)
-rehearse_dry(job, take)
+rehearse_dry(job, on_launch)
 compiled = pool.close()
 print(json.dumps({"kernels": [launch.kernel.__name__ for launch in launches], "compiled": compiled}))
 """
@@ -97,9 +96,12 @@ def test_a_child_that_fails_or_cannot_be_started_changes_nothing(tmp_path, monke
 
 
 def test_a_child_without_a_job_ends_with_the_worker():
-    worker = (
-        "from services.worker.precompile.background import KernelCompiler; print(KernelCompiler.start()._child.pid)"
-    )
+    worker = """
+import pathlib
+from services.worker.precompile.background import KernelCompiler
+compiler = KernelCompiler.start()
+print(pathlib.Path("/proc/thread-self/children").read_text())
+"""
     done = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, check=True)
     assert not runs(int(done.stdout))
 
@@ -128,13 +130,13 @@ def test_a_child_that_is_not_needed_any_more_ends_with_its_children(tmp_path, mo
         ({"device": "cuda", "pp_size": 2}, "0,1", False),
     ],
 )
-def test_one_rank_of_a_stage_on_gpus_has_its_kernels_compiled_ahead(flags, visible, compiles, monkeypatch):
+def test_the_first_rank_on_a_gpu_starts_the_compiler_of_kernels(flags, visible, compiles, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert _compiles_ahead(WorkerConfig(**flags)) == compiles
+    assert can_precompile(WorkerConfig(**flags)) == compiles
 
 
 def runs(pid: int) -> bool:
-    """Whether a process that was killed still runs after a while; one that nobody has waited for does not."""
+    """Return whether a killed process still runs after a minute. A zombie does not run."""
     give_up_at = time.monotonic() + 60
     while time.monotonic() < give_up_at:
         try:

@@ -20,12 +20,12 @@ _WRAPPERS = 4
 
 
 def installed(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether FlashInfer is installed and these sizes are among those of its kernels, without loading it."""
+    """Return whether FlashInfer is installed and has kernels for these sizes. FlashInfer is not loaded."""
     return head_dim in _HEAD_DIMS and dtype == torch.bfloat16 and importlib.util.find_spec("flashinfer") is not None
 
 
 def available(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and has kernels for these sizes, or what it takes to make them."""
+    """Return whether FlashInfer can be loaded and has built kernels for these sizes, or nvcc to build them."""
     if not installed(head_dim, dtype):
         return False
     try:

@@ -1,4 +1,7 @@
-"""``python -m services.worker.precompile``: compile what a worker will launch; a ``Job`` comes on standard input."""
+"""``python -m services.worker.precompile``: compile the kernels that a worker will launch.
+
+The ``Job`` is read from standard input.
+"""
 
 import sys
 import time
@@ -7,7 +10,7 @@ from dataclasses import replace
 
 import structlog
 import torch
-import torch._dynamo  # tensors of ``meta`` need it
+import torch._dynamo  # needed for tensors of ``meta``
 
 from services.common.log import configure
 from services.worker import boot_cuda
@@ -26,14 +29,14 @@ log = structlog.get_logger(__name__)
 
 
 def main() -> None:
-    """Wait for the job, compile its kernels, and log how many there were. Without a job, do nothing."""
-    told = sys.stdin.buffer.read()
-    if not told:
+    """Wait for the job, compile its kernels, and log their number. Without a job, do nothing."""
+    received = sys.stdin.buffer.read()
+    if not received:
         return
-    job = Job.model_validate_json(told)
+    job = Job.model_validate_json(received)
     keep_compiled_code_in(job.config.compile_cache_dir)
-    configure("worker", "WARNING", job.config.log_format)  # the worker itself tells what it does
-    began = time.monotonic()
+    configure("worker", "WARNING", job.config.log_format)  # the worker logs the phases of the start itself
+    started = time.monotonic()
     pool = CompilerPool(job.gpu.capability)
     rehearse_dry(job, pool.compile)
     rehearsed = time.monotonic()
@@ -42,22 +45,22 @@ def main() -> None:
     log.info(
         "kernels compiled ahead",
         kernels=compiled,
-        rehearsal_s=round(rehearsed - began, 1),
-        rest_s=round(time.monotonic() - rehearsed, 1),
+        rehearsal_s=round(rehearsed - started, 1),
+        wait_s=round(time.monotonic() - rehearsed, 1),
     )
 
 
-def rehearse_dry(job: Job, take: Callable[[Launch], None]) -> None:
-    """Give ``take`` each launch of the job's rehearsal. The process is of no use for a real device afterwards."""
+def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
+    """Call ``on_launch`` with each launch of the job's rehearsal. The process cannot use a real device afterwards."""
     for owner, name, value in dry(job.gpu):
         setattr(owner, name, value)
     config, dtype = job.config, getattr(torch, job.dtype)
     _, described = read_model(config)
     max_context, meta = described.max_context_tokens, torch.device("meta")
     ranks = Ranks(0, config.tp_size, 0, 1)
-    layers = range(_telling_layers(described))
+    layers = range(_layers_to_rehearse(described))
     described = replace(described, layers=len(layers), windows=described.windows[: len(layers)])
-    with DryTensors(), recording(take):
+    with DryTensors(), recording(on_launch):
         model = make_model(config, described, dtype, torch.device("cuda"), ranks, layers, memory=meta)
         pages = config.page_count or -(-max_context // config.page_size)
         cache, exchanges = make_cache(config, model, pages), make_exchanges(ALONE, 1)
@@ -65,11 +68,13 @@ def rehearse_dry(job: Job, take: Callable[[Launch], None]) -> None:
         boot_cuda.rehearse(runner, config, model, exchanges, BootProgress())
 
 
-def _telling_layers(described: ModelConfig) -> int:
-    """Return how many of the first layers launch all kernels of the model: the first layer, those behind it until each
-    kind of window was there, and one in the place of the last layer."""
-    behind = described.windows[1:]
-    until_all = max((behind.index(window) + 1 for window in set(behind)), default=0)
+def _layers_to_rehearse(described: ModelConfig) -> int:
+    """Return how many layers are enough to launch all kernels of the model.
+
+    Those are the first layer, the following ones until each kind of window has occurred, and one as the last layer.
+    """
+    following = described.windows[1:]
+    until_all = max((following.index(window) + 1 for window in set(following)), default=0)
     return min(described.layers, max(1, until_all) + 2)
 
 

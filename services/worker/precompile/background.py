@@ -1,4 +1,4 @@
-"""The child process that compiles kernels, for as long as a worker starts. No torch here."""
+"""The child process that compiles kernels while a worker starts. This module does not import torch."""
 
 import contextlib
 import os
@@ -8,16 +8,19 @@ import subprocess
 import structlog
 
 from services.common.children import module_command, module_environment
+from services.common.config import WorkerConfig
+from services.common.host import has_gpus
 from services.worker.precompile.job import Job
 
 log = structlog.get_logger(__name__)
 
 
 class KernelCompiler:
-    """A child that loads its libraries while the worker loads its own, waits for a job, and compiles its kernels.
+    """A child process that compiles the kernels of one job.
 
-    Nothing waits for the child: the worker finds in Triton's cache what is compiled when it needs it, and compiles the
-    rest. A child that fails costs time, and changes nothing else. One that gets no job ends with the worker.
+    The child loads its libraries while the worker loads its own, and then waits for the job. The worker never waits for
+    the child: it reads from Triton's cache the kernels that are compiled by then, and compiles the others itself. A
+    child that fails costs time and changes nothing else. A child without a job exits with the worker.
     """
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
@@ -25,7 +28,7 @@ class KernelCompiler:
 
     @classmethod
     def start(cls) -> "KernelCompiler | None":
-        """Start the child. None, and a warning, where the system starts none."""
+        """Start the child. If the system cannot start it, log a warning and return None."""
         command, environment = module_command("services.worker.precompile"), module_environment(os.environ)
         try:
             return cls(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0))
@@ -34,14 +37,23 @@ class KernelCompiler:
             return None
 
     def compile(self, job: Job) -> None:
-        """Give the child its only job."""
-        with contextlib.suppress(OSError), self._child.stdin as told:  # type: ignore[union-attr]  # it is a pipe
-            told.write(job.model_dump_json().encode())
+        """Send the child its only job."""
+        with contextlib.suppress(OSError), self._child.stdin as stdin:  # type: ignore[union-attr]  # it is a pipe
+            stdin.write(job.model_dump_json().encode())
 
     def close(self) -> None:
-        """End the child and the processes that it started."""
+        """Kill the child and the processes that it started."""
         if self._child.poll() is None:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         with contextlib.suppress(OSError):
             self._child.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+
+
+def can_precompile(config: WorkerConfig) -> bool:
+    """Return whether this worker is the one that starts a ``KernelCompiler``, for all ranks of its stage.
+
+    torch.compile makes kernels of its own. The stages of a pipeline cannot be rehearsed alone.
+    """
+    uses_gpu = config.device == "cuda" or (config.device == "auto" and has_gpus())
+    return uses_gpu and config.torch_compile is not True and config.tp_rank == 0 and config.pp_size == 1

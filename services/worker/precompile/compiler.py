@@ -1,4 +1,4 @@
-"""Kernels into Triton's cache, without a device, on several processors."""
+"""Compilation of kernels into Triton's cache, without a device, by several processes."""
 
 import multiprocessing
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -13,15 +13,15 @@ from triton.runtime import driver
 from services.common import host
 from services.worker.precompile.launches import Launch
 
-_MOST_PROCESSES = 12  # more do not end sooner: one kernel takes 0.3 s, and there are fewer than a hundred
-_PROCESS_BYTES = 1 << 30  # free memory for each process, of which it takes a third
+_MOST_PROCESSES = 12  # more finish no sooner: a kernel takes 0.3 s, and there are fewer than a hundred
+_PROCESS_BYTES = 1 << 30  # free memory for each process, which uses a third of it
 _WARP_SIZE = 32
 
 log = structlog.get_logger(__name__)
 
 
 class AbsentDriver:
-    """Triton's driver of a GPU that is not used: kernels are compiled for it."""
+    """A Triton driver for a GPU that may be absent: kernels are compiled for it, and never launched."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         major, minor = capability
@@ -41,9 +41,9 @@ class AbsentDriver:
 
 
 class CompilerPool:
-    """Processes that compile launches for GPUs of ``capability`` while this process finds more of them.
+    """Processes that compile launches for GPUs of ``capability`` while this process finds more launches.
 
-    Make it in a process that has one thread, since it forks.
+    Create it in a process that has one thread, since it forks.
     """
 
     def __init__(self, capability: tuple[int, int]) -> None:
@@ -51,29 +51,29 @@ class CompilerPool:
         room = host.available_memory() // _PROCESS_BYTES
         processes = max(1, min(_MOST_PROCESSES, host.usable_processors(), room))
         self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"))
-        self._pool.submit(int)  # forks now
-        self._reasons: list[Future[str]] = []
+        self._pool.submit(int)  # the first task forks all processes, while there is one thread
+        self._failures: list[Future[str]] = []
 
     def compile(self, launch: Launch) -> None:
-        """Have ``launch`` compiled, after those that were given before."""
-        self._reasons.append(self._pool.submit(_compile, launch))
+        """Queue ``launch`` for compilation, behind earlier launches."""
+        self._failures.append(self._pool.submit(_compile, launch))
 
     def close(self) -> int:
-        """Wait for all launches. Return how many could be compiled."""
+        """Wait until all launches are compiled. Return how many could be."""
         with self._pool:
-            reasons = [reason for each in self._reasons if (reason := each.result())]
+            reasons = [reason for failure in self._failures if (reason := failure.result())]
         if reasons:
             log.warning("kernels not compiled ahead", count=len(reasons), first=reasons[0])
-        return len(self._reasons) - len(reasons)
+        return len(self._failures) - len(reasons)
 
 
 def _compile(launch: Launch) -> str:
-    """Return why ``launch`` cannot be compiled; empty if it can."""
+    """Compile ``launch``. Return why it cannot be compiled, or an empty string."""
     try:
         compiled = launch.compile()
-        # Until Triton 3.7 each kind of arguments has a launcher in C, which gcc compiles.
+        # Before Triton 3.7, each specialisation has a launcher in C, which gcc compiles.
         if hasattr(nvidia, "make_launcher"):
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
-    except Exception as error:  # of any kind: the worker compiles that kernel itself, and tells what is wrong
+    except Exception as error:  # of any kind: the worker compiles that kernel itself, and reports its error
         return f"{launch.kernel.__name__}: {error!r}"
     return ""

@@ -1,4 +1,7 @@
-"""A device that computes nothing: what the runner for CUDA uses of a GPU, for tensors of torch's ``meta`` device."""
+"""A device that computes nothing: replacements for the GPU functions that the CUDA runner calls.
+
+Its tensors are those of torch's ``meta`` device.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -24,7 +27,7 @@ class Replacement(NamedTuple):
 
 
 class DryEvent:
-    """An event of a device that has always done everything."""
+    """A CUDA event that is always complete."""
 
     def __init__(self, **_: object) -> None: ...
 
@@ -37,7 +40,7 @@ class DryEvent:
 
 
 def without_streams() -> list[Replacement]:
-    """Return what makes streams and events of ``torch.cuda`` do nothing, on any device."""
+    """Return replacements with which streams and events of ``torch.cuda`` do nothing, on any device."""
     stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
     return [
         Replacement(torch.cuda, "Event", DryEvent),
@@ -51,7 +54,10 @@ def without_streams() -> list[Replacement]:
 
 
 def dry(gpu: Gpu) -> list[Replacement]:
-    """Return what makes ``torch.cuda`` answer as if ``gpu`` were there, and captures launch once and replay nothing."""
+    """Return replacements with which ``torch.cuda`` reports ``gpu``.
+
+    A capture launches its kernels once, and its replay does nothing.
+    """
     return [
         *without_streams(),
         Replacement(torch.cuda, "mem_get_info", lambda *_: (gpu.memory, gpu.memory)),
@@ -78,7 +84,7 @@ def _capture_between(
 
 
 class _NoSpans:
-    """A back end of attention whose kernels need no compilation."""
+    """An attention backend whose kernels need no compilation."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -89,10 +95,13 @@ class _NoSpans:
 
 
 class DryTensors(TorchDispatchMode):
-    """Lets tensors of the host and of ``meta`` be copied to each other, and our own operators launch their kernels."""
+    """A dispatch mode in which our own operators launch kernels.
+
+    Tensors of the host and of ``meta`` can be copied to each other.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say that it takes nothing
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""What the child that compiles kernels is told. No torch here."""
+"""The job of the child process that compiles kernels. This module does not import torch."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ from services.common.config import ChosenWorkerConfig
 
 
 class Gpu(NamedTuple):
-    """What programs ask about a GPU."""
+    """The properties of a GPU on which its kernels depend."""
 
     name: str
     capability: tuple[int, int]
     memory: int  # bytes
-    flashinfer: bool  # whether FlashInfer attends there; its kernels are not compiled here
+    flashinfer: bool  # true if attention uses FlashInfer, whose kernels are not compiled here
 
 
 class Job(BaseModel):
     """A start whose kernels are to be compiled."""
 
     config: ChosenWorkerConfig
-    dtype: str  # of the model, as torch names it
+    dtype: str  # of the model, by its name in torch
     gpu: Gpu

@@ -1,4 +1,4 @@
-"""The kernels that a program would launch, each once for each kind of arguments that Triton compiles it for."""
+"""The kernels that a program would launch, each once for each specialisation that Triton compiles."""
 
 import contextlib
 import importlib
@@ -14,10 +14,10 @@ _ALIGNMENT = 16  # bytes of a pointer, and of an integer, that Triton specialise
 
 @dataclass(frozen=True)
 class Pointer:
-    """Stands for a tensor: all that Triton asks of one when it compiles."""
+    """A substitute for a tensor, with what Triton reads of a tensor when it compiles."""
 
     dtype: torch.dtype
-    address: int  # modulo the alignment; a tensor of ``meta`` has none, and its memory begins aligned
+    address: int  # modulo the alignment; memory of ``meta`` has no address and counts as aligned
 
     def data_ptr(self) -> int:
         return _ALIGNMENT + self.address
@@ -31,11 +31,11 @@ class Launch(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Name the kernel, which cannot be sent to another process."""
+        """Pickle the kernel as its module and name, since Triton's object cannot be pickled."""
         return _launch_of, (self.kernel.__module__, self.kernel.__name__, self.args, self.kwargs)
 
     def compile(self) -> Any:
-        """Compile the kernel for the active driver's target, or find it in Triton's cache; return what Triton does."""
+        """Compile the kernel for the active driver's target, or find it in Triton's cache. Return Triton's result."""
         return self.kernel.run(*self.args, grid=(1,), warmup=True, **self.kwargs)
 
 
@@ -44,42 +44,44 @@ def _launch_of(module: str, name: str, args: Sequence[Any], kwargs: Mapping[str,
 
 
 @contextlib.contextmanager
-def recording(take: Callable[[Launch], None]) -> Iterator[None]:
-    """Give ``take`` the first launch of each kind until the end of the context. Nothing is launched."""
+def recording(on_launch: Callable[[Launch], None]) -> Iterator[None]:
+    """Call ``on_launch`` with the first launch of each specialisation. Launch nothing until the end of the context."""
     found: set[Any] = set()
-    launch: Callable[..., Any] = JITFunction.run
+    original: Callable[..., Any] = JITFunction.run
 
     def run(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
-        noted = Launch(self, [_noted(each) for each in args], {name: _noted(each) for name, each in kwargs.items()})
-        if (kind := _kind(noted)) not in found:
-            found.add(kind)
-            take(noted)
+        values = {name: _without_memory(value) for name, value in kwargs.items()}
+        launch = Launch(self, [_without_memory(value) for value in args], values)
+        if (key := _specialisation(launch)) not in found:
+            found.add(key)
+            on_launch(launch)
 
     JITFunction.run = run
     try:
         yield
     finally:
-        JITFunction.run = launch
+        JITFunction.run = original
 
 
-def _noted(argument: Any) -> Any:
+def _without_memory(argument: Any) -> Any:
+    """Return ``argument``, or a ``Pointer`` in place of a tensor."""
     if not torch.is_tensor(argument):
         return argument
     offset = int(argument.storage_offset()) * argument.element_size() if argument.is_meta else argument.data_ptr()
     return Pointer(argument.dtype, offset % _ALIGNMENT)
 
 
-def _kind(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for; two launches of one kind may still be compiled as one."""
+def _specialisation(launch: Launch) -> tuple[Any, ...]:
+    """Return a key of what Triton compiles the kernel for. Triton may compile one kernel for several keys."""
     kernel, given = launch.kernel, dict(launch.kwargs)
     given |= dict(zip(kernel.arg_names, launch.args, strict=False))
     parameters = {parameter.name: parameter for parameter in kernel.params}
-    kinds = [(name, _kind_of(value, parameters.get(name))) for name, value in sorted(given.items())]
-    return (kernel.__module__, kernel.__name__, *kinds)
+    keys = [(name, _key(value, parameters.get(name))) for name, value in sorted(given.items())]
+    return (kernel.__module__, kernel.__name__, *keys)
 
 
-def _kind_of(value: Any, parameter: Any) -> Any:
-    """``parameter``: None for an option of the compiler."""
+def _key(value: Any, parameter: Any) -> Any:
+    """Return what Triton specialises for in ``value``. ``parameter`` is None for an option of the compiler."""
     if parameter is None or parameter.is_constexpr or value is None or isinstance(value, bool):
         return value
     if isinstance(value, Pointer):
