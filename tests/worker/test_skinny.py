@@ -24,15 +24,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def product(x, weight, bias=None, scale=None, **how):
-    from services.worker.layers.triton_skinny import Factor, skinny_product
+    from services.worker.layers.triton_skinny import LinearWeights, skinny_product
 
-    return skinny_product(x, Factor(weight, bias, scale), **how)
+    return skinny_product(x, LinearWeights(weight, bias, scale), **how)
 
 
 def product_sum(x, weight, bias, onto, next_norm, scale=None):
-    from services.worker.layers.triton_skinny import Factor, skinny_sum
+    from services.worker.layers.triton_skinny import LinearWeights, skinny_sum
 
-    return skinny_sum(x, Factor(weight, bias, scale), onto, next_norm)
+    return skinny_sum(x, LinearWeights(weight, bias, scale), onto, next_norm)
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def test_gates_are_those_of_two_products(rows, bias):
 
 
 @pytest.mark.parametrize("rows", [3, 5, 16])
-def test_a_sum_is_handed_to_the_next_norm(rows):
+def test_a_sum_is_prepared_for_the_next_norm(rows):
     x, weight, bias, total = (
         random(rows, INPUTS),
         random(OUTPUTS, INPUTS, seed=1),
@@ -78,11 +78,11 @@ def test_a_sum_is_handed_to_the_next_norm(rows):
     )
     norm, following = 1 + random(OUTPUTS, seed=2) / 4, random(48, OUTPUTS, seed=3)
     stream = total.float() + x.float() @ weight.float().t() + bias.float()
-    handed = product_sum(x, weight, bias, total, norm)
+    norm_input = product_sum(x, weight, bias, total, norm)
     check(total, stream)
-    check(handed.squares.sum(0), stream.square().sum(1))
+    check(norm_input.squares.sum(0), stream.square().sum(1))
     expected = F.rms_norm(stream, (OUTPUTS,), norm.float(), EPS) @ following.float().t()
-    check(product(handed, following, norm=(norm, EPS)), expected)
+    check(product(norm_input, following, norm=(norm, EPS)), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -100,7 +100,7 @@ def test_one_row_or_two_are_summed_as_they_are(rows):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16])
-def test_weights_of_eight_bits_are_scaled_by_row(rows, gated):
+def test_weights_in_fp8_are_scaled_by_row(rows, gated):
     x, norm = random(rows, INPUTS), 1 + random(INPUTS, seed=2) / 4
     weight, scale = quantize_rows(random(2 * OUTPUTS, INPUTS, seed=1) / 4)
     bias, total = random(2 * OUTPUTS, seed=3), random(rows, OUTPUTS if gated else 2 * OUTPUTS, seed=4)
@@ -144,10 +144,10 @@ def test_kernels_that_overlap_give_what_others_give(monkeypatch, rows):
 
     def stream() -> torch.Tensor:
         total = x.clone()
-        handed = total
+        norm_input = total
         for _ in range(20):
-            gated = product(handed, up, norm=(norm, eps), gated=True)
-            handed = product_sum(gated, down, None, total, norm)
+            gated = product(norm_input, up, norm=(norm, eps), gated=True)
+            norm_input = product_sum(gated, down, None, total, norm)
         return total
 
     found = [stream() for _ in range(5)]
@@ -165,7 +165,7 @@ def test_rows_of_padding_do_not_change_the_others():
 
 
 def test_too_many_rows_are_refused():
-    with pytest.raises(ValueError, match="17 rows: 1 to 16"):
+    with pytest.raises(ValueError, match="17 rows: expected 1 to 16"):
         product(random(17, INPUTS), random(OUTPUTS, INPUTS))
 
 
@@ -200,7 +200,7 @@ def test_the_decoder_gives_what_the_model_gives(changes, tokens, keep):
 @pytest.mark.skipif(not INTERPRETED, reason="attention here is the reference, on the CPU")
 @pytest.mark.parametrize("tokens", [2, 7])
 def test_a_decoder_in_fp8_gives_what_a_model_of_the_same_weights_gives(tokens):
-    """Rows are not quantised: the other model has the weights that those in fp8 stand for."""
+    """The other model has the dequantised weights. Rows are not quantised."""
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
     config = small_config(qkv_bias=True)
@@ -226,5 +226,5 @@ def test_a_decoder_in_fp8_gives_what_a_model_of_the_same_weights_gives(tokens):
 def test_a_model_with_other_products_is_refused():
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-    with pytest.raises(ValueError, match="must all be of Fp8Linear or transposed Linear"):
+    with pytest.raises(ValueError, match="must be of Fp8Linear or transposed Linear"):
         SkinnyDecoder(small_model(small_config(), DTYPE))

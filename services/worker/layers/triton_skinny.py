@@ -1,8 +1,8 @@
-"""Matrix products of a few rows, where only the time in which the weights arrive counts.
+"""Matrix products of a few rows, which take as long as the weights need to arrive from memory.
 
 A program streams all inputs of a few outputs. The norm before a product, the gate of an MLP and the residual sum are
-done within, and where the chip can, a product asks for its weights while the kernel before it ends: beside such a
-product every pause costs as much as megabytes of weights.
+parts of the product's kernel. If the GPU supports it, a product starts to load its weights while the kernel before it
+ends, since a pause between two such products takes as long as loading megabytes of weights.
 """
 
 from typing import NamedTuple
@@ -15,43 +15,44 @@ from services.worker.layers.triton_skinny_kernel import product
 from services.worker.layers.triton_stream import norm_rows, stream
 
 MOST_ROWS = 16
-STREAMED_ROWS = 2  # up to so many need no tensor cores
-_STREAMED_ROWS_FP8 = 1  # a second row would convert all weights once more
-_STREAMED_WEIGHTS = 32768  # of a program, all of them in registers
+STREAMED_ROWS = 2  # at most 2 rows need no tensor cores
+_STREAMED_ROWS_FP8 = 1  # a second row would convert all weights again
+_STREAMED_WEIGHTS = 32768  # of one program, all in registers
 _STREAM_WARPS = 4
-_SMALLEST_DOT = 8  # the smallest side of a matrix product that rows can be
+_SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 
 
 class ProductOptions(NamedTuple):
-    """How ``product`` is built; sizes are powers of two."""
+    """The tile sizes and launch options of ``product``. Sizes are powers of two."""
 
-    outputs: int  # weight rows of a program, at least 16; half as many results where they are gated
-    inputs: int  # read at once, all warps together
+    outputs: int  # weight rows of a program, at least 16; a gated program has half as many results
+    inputs: int  # read at once by all warps together
     warps: int
     stages: int  # tiles in flight, less one
 
 
-class Factor(NamedTuple):
-    """What rows are multiplied with; contiguous."""
+class LinearWeights(NamedTuple):
+    """The tensors of a linear layer, all contiguous."""
 
     weight: torch.Tensor  # [outputs, inputs], of the rows' dtype, or fp8
     bias: torch.Tensor | None = None  # [outputs], of the rows' dtype
-    scale: torch.Tensor | None = (
-        None  # [outputs] float32, of a weight in fp8: each of its rows is multiplied by its own
-    )
+    scale: torch.Tensor | None = None  # [outputs] float32, one for each row of a weight in fp8
 
 
-class Handed(NamedTuple):
-    """A residual stream on its way into a norm: what can be done of it column by column is done."""
+class NormInput(NamedTuple):
+    """A residual stream that is prepared for its RMS norm by the product before the norm.
+
+    Only the division by each row's root mean square is left to the product behind the norm.
+    """
 
     values: torch.Tensor  # [rows, size], times the norm's weight
-    squares: torch.Tensor  # [parts, rows] float32; their sum over parts is that of the stream's squares
+    squares: torch.Tensor  # [parts, rows] float32; the sum over parts is the sum of the row's squares
 
 
 def choose_product(outputs: int, inputs: int, *, scaled: bool = False) -> ProductOptions:
     """Return the options for ``weight [outputs, inputs]``, gated or not, ``scaled`` if it is in fp8.
 
-    As measured on an H200 for a Llama of 1B, and of 8B where the weights are in fp8, at 8 and 16 rows.
+    They were measured on an H200 with 8 and 16 rows, for a Llama of 1B, and of 8B if the weights are in fp8.
     """
     wide, narrow = outputs > 2 * inputs, inputs > 2 * outputs
     if scaled:
@@ -62,49 +63,54 @@ def choose_product(outputs: int, inputs: int, *, scaled: bool = False) -> Produc
 
 
 def skinny_product(
-    x: torch.Tensor | Handed,
-    factor: Factor,
+    x: torch.Tensor | NormInput,
+    linear: LinearWeights,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     onto: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``norm(x) @ weight.T + bias`` for ``x [rows, inputs]``, contiguous bfloat16 or float16, of up to
-    ``MOST_ROWS`` rows. Sums are float32.
+    """Return ``norm(x) @ weight.T + bias``.
 
-    ``norm``: weight ``[inputs]`` and eps of an RMS norm of ``x`` before; the norm that ``x`` was handed to, if it was.
-    ``gated``: ``silu(first half) * second half`` of the outputs. ``onto [rows, outputs]``: where to add the result in
-    place (``x`` itself it cannot be); it is returned then.
+    ``x [rows, inputs]`` is contiguous, bfloat16 or float16, and has at most ``MOST_ROWS`` rows. Sums are float32.
+
+    ``norm``: weight ``[inputs]`` and eps of an RMS norm of ``x``. A ``NormInput`` needs the norm that it was prepared
+    for. ``gated``: return ``silu(first half) * second half`` of the outputs. ``onto [rows, outputs]``: add the result
+    to this tensor in place and return it. It must not be ``x``.
     """
-    if isinstance(x, Handed) and norm is None:
-        raise ValueError("x was handed to a norm: say which")
-    outputs = factor.weight.shape[0]
-    values = x.values if isinstance(x, Handed) else x
+    if isinstance(x, NormInput) and norm is None:
+        raise ValueError("x was prepared for a norm: give norm=")
+    outputs = linear.weight.shape[0]
+    values = x.values if isinstance(x, NormInput) else x
     rows = _check_rows(values)
     out = values.new_empty((rows, outputs // 2 if gated else outputs)) if onto is None else onto
-    if not isinstance(x, Handed) and _streams(rows, factor, gated=gated):
-        _launch_stream(x, factor, norm, gated, out, onto is not None)
+    if not isinstance(x, NormInput) and _streams(rows, linear, gated=gated):
+        _launch_stream(x, linear, norm, gated, out, onto is not None)
     else:
-        _launch_product(x, factor, norm, gated, out, onto is not None, None)
+        _launch_product(x, linear, norm, gated, out, onto is not None, None)
     return out
 
 
-def skinny_sum(x: torch.Tensor, factor: Factor, onto: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor | Handed:
-    """Add ``skinny_product`` to ``onto``, and return that as the product behind a norm takes it; ``next_norm
-    [outputs]``: that norm's weight."""
-    rows, (outputs, inputs) = _check_rows(x), factor.weight.shape
-    if _streams(rows, factor, gated=False):
-        _launch_stream(x, factor, None, False, onto, True)
+def skinny_sum(
+    x: torch.Tensor, linear: LinearWeights, onto: torch.Tensor, next_norm: torch.Tensor
+) -> torch.Tensor | NormInput:
+    """Add ``skinny_product`` to ``onto`` in place, and return the sum as input of the product behind the next norm.
+
+    ``next_norm [outputs]``: the weight of that norm.
+    """
+    rows, (outputs, inputs) = _check_rows(x), linear.weight.shape
+    if _streams(rows, linear, gated=False):
+        _launch_stream(x, linear, None, False, onto, True)
         return onto
-    parts = triton.cdiv(outputs, choose_product(outputs, inputs, scaled=factor.scale is not None).outputs)
+    parts = triton.cdiv(outputs, choose_product(outputs, inputs, scaled=linear.scale is not None).outputs)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=x.device)
-    handed = Handed(torch.empty_like(onto), squares)
-    _launch_product(x, factor, None, False, onto, True, (next_norm, handed))
-    return handed
+    norm_input = NormInput(torch.empty_like(onto), squares)
+    _launch_product(x, linear, None, False, onto, True, (next_norm, norm_input))
+    return norm_input
 
 
 def skinny_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x [rows, size]`` over the root mean square of each row, times ``weight [size]``."""
+    """Return the RMS norm of ``x [rows, size]``, with ``weight [size]``."""
     rows, size = x.shape
     out, overlap = torch.empty_like(x), overlaps(x.device)
     width = triton.next_power_of_2(size)
@@ -115,29 +121,29 @@ def skinny_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 def _check_rows(x: torch.Tensor) -> int:
     rows = x.shape[0]
     if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"{rows} rows: 1 to {MOST_ROWS} can be multiplied here")
+        raise ValueError(f"x has {rows} rows: expected 1 to {MOST_ROWS}")
     return rows
 
 
-def _streams(rows: int, factor: Factor, *, gated: bool) -> bool:
-    """Whether all inputs of an output fit into a program's registers."""
-    width = triton.next_power_of_2(factor.weight.shape[1]) * (2 if gated else 1)
-    most = STREAMED_ROWS if factor.scale is None else _STREAMED_ROWS_FP8
+def _streams(rows: int, linear: LinearWeights, *, gated: bool) -> bool:
+    """Return whether the product needs no tensor cores, and one program's registers hold all inputs of an output."""
+    width = triton.next_power_of_2(linear.weight.shape[1]) * (2 if gated else 1)
+    most = STREAMED_ROWS if linear.scale is None else _STREAMED_ROWS_FP8
     return rows <= most and width * rows <= _STREAMED_WEIGHTS
 
 
 def _launch_stream(
     x: torch.Tensor,
-    factor: Factor,
+    linear: LinearWeights,
     norm: tuple[torch.Tensor, float] | None,
     gated: bool,
     out: torch.Tensor,
     add: bool,
 ) -> None:
     (rows, inputs), size = x.shape, out.shape[1]
-    weight, bias, scale = factor
+    weight, bias, scale = linear
     width, overlap = triton.next_power_of_2(inputs), overlaps(x.device)
-    # A second row has no room beside as many weights in float32.
+    # With two rows, the registers have room for half as many weights in float32.
     results = _STREAMED_WEIGHTS // rows // width // (2 if gated else 1)
     norm_weight, eps = norm or (x, 0.0)
     stream[(triton.cdiv(size, results),)](
@@ -149,27 +155,27 @@ def _launch_stream(
 
 
 def _launch_product(
-    x: torch.Tensor | Handed,
-    factor: Factor,
+    x: torch.Tensor | NormInput,
+    linear: LinearWeights,
     norm: tuple[torch.Tensor, float] | None,
     gated: bool,
     out: torch.Tensor,
     add: bool,
-    hand: tuple[torch.Tensor, Handed] | None,
+    prepare: tuple[torch.Tensor, NormInput] | None,
 ) -> None:
-    values, squares = x if isinstance(x, Handed) else (x, None)
-    weight, bias, scale = factor
+    values, squares = x if isinstance(x, NormInput) else (x, None)
+    weight, bias, scale = linear
     (rows, inputs), (outputs, _), size = values.shape, weight.shape, out.shape[1]
     norm_weight, eps = norm or (values, 0.0)
-    next_norm, handed = hand or (values, Handed(out, out))
+    next_norm, norm_input = prepare or (values, NormInput(out, out))
     options = choose_product(outputs, inputs, scaled=scale is not None)
     padded, overlap = max(_SMALLEST_DOT, triton.next_power_of_2(rows)), overlaps(weight.device)
     product[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
         values, weight, values if scale is None else scale, values if bias is None else bias, norm_weight,
-        values if squares is None else squares, out, handed.values, next_norm, handed.squares, rows, eps,
+        values if squares is None else squares, out, norm_input.values, next_norm, norm_input.squares, rows, eps,
         INPUTS=inputs, OUTPUTS=outputs, FULL=rows == padded, SCALED=scale is not None,
-        NORM=norm is not None and squares is None, HANDED=0 if squares is None else len(squares),
-        HANDS=hand is not None, GATED=gated, BIAS=bias is not None, ADD=add, ROWS=padded, BLOCK_OUT=options.outputs,
-        BLOCK_IN=options.inputs, PARTS=options.warps, STAGES=options.stages, OVERLAP=overlap,
+        NORM=norm is not None and squares is None, PREPARED=0 if squares is None else len(squares),
+        PREPARES=prepare is not None, GATED=gated, BIAS=bias is not None, ADD=add, ROWS=padded,
+        BLOCK_OUT=options.outputs, BLOCK_IN=options.inputs, PARTS=options.warps, STAGES=options.stages, OVERLAP=overlap,
         num_warps=options.warps, num_stages=options.stages, **overlapping(overlap),
     )  # fmt: skip

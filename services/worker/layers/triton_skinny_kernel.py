@@ -21,9 +21,9 @@ def product(
     norm,
     squares_before,
     out,
-    handed,
-    handed_norm,
-    handed_squares,
+    next_values,
+    next_norm,
+    next_squares,
     rows,
     eps,
     INPUTS: tl.constexpr,
@@ -31,8 +31,8 @@ def product(
     FULL: tl.constexpr,
     SCALED: tl.constexpr,
     NORM: tl.constexpr,
-    HANDED: tl.constexpr,
-    HANDS: tl.constexpr,
+    PREPARED: tl.constexpr,
+    PREPARES: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -43,12 +43,14 @@ def product(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program for ``BLOCK_OUT`` weight rows. Gated: rows of gate and up take turns in a tile.
+    """Multiply all rows with ``BLOCK_OUT`` weight rows in each program.
 
-    ``FULL``: there are ``ROWS`` rows, not fewer. ``SCALED``: ``weight`` is in fp8, with a scale for each of its rows.
-    ``HANDED``: parts of ``squares_before``, 0 = ``x`` was not handed over. ``HANDS``: to hand ``out`` over. ``STAGES``:
-    tiles in flight, less one. ``OVERLAP``: with the kernel before, and, once that has ended, with the one behind:
-    programs of a third that only wait take more than they bring."""
+    ``GATED``: rows of gate and up alternate in a tile. ``FULL``: there are exactly ``ROWS`` rows. ``SCALED``:
+    ``weight`` is in fp8, with a scale for each of its rows. ``PREPARED``: number of parts in ``squares_before``, or 0
+    if ``x`` is not prepared for its norm. ``PREPARES``: prepare ``out`` for the next norm. ``STAGES``: tiles in flight,
+    less one. ``OVERLAP``: start before the previous kernel has ended. The next kernel may start only after that, since
+    waiting programs of a third kernel cost more than they save.
+    """
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     PART: tl.constexpr = BLOCK_IN // PARTS
@@ -65,14 +67,14 @@ def product(
     columns = program * RESULTS + tl.arange(0, RESULTS)
     places_out = members[None, :] * SIZE + columns[:, None]
     kept = (members < rows)[None, :] & (columns < SIZE)[:, None]
-    # What the end needs is loaded long before, so that nobody waits for it then.
-    if HANDS:
-        next_scale = _early(handed_norm + columns, columns < SIZE, OVERLAP)
+    # The epilogue's inputs are loaded early, so that it does not wait for them.
+    if PREPARES:
+        next_scale = _early(next_norm + columns, columns < SIZE, OVERLAP)
     if SCALED:
         weight_scales = tl.load(weight_scale + source)
     if BIAS:
         offset = _early(bias + source, source >= 0, OVERLAP)
-    # A warp multiplies a part of the inputs: else all would read the same weights from shared memory.
+    # Each warp multiplies a part of the inputs. Otherwise all warps would read the same weights from shared memory.
     places = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     weight_places = weight + source.to(tl.int64)[None, :, None] * INPUTS + places[:, None, :]
     x_places = x + members[None, None, :] * INPUTS + places[:, :, None]
@@ -82,11 +84,11 @@ def product(
         gdc_launch_dependents()
     if ADD:
         before = _early(out + places_out, kept, OVERLAP)
-    if HANDED > 0:
-        PADDED: tl.constexpr = triton.next_power_of_2(HANDED)
-        givers = tl.arange(0, PADDED)
-        given = (givers < HANDED)[:, None] & (members < rows)[None, :]
-        known_squares = tl.load(squares_before + givers[:, None] * rows + members[None, :], given, other=0.0)
+    if PREPARED > 0:
+        PADDED: tl.constexpr = triton.next_power_of_2(PREPARED)
+        indices = tl.arange(0, PADDED)
+        inside_squares = (indices < PREPARED)[:, None] & (members < rows)[None, :]
+        known_squares = tl.load(squares_before + indices[:, None] * rows + members[None, :], inside_squares, other=0.0)
 
     parts = tl.zeros((PARTS, BLOCK_OUT, ROWS), tl.float32)
     squares = tl.zeros((PARTS, PART, ROWS), tl.float32)
@@ -108,14 +110,14 @@ def product(
     if SCALED:
         total *= weight_scales[:, None]
 
-    if NORM or HANDED > 0:
-        # The length of a row is the same factor for all its inputs.
-        square = tl.sum(known_squares, axis=0) if HANDED > 0 else tl.sum(tl.sum(squares, axis=0), axis=0)
+    if NORM or PREPARED > 0:
+        # The norm divides all inputs of a row by the same number.
+        square = tl.sum(known_squares, axis=0) if PREPARED > 0 else tl.sum(tl.sum(squares, axis=0), axis=0)
         total = total * tl.rsqrt(square / INPUTS + eps)[None, :]
     if BIAS:
         total += offset[:, None]
     if GATED:
-        # As much rounding as where a kernel of its own gates.
+        # Round as a separate kernel for the gate would.
         pairs = tl.permute(tl.reshape(total.to(out.dtype.element_ty), (RESULTS, 2, ROWS)), (0, 2, 1))
         gate, up = tl.split(pairs)
         gate = gate.to(tl.float32)
@@ -124,8 +126,8 @@ def product(
         total += before
     result = total.to(out.dtype.element_ty)
     tl.store(out + places_out, result, kept)
-    if HANDS:
+    if PREPARES:
         wide_result = tl.where(kept, result.to(tl.float32), 0.0)
-        tl.store(handed + places_out, (wide_result * next_scale[:, None]).to(result.dtype), kept)
-        mine = handed_squares + program * rows + members
+        tl.store(next_values + places_out, (wide_result * next_scale[:, None]).to(result.dtype), kept)
+        mine = next_squares + program * rows + members
         tl.store(mine, tl.sum(wide_result * wide_result, axis=0), members < rows)

@@ -1,4 +1,4 @@
-"""The kernels of ``triton_skinny`` for one row or two: without tensor cores, and hardly anything in shared memory."""
+"""The kernels of ``triton_skinny`` for one or two rows. They use no tensor cores and little shared memory."""
 
 import triton
 import triton.language as tl
@@ -26,8 +26,11 @@ def stream(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program for ``RESULTS`` results of all ``ROWS`` rows: all its weights are on their way to registers before
-    ``x`` is known. ``WIDTH``: ``INPUTS``, rounded up to a power of two. The others as in ``product``."""
+    """Compute ``RESULTS`` results of all ``ROWS`` rows in each program.
+
+    A program requests all its weights before ``x`` is ready. ``WIDTH``: ``INPUTS``, rounded up to a power of two. The
+    other parameters are those of ``product``.
+    """
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     EVEN: tl.constexpr = INPUTS == WIDTH
     NOTHING: tl.constexpr = None if EVEN else 0.0
@@ -43,7 +46,7 @@ def stream(
     places = weight + source.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     tile = tl.load(places, inside_tile, other=NOTHING, eviction_policy="evict_first")
     if GATED:
-        # As many again: each thread has the same inputs of both.
+        # The tile of the second half. Each thread holds the same inputs of both tiles.
         second = tl.load(places + SIZE * INPUTS, inside_tile, other=NOTHING, eviction_policy="evict_first")
     if SCALED:
         weight_scales = tl.load(weight_scale + source)
@@ -74,7 +77,7 @@ def stream(
             if GATED:
                 up *= second_scales
         if NORM:
-            # The length of a row is the same factor for all its inputs.
+            # The norm divides all inputs of a row by the same number.
             total *= length
             if GATED:
                 up *= length
@@ -83,7 +86,7 @@ def stream(
             if GATED:
                 up += second_offset
         if GATED:
-            # As much rounding as where a kernel of its own gates.
+            # Round as a separate kernel for the gate would.
             total = total.to(out.dtype.element_ty).to(tl.float32)
             total = total / (1.0 + tl.exp(-total)) * up.to(out.dtype.element_ty).to(tl.float32)
         if ADD:
@@ -93,7 +96,7 @@ def stream(
 
 @triton.jit
 def norm_rows(x, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
-    """Grid ``(rows,)``: an RMS norm."""
+    """Compute the RMS norm of one row in each program. The grid is ``(rows,)``."""
     places = tl.arange(0, WIDTH)
     inside = places < SIZE
     scale = tl.load(weight + places, inside, other=0.0).to(tl.float32)

@@ -1,10 +1,10 @@
-"""The decoder as a few kernels a layer, for decode steps of few rows on CUDA.
+"""The decoder with a few kernels for each layer, for decode steps of few rows on CUDA.
 
-Such a step takes as long as the weights need to arrive, and each launch beside them adds to that. Here a layer is
-norm and qkv, the attention's own kernels, output and sum, norm and gate and up and their product, down and sum.
+Such a step takes as long as the weights need to arrive from memory, and each kernel launch adds to that. The kernels of
+a layer are: norm and qkv; the attention's own kernels; output and sum; norm, gate, up and their product; down and sum.
 
-Weights in fp8 are multiplied with rows in 16 bits: such a step is closer to the unquantised model than one of more
-rows, whose rows are quantised too.
+Weights in fp8 are multiplied with rows in 16 bits. In steps of more rows, the rows are quantised too, so those steps
+are less close to the unquantised model.
 """
 
 import torch
@@ -13,23 +13,34 @@ import torch.nn.functional as F
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.linear import AnyLinear
-from services.worker.layers.triton_skinny import MOST_ROWS, Factor, Handed, skinny_norm, skinny_product, skinny_sum
+from services.worker.layers.triton_skinny import (
+    MOST_ROWS,
+    LinearWeights,
+    NormInput,
+    skinny_norm,
+    skinny_product,
+    skinny_sum,
+)
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
-# In fp8, of a model at least so wide: measured on an H200 for Llamas of 1B, which has 2,048, and of 8B.
-_MOST_ROWS_FP8 = 8
-_WIDE = 4096
+# The limit for wide models in fp8. Measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
+_MOST_ROWS_WIDE_FP8 = 8
+_WIDE_HIDDEN_SIZE = 4096
 
 
 class SkinnyDecoder:
-    """Reads the model's weights where they are. Read-only after it is made; its steps can be captured in a graph."""
+    """A decoder of few rows that uses the weights of ``model`` in place.
+
+    It is read-only after its construction. CUDA graphs can capture its steps.
+    """
 
     def __init__(self, model: DecoderModel) -> None:
         if not suits(model):
-            raise ValueError("the products must all be of Fp8Linear or transposed Linear in 16 bits, and whole")
+            raise ValueError("all products must be of Fp8Linear or transposed Linear, in 16 bits and on one rank")
         self._model = model
-        # With more, the libraries' products are faster.
-        self.most_rows = _MOST_ROWS_FP8 if model.quantizes and model.config.hidden_size >= _WIDE else MOST_ROWS
+        wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
+        # With more rows, the libraries' products are faster.
+        self.most_rows = _MOST_ROWS_WIDE_FP8 if model.quantizes and wide else MOST_ROWS
 
     def __call__(
         self,
@@ -38,16 +49,16 @@ class SkinnyDecoder:
         attention: RotatingAttentionStep,
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What ``DecoderModel.forward`` gives, for up to ``most_rows`` tokens."""
+        """Return the result of ``DecoderModel.forward`` for at most ``most_rows`` tokens."""
         model = self._model
-        x = F.embedding(token_ids, model.embedding)  # type: ignore[arg-type]  # the whole model is here
+        x = F.embedding(token_ids, model.embedding)  # type: ignore[arg-type]  # one rank has the whole model
         last = len(model.layers) - 1
-        handed: torch.Tensor | Handed = x
+        first_input: torch.Tensor | NormInput = x
         for index, layer in enumerate(model.layers):
             if index == last:
-                x, handed = self._layer(index, layer, x, handed, None, attention, keep)
+                x, first_input = self._layer(index, layer, x, first_input, None, attention, keep)
             else:
-                x, handed = self._layer(index, layer, x, handed, model.layers[index + 1], attention, None)
+                x, first_input = self._layer(index, layer, x, first_input, model.layers[index + 1], attention, None)
         return skinny_norm(x, model.norm, model.config.norm_eps)  # type: ignore[arg-type]  # as above
 
     def _layer(
@@ -55,44 +66,45 @@ class SkinnyDecoder:
         index: int,
         layer: DecoderLayer,
         x: torch.Tensor,
-        handed: torch.Tensor | Handed,
-        following: DecoderLayer | None,
+        first_input: torch.Tensor | NormInput,
+        next_layer: DecoderLayer | None,
         attention: RotatingAttentionStep,
         keep: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | Handed]:
-        """``x [tokens, hidden_size]`` after this layer, in place if all are kept, and handed to ``following``.
+    ) -> tuple[torch.Tensor, torch.Tensor | NormInput]:
+        """Return ``x [tokens, hidden_size]`` after this layer, and the input of the next layer's first product.
 
-        ``handed``: ``x`` as this layer's first product takes it.
+        ``x`` is updated in place if ``keep`` is None. ``first_input``: ``x`` as this layer's first product takes it.
         """
         own, mlp, eps = layer.attention, layer.mlp, layer.eps
-        qkv = skinny_product(handed, _factor(own.qkv), norm=(layer.attention_norm, eps))
+        qkv = skinny_product(first_input, _weights(own.qkv), norm=(layer.attention_norm, eps))
         attended = attention.run_qkv(index, qkv, own.q_norm, own.k_norm, eps)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-        handed = skinny_sum(attended, _factor(own.output), x, layer.mlp_norm)
+        mlp_input = skinny_sum(attended, _weights(own.output), x, layer.mlp_norm)
         norm = (layer.mlp_norm, eps)
-        gated = skinny_product(handed, _factor(mlp.gate_up), norm=norm, gated=True)
-        if following is None:
-            return skinny_product(gated, _factor(mlp.down), onto=x), x
-        return x, skinny_sum(gated, _factor(mlp.down), x, following.attention_norm)
+        gated = skinny_product(mlp_input, _weights(mlp.gate_up), norm=norm, gated=True)
+        if next_layer is None:
+            return skinny_product(gated, _weights(mlp.down), onto=x), x
+        return x, skinny_sum(gated, _weights(mlp.down), x, next_layer.attention_norm)
 
 
 def suits(model: DecoderModel) -> bool:
-    """Return whether ``model`` can run so."""
+    """Return whether ``SkinnyDecoder`` can run ``model``."""
     linears = (
         linear
         for layer in model.layers
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
     )
-    halves = torch.bfloat16, torch.float16
+    half_dtypes = torch.bfloat16, torch.float16
     return (
         model.ranks.alone
-        and model.dtype in halves
+        and model.dtype in half_dtypes
         and all(
-            isinstance(linear, Fp8Linear) or (linear.transposed and linear.weight.dtype in halves) for linear in linears
+            isinstance(linear, Fp8Linear) or (linear.transposed and linear.weight.dtype in half_dtypes)
+            for linear in linears
         )
     )
 
 
-def _factor(linear: AnyLinear) -> Factor:
-    return Factor(linear.weight, linear.bias, linear.scale[0] if isinstance(linear, Fp8Linear) else None)
+def _weights(linear: AnyLinear) -> LinearWeights:
+    return LinearWeights(linear.weight, linear.bias, linear.scale[0] if isinstance(linear, Fp8Linear) else None)
