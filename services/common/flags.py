@@ -147,7 +147,7 @@ def split_arguments(arguments: Sequence[str], known: Iterable[str]) -> dict[str,
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
             if not equals and not difflib.get_close_matches(name, names, n=1):
-                raise FlagError(f"{argument!r} is no flag: write flag=value; the argument help lists the flags")
+                raise FlagError(f"{argument!r} is not a flag: write flag=value; the argument help lists the flags")
             raise FlagError(f"unknown flag {name!r} in {argument!r}{_suggest(name, names)}")
         if not equals:
             raise FlagError(f"flag {argument!r} has no value: write {name}=VALUE")

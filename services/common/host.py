@@ -1,7 +1,7 @@
 """The memory, the processors and the GPUs that this process may use.
 
-Memory and processors are those that the limits of its container leave (cgroups, versions 1 and 2), on Linux only;
-elsewhere those of the whole machine.
+On Linux, the limits of the container count (control groups, versions 1 and 2). On other systems, memory and processors
+are those of the whole machine.
 """
 
 import math
@@ -28,7 +28,7 @@ def available_memory() -> int:
 
 
 def usable_processors() -> int:
-    """Return how many processors this process may use: those it may run on, or its container's quota if it is less."""
+    """Return the smaller of the number of processors that this process may run on and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for group in _groups("cpu"):
@@ -39,14 +39,16 @@ def usable_processors() -> int:
 
 
 def visible_gpus() -> str | None:
-    """Return the GPUs as ``CUDA_VISIBLE_DEVICES`` lists them, or all that NVIDIA's driver has device files of; None
-    where there is neither."""
+    """Return the GPUs as a list for ``CUDA_VISIBLE_DEVICES``, or None if there is no GPU.
+
+    If the variable is set, return its value. Otherwise return all GPUs that have a device file of NVIDIA's driver.
+    """
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))) or None)
 
 
 def has_gpus() -> bool:
-    """Return whether programs probably see a GPU of NVIDIA's. Only torch knows, which takes seconds to load."""
+    """Return whether an NVIDIA GPU is probably visible. A certain answer needs torch, which takes seconds to load."""
     return any(name not in ("", "-1") for name in (visible_gpus() or "").split(","))
 
 
@@ -67,7 +69,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> tuple[int | None, int | None]:
-    """Return the microseconds of processor time for each period, and the period's; None: no limit."""
+    """Return the microseconds of processor time in each period, or None for no limit, and those of the period."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return (None if quota == "max" else int(quota)), int(period)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.common.text.encoder import AT_ONCE_BYTES, TextEncoder, check_unicode, context_exceeded, most_bytes
+from services.common.text.encoder import AT_ONCE_BYTES, TextEncoder, check_unicode, context_exceeded, max_utf8_bytes
 from services.common.text.tokenizer import Tokenizer
 
 INLINE_BYTES = 64 * 1024  # work on more is for a thread: the event loop has streams to feed
@@ -87,7 +87,7 @@ class TextEngine:
         try:
             while self._waiting:
                 batch, size = [self._waiting.popleft()], 0
-                while self._waiting and (size := size + sum(map(most_bytes, batch[-1][0]))) < AT_ONCE_BYTES:
+                while self._waiting and (size := size + sum(map(max_utf8_bytes, batch[-1][0]))) < AT_ONCE_BYTES:
                     batch.append(self._waiting.popleft())
                 if not await self._encode_together(batch):
                     for request in batch:  # one of them is to blame, and only that one is to fail

@@ -13,7 +13,7 @@ from services.common.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def encoder(monkeypatch):
-    """Takes 1000 bytes."""
+    """A ``TextEncoder`` whose limits are 1000 bytes or tokens."""
     monkeypatch.setattr(module, "MAX_TEXT_BYTES", 1000)
     monkeypatch.setattr(module, "MAX_TOKENS", 1000)
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 1000)

@@ -66,7 +66,7 @@ def test_booleans_are_t_and_f(text, value):
     [
         (["modle=x"], "unknown flag 'modle'.*did you mean model="),
         (["zzzzzz=1"], "unknown flag 'zzzzzz'.*the flags are .*page_size"),
-        (["/some/dir"], "^'/some/dir' is no flag: write flag=value; the argument help lists the flags$"),
+        (["/some/dir"], "^'/some/dir' is not a flag: write flag=value; the argument help lists the flags$"),
         (["model"], "no value: write model=VALUE"),
         (["model=a", "model=b"], "given twice"),
         (["page_size=many"], "flag page_size='many': input should be a valid integer"),

@@ -1,7 +1,7 @@
-"""Clients' texts to token ids.
+"""Encoding of clients' texts as token ids, in bounded memory.
 
-Tokenising takes 110 to 240 bytes of memory for each byte of text, so little text is tokenised at once, and a text that
-is far too long is refused without tokenising all of it.
+Tokenising takes 110 to 240 bytes of memory for each byte of text, so the text that is tokenised at once is bounded. A
+text that is far too long is refused before all of it is tokenised.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
 MAX_TEXT_BYTES = 4 * 2**20  # of a text that may be longer than the context, in UTF-8
-MAX_TOKENS = MAX_TEXT_BYTES  # that become one text
-AT_ONCE_BYTES = 2**20  # of all texts that are tokenised at once, unless one text alone has more
-_INLINE_CHARACTERS = 64 * 1024  # of a conversation that waits for no turn
+MAX_TOKENS = MAX_TEXT_BYTES  # of one text to decode
+AT_ONCE_BYTES = 2**20  # of all texts that are tokenised at once; one longer text is tokenised alone
+_INLINE_CHARACTERS = 64 * 1024  # of a conversation that is tokenised without waiting for room
 _LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
 
 R = TypeVar("R")
 
 
 class TextEncoder:
-    """Owned by a service; called on its event loop, works in its own threads.
+    """A service's tokenizer with a pool of threads. Call its methods on the service's event loop.
 
-    ``max_tokens``: texts that cannot fit are refused; None: those of more than ``MAX_TEXT_BYTES`` are.
+    ``max_tokens``: refuse texts that cannot fit. None: refuse texts of more than ``MAX_TEXT_BYTES``.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -35,26 +35,26 @@ class TextEncoder:
         self._longest_token = max(_LONGEST_SPECIAL, *(len(token) for token in tokenizer.vocabulary.token_bytes))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
         self._free = AT_ONCE_BYTES
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()  # the work that waits, with its bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # work that waits for room, with its bytes
 
     async def encode(
         self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text. Raises ``InvalidRequest``."""
+        """Return the token ids of each text. Raises ``InvalidRequest``."""
         for text in texts:
             self.check_length(text, max_tokens, field)
         found: list[list[int]] = []
-        for some in portions(texts, most_bytes, AT_ONCE_BYTES):  # others have their turn between
-            size = sum(map(most_bytes, some))
-            found += await self.in_turn(size, self._encode, some, max_tokens, field, add_special_tokens)
+        for portion in portions(texts, max_utf8_bytes, AT_ONCE_BYTES):  # work of other requests runs between portions
+            size = sum(map(max_utf8_bytes, portion))
+            found += await self.in_turn(size, self._encode, portion, max_tokens, field, add_special_tokens)
         return found
 
     async def encode_chat(
         self, render: Callable[[], str], *, max_tokens: int | None, field: str, add_special_tokens: bool = False
     ) -> tuple[str, list[int]]:
-        """Text and token ids of the conversation that ``render`` makes a text of. Raises ``InvalidRequest``.
+        """Return the text that ``render`` returns, and its token ids. Raises ``InvalidRequest``.
 
-        What counts is the rendered text: a template may leave out much of the messages, such as old reasoning.
+        The limits apply to the rendered text, since a template may leave out much of the messages (old reasoning).
         """
 
         def render_and_encode() -> tuple[str, list[int] | None]:
@@ -67,28 +67,28 @@ class TextEncoder:
             return self.tokenizer.encode(text, add_special_tokens)
 
         text, ids = await self.in_thread(render_and_encode)
-        return text, await self.in_turn(most_bytes(text), encode, text) if ids is None else ids
+        return text, await self.in_turn(max_utf8_bytes(text), encode, text) if ids is None else ids
 
     async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool, field: str) -> str:
-        """The text of ``tokens``, all in the vocabulary. ``InvalidRequest`` for more than ``encode`` would take."""
+        """Return the text of ``tokens``, all in the vocabulary. Raises ``InvalidRequest`` if the text is too long."""
         return await self.in_turn(len(tokens), self._decode, tokens, skip_special_tokens, field)
 
     async def in_thread(self, work: Callable[..., R], *arguments: Any) -> R:
-        """``work(*arguments)`` in one of the threads."""
+        """Run ``work(*arguments)`` in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def in_turn(self, size: int, work: Callable[..., R], *arguments: Any) -> R:
-        """Run ``work(*arguments)`` in one of the threads when there is room for ``size`` bytes, or tokens.
+        """Run ``work(*arguments)`` in one of the threads when there is room for ``size`` bytes (or tokens to decode).
 
-        Cancelling does not end the thread's work, which keeps its room until it is done.
+        If the caller is cancelled, the work still runs to its end and keeps its room until then.
         """
         size = min(size, AT_ONCE_BYTES)
-        await self._take(size)
+        await self._reserve(size)
         loop = asyncio.get_running_loop()
 
         def done(_: Future[R]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._give_back, size)
+                loop.call_soon_threadsafe(self._release, size)
 
         running = self._threads.submit(work, *arguments)
         running.add_done_callback(done)
@@ -97,13 +97,13 @@ class TextEncoder:
     def check_length(self, text: str, max_tokens: int | None, field: str) -> None:
         """Refuse, without tokenising, a text with more bytes than ``max_tokens`` of the longest token."""
         if max_tokens is None:
-            if most_bytes(text) <= MAX_TEXT_BYTES:
+            if max_utf8_bytes(text) <= MAX_TEXT_BYTES:
                 return
             size = len(text.encode(errors="surrogatepass")) if len(text) <= MAX_TEXT_BYTES else len(text)
             if size > MAX_TEXT_BYTES:
                 raise InvalidRequest(
-                    f"the text has at least {size} bytes of UTF-8, and where it may be longer than the context at most"
-                    f" {MAX_TEXT_BYTES} are taken; send it in parts",
+                    f"the text has at least {size} bytes of UTF-8: a text that may be longer than the context has at"
+                    f" most {MAX_TEXT_BYTES} bytes; send it in parts",
                     field=field,
                     reason="INVALID_VALUE",
                 )
@@ -112,7 +112,7 @@ class TextEncoder:
             raise context_exceeded(f"at least {at_least}", max_tokens, field)
 
     def stop(self) -> None:
-        """Let the threads go."""
+        """Stop the threads, without waiting for work that runs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(
@@ -125,19 +125,20 @@ class TextEncoder:
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool, field: str) -> str:
         token_bytes, most = self.tokenizer.vocabulary.with_specials.token_bytes, 4 * MAX_TOKENS
-        size = sum(len(token_bytes[token]) for token in tokens if token < len(token_bytes))  # a model may have more
+        # A model may have more tokens than its tokenizer.
+        size = sum(len(token_bytes[token]) for token in tokens if token < len(token_bytes))
         if size > most:
             raise InvalidRequest(
-                f"the text of these tokens has up to {size} bytes, and at most {most} are made; send them in parts",
+                f"the text of these tokens has up to {size} bytes: at most {most} are allowed; send them in parts",
                 field=field,
                 reason="INVALID_VALUE",
             )
         return self.tokenizer.decode([*tokens], skip_special_tokens)
 
     def _check_beginning(self, text: str, max_tokens: int | None, field: str) -> None:
-        """Refuse a text of which the beginning alone is far too long: megabytes need not be tokenised for that.
+        """Refuse a text whose beginning alone is far too long, without tokenising the rest.
 
-        A cut may split a token and, rarely, change the few before it; hence the margin.
+        A cut may split a token and, rarely, change a few tokens before it. The margin allows for that.
         """
         if max_tokens is None or len(text) <= (length := 8 * max_tokens):
             return
@@ -147,35 +148,35 @@ class TextEncoder:
             if count > max_tokens + max_tokens // 8 + 64:
                 raise context_exceeded(f"more than {max_tokens}", max_tokens, field)
 
-    async def _take(self, size: int) -> None:
-        """Wait for room, behind those who came before."""
-        if not self._line and size <= self._free:
+    async def _reserve(self, size: int) -> None:
+        """Reserve room for ``size`` bytes, after all earlier callers."""
+        if not self._waiting and size <= self._free:
             self._free -= size
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((size, turn))
+        self._waiting.append((size, turn))
         try:
             await turn
         except asyncio.CancelledError:
-            self._give_back(0 if turn.cancelled() else size)  # it may have been its turn already
+            self._release(0 if turn.cancelled() else size)  # the room may be reserved already
             raise
 
-    def _give_back(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self._free += size
-        while self._line and (self._line[0][1].cancelled() or self._line[0][0] <= self._free):
-            size, turn = self._line.popleft()
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
+            size, turn = self._waiting.popleft()
             if not turn.cancelled():
                 self._free -= size
                 turn.set_result(None)
 
 
-def most_bytes(text: str) -> int:
-    """Return an upper bound on the bytes that ``text`` has in UTF-8, exact for ASCII, without encoding it."""
+def max_utf8_bytes(text: str) -> int:
+    """Return an upper bound of the bytes of ``text`` in UTF-8, without encoding it. For ASCII, the bound is exact."""
     return len(text) if text.isascii() else 4 * len(text)
 
 
 def check_unicode(texts: list[str], field: str) -> None:
-    """Refuse texts with halves of surrogate pairs, such as Python has where a file's bytes are no UTF-8."""
+    """Refuse texts with halves of surrogate pairs. Python makes such texts of a file whose bytes are not UTF-8."""
     for text in texts:
         try:
             text.encode()

@@ -18,7 +18,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
-    """Wraps ``tokenizers`` with what transformers adds around it. Safe to share between threads."""
+    """A tokenizer of the library ``tokenizers``, with the settings that transformers adds. It is thread-safe."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, templates: ChatTemplates | None, fingerprint: str
@@ -47,7 +47,7 @@ class Tokenizer:
         return self._templates is not None
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate:
-        """The model's template for conversations with or without tools. ``InvalidRequest`` when it has none."""
+        """Return the template for conversations with or without tools. Raises ``InvalidRequest`` if there is none."""
         if self._templates is None:
             raise InvalidRequest(
                 "this model has no chat template: use completions, or add chat_template.jinja to its directory",
@@ -64,11 +64,11 @@ class Tokenizer:
         return item.ids
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each of ``texts``, which are encoded in parallel."""
+        """Return the token ids of each of ``texts``. The texts are encoded in parallel."""
         return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation under the model's template. Raises ``InvalidRequest`` (field ``messages``)."""
+        """Return the token ids of a rendered conversation. Raises ``InvalidRequest`` (field ``messages``)."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
     def render_chat(
@@ -79,19 +79,22 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as text, special tokens included. ``variables``: what else the template is told, ``tools``
-        among them. Raises ``InvalidRequest`` (field ``messages``)."""
+        """Return a conversation as text, with special tokens.
+
+        ``variables``: other variables of the template, such as ``tools``. Raises ``InvalidRequest`` (field
+        ``messages``).
+        """
         template = self.chat_template(tools=bool(variables and variables.get("tools")))
         return template.render(
             messages, add_generation_prompt, continue_final_message=continue_final_message, variables=variables
         )
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids`` standing alone, as the tokenizer's own decoder gives it."""
+        """Return the text of ``token_ids`` without context, from the tokenizer's own decoder."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """Return ``bos_token`` and the like, as templates name them. Raises ``InvalidRequest``."""
+    """Return the special tokens by the names that templates use, such as ``bos_token``. Raises ``InvalidRequest``."""
     found = {name: read_special_token(directory, name) for name in _SPECIAL_NAMES}
     return {name: token for name, token in found.items() if token}
