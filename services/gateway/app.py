@@ -200,10 +200,10 @@ def _error_response(error: TokaError, scope: Scope) -> Response:
 
 
 def _did_you_mean(request: Request) -> str:
-    """Return the end of an error's sentence if the base URL of the client lacks ``/v1`` or has one too many."""
+    """Return a hint for the error message if the path fits with one ``/v1`` more or less, else an empty string."""
     path, known = request.url.path, {getattr(route, "path", None) for route in request.app.routes}
-    others = [other for other in (f"/v1{path}", path.removeprefix("/v1")) if other != path and other in known]
-    return f"; did you mean {others[0]}? Look at the client's base URL" if others else ""
+    meant = [other for other in (f"/v1{path}", path.removeprefix("/v1")) if other != path and other in known]
+    return f"; did you mean {meant[0]}? Check the client's base URL" if meant else ""
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

@@ -123,11 +123,11 @@ class Failover:
         self._here.clear()
 
     def cancel(self, call: Call) -> None:
-        """Forget ``call``."""
+        """Remove ``call`` from the queue."""
         self._here.pop(call, None)
 
     def count_tokens(self, call: Call) -> int:
-        """Return 0: a call that no session has gets no tokens."""
+        """Return 0, since a queued call receives no tokens."""
         return 0
 
     async def run(self) -> None:

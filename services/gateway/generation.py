@@ -86,25 +86,25 @@ class Choice:
 
 
 class Holder(Protocol):
-    """The object that has a call: a session, or ``Failover`` while no session has it."""
+    """The object that runs a call: a session, or ``Failover`` while the call is queued there."""
 
     def cancel(self, call: "Call") -> None:
         """End the choices of ``call`` that still run."""
 
     def count_tokens(self, call: "Call") -> int:
-        """Return the number of tokens that the running choices of ``call`` have had since they were sent."""
+        """Return the number of tokens that the running choices of ``call`` have received since they were sent."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
-    """One part of a job at one scheduler.
+    """A part of a job at one scheduler.
 
-    A request may have thousands of calls, so each takes little memory.
+    A request may have thousands of calls, so a call uses little memory.
     """
 
     part: Part
     generation: "Generation"
-    choices: Sequence[Choice]  # without those that have left it for another call
+    choices: Sequence[Choice]  # without those that moved to another call
     accepted: bool = False  # by a scheduler, once
     attempt: int = 0  # schedulers that were lost with it
     holder: Holder | None = None  # set by the holder itself

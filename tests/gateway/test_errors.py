@@ -333,7 +333,7 @@ def test_each_way_to_say_json(deployment, kind):
 )
 def test_a_wrong_base_url_is_named(deployment, path, meant):
     message = deployment.post(path, {}).json()["error"]["message"]
-    assert message == f"there is no POST {path} here; did you mean {meant}? Look at the client's base URL"
+    assert message == f"there is no POST {path} here; did you mean {meant}? Check the client's base URL"
 
 
 def test_a_path_or_method_that_does_not_exist(deployment):

@@ -93,7 +93,7 @@ class Body(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_dropped(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the body as a dict, without the unknown parameters whose values were dropped: they are no JSON."""
+        """Return the body as a dict, without unknown parameters whose values were dropped. Those are not JSON."""
         found: dict[str, Any] = serialize(self)
         for name, value in (self.__pydantic_extra__ or {}).items():
             if value == _SOMETHING:

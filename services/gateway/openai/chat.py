@@ -30,7 +30,7 @@ from services.gateway.openai.jobs import (
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.thinking import limit_thinking
-from services.gateway.openai.truncation import render_newest, render_whole
+from services.gateway.openai.truncation import render_prompt
 from services.gateway.session.codec import ModelFacts
 
 
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: bool = False) -> Asked:
     """Return what ``body`` asks of the schedulers. Raises ``TokaError``.
 
-    ``drop_oldest``: if the conversation is longer than the context, drop its oldest messages.
+    ``drop_oldest``: if the conversation leaves no room for the answer, drop its oldest messages.
     """
     check_choices(1, body, gateway.config.max_choices)
     facts = await gateway.fleet.model(body.model)
@@ -65,11 +65,8 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: 
     kept = kept_tokens(body, facts, gateway.config.max_prompt_tokens)
     tools = check_tools(gateway.formats, body, body.tool_choice)
     wanted = await wanted_grammar(gateway.text, body)
-    most = facts.max_context_tokens if kept is None else None
-    if drop_oldest:
-        prompt = await render_newest(gateway, body, facts, most)
-    else:
-        prompt = await render_whole(gateway, body, most)
+    max_prompt_tokens = facts.max_context_tokens if kept is None else None
+    prompt = await render_prompt(gateway, body, facts, max_prompt_tokens, drop_oldest=drop_oldest)
     parallel = body.parallel_tool_calls is not False
     grammar = await make_grammar(
         gateway.text, gateway.formats, body, prompt, tools, wanted, choice=body.tool_choice, parallel=parallel

@@ -13,42 +13,53 @@ from services.gateway.openai.schemas import ChatBody
 from services.gateway.session.codec import ModelFacts
 
 
-async def render_whole(gateway: Gateway, body: ChatBody, max_tokens: int | None) -> Prompt:
-    """Return the prompt of ``body``. Raises ``InvalidRequest``, also for more than ``max_tokens`` unless it is None."""
+async def render_prompt(
+    gateway: Gateway, body: ChatBody, facts: ModelFacts, max_tokens: int | None, *, drop_oldest: bool
+) -> Prompt:
+    """Return the prompt of ``body``, of at most ``max_tokens`` unless that is None. Raises ``InvalidRequest``.
+
+    ``drop_oldest``: if the prompt leaves no room for the answer, drop the oldest messages.
+    """
+    if drop_oldest:
+        return await _render_newest(gateway, body, facts, max_tokens)
+    return await _render_whole(gateway, body, max_tokens)
+
+
+async def _render_whole(gateway: Gateway, body: ChatBody, max_tokens: int | None) -> Prompt:
     with_tools = body.tool_choice != "none"
     return await render(gateway.text, body, max_tokens=max_tokens, effort=body.reasoning_effort, with_tools=with_tools)
 
 
-async def render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, max_tokens: int | None) -> Prompt:
-    """Return the prompt of ``body``, without its oldest messages if they leave no room for the answer.
+async def _render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, max_tokens: int | None) -> Prompt:
+    """Return the prompt of ``body``. If it leaves no room for the answer, drop the oldest messages until it does.
 
-    If the prompt is still too long without all ``droppable`` messages, return that one unless it has more than
-    ``max_tokens``: a shorter answer may fit. Raises ``InvalidRequest``.
+    If even the prompt without all ``droppable`` messages leaves too little room, return it if it has at most
+    ``max_tokens``, since a shorter answer may fit.
     """
-    room = _room(gateway.config, body, facts)
+    room = _max_prompt_tokens(gateway.config, body, facts)
 
-    async def fitting(given: ChatBody) -> Prompt | None:
+    async def render_if_fits(given: ChatBody) -> Prompt | None:
         try:
-            prompt = await render_whole(gateway, given, room)
+            prompt = await _render_whole(gateway, given, room)
         except InvalidRequest as error:
             if error.reason != "CONTEXT_LENGTH_EXCEEDED":
                 raise
             return None
         return prompt if len(prompt.ids) <= room else None
 
-    if (prompt := await fitting(body)) is not None:
+    if (prompt := await render_if_fits(body)) is not None:
         return prompt
     parts = await gateway.text.in_thread(droppable, body.messages)
     newest = partial(gateway.text.in_thread, _without, body)
     shortest = await newest(parts)
-    if (best := await fitting(shortest)) is None:
-        return await render_whole(gateway, shortest, max_tokens)
-    # Binary search for the longest prompt. The first steps double: a conversation much longer than the context is
-    # rendered as a whole only once.
+    if (best := await render_if_fits(shortest)) is None:
+        return await _render_whole(gateway, shortest, max_tokens)
+    # Search for the number of parts to keep. The steps double before the binary search, so that a conversation much
+    # longer than the context is rendered as a whole only once.
     fits, exceeds, step = 0, len(parts), 1
     while exceeds - fits > 1:
         count = min(fits + step, (fits + exceeds) // 2)
-        if (prompt := await fitting(await newest(parts[: len(parts) - count]))) is None:
+        if (prompt := await render_if_fits(await newest(parts[: len(parts) - count]))) is None:
             exceeds, step = count, exceeds
         else:
             best, fits, step = prompt, count, 2 * step
@@ -56,27 +67,28 @@ async def render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, max
 
 
 def _without(body: ChatBody, dropped: Sequence[set[int]]) -> ChatBody:
-    places = set[int]().union(*dropped)
-    messages = [message for place, message in enumerate(body.messages) if place not in places]
+    indices = set[int]().union(*dropped)
+    messages = [message for index, message in enumerate(body.messages) if index not in indices]
     return body.model_copy(update={"messages": messages})
 
 
-def _room(config: GatewayConfig, body: ChatBody, facts: ModelFacts) -> int:
-    """Return the most tokens of a truncated prompt. The answer gets at most half of the context."""
-    most = check_max_tokens(body, config.max_output_tokens, default_max_tokens(body, facts))
-    answer = max(UNSAID_ANSWER if most is None else most, body.min_tokens or 0)
+def _max_prompt_tokens(config: GatewayConfig, body: ChatBody, facts: ModelFacts) -> int:
+    """Return the largest token count of a truncated prompt. At most half of the context is kept for the answer."""
+    max_tokens = check_max_tokens(body, config.max_output_tokens, default_max_tokens(body, facts))
+    answer = max(UNSAID_ANSWER if max_tokens is None else max_tokens, body.min_tokens or 0)
     room = facts.max_context_tokens - min(answer, facts.max_context_tokens // 2)
     return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
 
 
 def droppable(messages: Sequence[Message]) -> list[set[int]]:
-    """Return the parts of a conversation that may be dropped, the oldest first, as places of messages.
+    """Return the parts of a conversation that may be dropped, the oldest first, as indices of messages.
 
-    A part is a turn, from one message of the user to the next, so that what stays begins with the user. Behind the
-    last message of the user, a part is one message. The outputs of a call are in the part of the call. Messages of the
-    system and the developer, the last one of the user, and the last one of all, with its call, are in no part.
+    A part is a turn: a message of the user, and all messages before the next one. So the remaining conversation begins
+    with the user. After the last message of the user, each message is a part. The outputs of a call belong to the part
+    of the call. These messages are in no part: those of the system and the developer, the last message of the user, and
+    the last message of all with its call.
     """
-    last_question = max((place for place, message in enumerate(messages) if message.role == "user"), default=-1)
+    last_question = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     parts: list[set[int]] = []
     for unit in _units(messages):
         first = messages[unit[0]]
@@ -89,14 +101,14 @@ def droppable(messages: Sequence[Message]) -> list[set[int]]:
 
 
 def _units(messages: Sequence[Message]) -> list[list[int]]:
-    """Return the places of messages that belong together: each message, with the outputs of its calls."""
+    """Return the indices of messages that belong together: each message with the outputs of its calls."""
     units: list[list[int]] = []
     callers: dict[str | None, list[int]] = {}
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.role == "tool" and (unit := callers.get(message.tool_call_id)) is not None:
-            unit.append(place)
+            unit.append(index)
             continue
-        unit = [place]
+        unit = [index]
         units.append(unit)
         callers.update((call.id, unit) for call in message.tool_calls or ())
     return units

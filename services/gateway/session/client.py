@@ -1,4 +1,4 @@
-"""One open Session stream to one scheduler: many requests on it, one reader, one writer, in-band heartbeats."""
+"""An open Session stream to one scheduler. It carries many requests, and has a reader, a writer and heartbeats."""
 
 import asyncio
 import time
@@ -20,46 +20,46 @@ from services.gateway.session.seats import Seats
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 
 MAX_OUTBOX = 65_536
-MOST_BACKLOG = 512  # requests to be written for which others wait
-# Requests in one message. A large message would hold up heartbeats and cancellations.
+MOST_BACKLOG = 512  # messages to be written; with more, further requests wait
+# Requests in one message. A larger message would delay heartbeats and cancellations.
 _MOST_TOGETHER, _MOST_BYTES_TOGETHER = 64, 64 * 1024
 SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
 
 
 @dataclass(frozen=True)
 class Timings:
-    """How patient the gateway is with a scheduler, in seconds."""
+    """Timeouts and intervals of a session, in seconds."""
 
-    open_timeout: float = 10.0  # for SessionOpened after the stream is made
+    open_timeout: float = 10.0  # from the start of the stream to SessionOpened
     heartbeat_interval: float = 1.0
-    heartbeat_timeout: float = 10.0  # without an answer the scheduler counts as hung
+    heartbeat_timeout: float = 10.0  # without an answer for this time, the scheduler counts as hung
     first_backoff: float = 0.1
     last_backoff: float = 2.0
-    wait_for_ready: float = 10.0  # how long a request waits while no scheduler was ever there, or without failover
-    failover: float = 120.0  # how long one waits for a scheduler, new or lost with another one; 0: it does not
-    # How long requests stay with a scheduler that says it is not ready while another one is. What its worker had
-    # computed is lost anyway; so this is the time to find it back by a new connection, and no more.
+    wait_for_ready: float = 10.0  # a request waits at most this long for the first scheduler, or without failover
+    failover: float = 120.0  # a request waits at most this long for another scheduler; 0: no failover
+    # Requests stay this long with a scheduler that is not ready while another one is ready. What its worker had
+    # computed is lost anyway, so the time is only for a new connection to the worker.
     move_after: float = 3.0
 
 
 class Owner(Protocol):
-    """Who made the session, and what it is told."""
+    """The object that opened a session and receives its events."""
 
     def loaded(self, load: observe_pb2.Load) -> None:
-        """How the scheduler is doing."""
+        """Take in the load of the scheduler."""
 
     def refused(self, call: Call, error: TokaError) -> None:
-        """The scheduler does not take ``call``."""
+        """Take in that the scheduler refused ``call``."""
 
     def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError) -> None:
-        """These choices ended without being at their end, with these tokens (uint32) of this session."""
+        """Take in unfinished choices that the scheduler gave up, with their tokens (uint32) of this session."""
 
 
 class Session:
-    """Owned by a ``Replica``, its ``owner``; all methods run on the gateway's event loop.
+    """A stream of a ``Replica``, its ``owner``. All methods run on the gateway's event loop.
 
-    ``run`` returns never: it raises why the stream ended. Nothing comes from the session after that, and ``abandon``
-    tells what was on it.
+    ``run`` does not return: it raises the reason for the end of the stream. The session sends no events after that.
+    ``abandon`` returns the choices that were on it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Session:
         *,
         takes_submits: bool = False,
     ) -> None:
-        """``takes_submits``: the scheduler takes several requests in one message."""
+        """``takes_submits``: the scheduler accepts several requests in one message."""
         self.unreported_tokens = 0  # submitted since the last Load
         self._stream = stream
         self._metrics = metrics
@@ -82,7 +82,7 @@ class Session:
         self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
         self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
         self._ended = False
-        self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: nobody wants it any more
+        self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: cancelled or abandoned
         self._unaccepted: dict[int, Call] = {}  # by first handle
         self._seats = Seats()
         self._beats_answered = 0
@@ -90,10 +90,10 @@ class Session:
         self._last_step_at = -1.0
 
     def submit(self, call: Call) -> None:
-        """Send ``call``; its generation hears of acceptance, tokens and ending.
+        """Send ``call``. Its generation receives the acceptance, the tokens and the endings.
 
-        Raises ``Overloaded``, or ``PayloadTooLarge``: a message that the scheduler will not read would end the session,
-        and with it everybody's requests.
+        Raises ``Overloaded``. Raises ``PayloadTooLarge`` for a message that the scheduler would not read, since such a
+        message ends the session with all its requests.
         """
         if len(self._outbox) >= MAX_OUTBOX:
             raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
@@ -113,10 +113,10 @@ class Session:
         while len(self._outbox) > MOST_BACKLOG and not self._ended:
             self._has_room.clear()
             await self._has_room.wait()
-        await asyncio.sleep(0)  # the owner of a session that has ended takes note of that
+        await asyncio.sleep(0)  # the owner notices the end of its session
 
     async def run(self) -> None:
-        """Serve the stream until it ends; always raises a ``TokaError`` (or is cancelled)."""
+        """Serve the stream until it ends or the task is cancelled. Raises a ``TokaError`` in any case."""
         tasks = [asyncio.create_task(work()) for work in (self._read, self._write, self._beat)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +134,7 @@ class Session:
 
     @property
     def backlog(self) -> int:
-        """Messages that are to be written."""
+        """Number of messages that are to be written."""
         return len(self._outbox)
 
     def begun(self) -> set[Generation]:
@@ -143,8 +143,10 @@ class Session:
         return {choice.generation for handle, choice in handles.items() if len(self._seats.tokens(handle))}
 
     def abandon(self, *, all_of_it: bool = True) -> dict[Choice, np.ndarray]:
-        """Unfinished choices, with their tokens, uint32: nothing comes of them here any more. If not ``all_of_it``,
-        those stay that were lost before and have had no token since."""
+        """Give up all unfinished choices, and return them with their tokens (uint32).
+
+        If ``all_of_it`` is False, keep choices that were lost before and have received no token since.
+        """
         unfinished = {handle: choice for handle, choice in self._samples.items() if choice is not None}
         leaving = {handle: choice for handle, choice in unfinished.items() if all_of_it or not choice.setbacks}
         self._let_go(list(leaving))
@@ -155,7 +157,7 @@ class Session:
         self._let_go(self._running(call))
 
     def count_tokens(self, call: Call) -> int:
-        """Return the number of tokens that the choices of ``call`` have had here, of those that still run."""
+        """Return the number of tokens that the running choices of ``call`` have received here."""
         return sum(len(self._seats.tokens(handle)) for handle in self._running(call))
 
     def _running(self, call: Call) -> list[int]:
@@ -163,11 +165,11 @@ class Session:
         return [handle for handle, choice in enumerate(call.sent, call.handle) if self._samples.get(handle) is choice]
 
     def _let_go(self, handles: Sequence[int]) -> None:
-        """Their samples are to end, and nobody wants what still comes of them."""
+        """Cancel the samples of ``handles``, and ignore their further tokens."""
         if handles:
-            nobody = dict.fromkeys(handles)
-            self._samples |= nobody
-            self._cancels |= nobody
+            cancelled = dict.fromkeys(handles)
+            self._samples |= cancelled
+            self._cancels |= cancelled
             self._has_mail.set()
 
     # The three tasks of ``run``.
@@ -177,7 +179,7 @@ class Session:
             message: Any = await self._stream.read()  # a SessionResponse, or the end
             if message is grpc.aio.EOF:
                 raise Unavailable("the scheduler closed the session")
-            if message is None:  # gRPC's way to say that it could not be decoded
+            if message is None:  # gRPC could not decode the message
                 raise Unavailable("the scheduler sent a message that cannot be read", reason=codec.MESSAGES_LOST)
             match message.WhichOneof("payload"):
                 case "outputs":
@@ -209,37 +211,40 @@ class Session:
                     message.heartbeat.messages_before = self._written
                 await self._stream.write(message)
                 self._written += 1
-            if self._cancels:  # after the submits they are about
+            if self._cancels:  # after the requests that they cancel
                 cancels, self._cancels = list(self._cancels), {}
                 await self._stream.write(codec.encode_cancel(cancels))
                 self._written += 1
 
     def _next(self) -> session_pb2.SessionRequest:
-        """Take the next message from the outbox: a heartbeat, or requests that go together."""
-        some = [self._outbox.popleft()]
-        if not self._takes_submits or not some[0].HasField("submit"):
-            return some[0]
-        size = some[0].ByteSize()
-        while self._outbox and len(some) < _MOST_TOGETHER and self._outbox[0].HasField("submit"):
+        """Take the next message from the outbox. Consecutive short requests become one message."""
+        first = self._outbox.popleft()
+        if not self._takes_submits or not first.HasField("submit"):
+            return first
+        requests, size = [first], first.ByteSize()
+        while self._outbox and len(requests) < _MOST_TOGETHER and self._outbox[0].HasField("submit"):
             size += self._outbox[0].ByteSize()
             if size > _MOST_BYTES_TOGETHER:
                 break
-            some.append(self._outbox.popleft())
-        return codec.join_submits(some)
+            requests.append(self._outbox.popleft())
+        return codec.join_submits(requests)
 
     async def _beat(self) -> None:
-        """Counts intervals, not wall time: a gateway that was itself stopped does not blame the scheduler."""
+        """Send heartbeats. Raises ``Unavailable`` if the scheduler does not answer them.
+
+        Silence is counted in intervals, not in wall time, so a gateway that was suspended does not blame the scheduler.
+        """
         sent, answered, silent_s = 0, 0, 0.0
         while silent_s < self._timings.heartbeat_timeout:
             sent += 1
-            self._outbox.appendleft(codec.encode_heartbeat(sent))  # thousands of requests may wait to be written
+            self._outbox.appendleft(codec.encode_heartbeat(sent))  # before the requests, which may be thousands
             self._has_mail.set()
             await asyncio.sleep(self._timings.heartbeat_interval)
             silent_s = 0.0 if self._beats_answered > answered else silent_s + self._timings.heartbeat_interval
             answered = self._beats_answered
         raise Unavailable(f"the scheduler has not answered for {silent_s:.0f} s", reason="SCHEDULER_HUNG")
 
-    # What the reader hears.
+    # Events from the reader.
 
     def _on_acceptance(self, handle: int) -> None:
         call = self._unaccepted.pop(handle, None)
@@ -247,7 +252,7 @@ class Session:
             call.accepted = True
             try:
                 call.generation.accepted()
-            except Exception as error:  # one request's trouble is not the session's
+            except Exception as error:  # an error of one request must not end the session
                 call.generation.break_off("an acceptance could not be taken in", error)
 
     def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
@@ -265,7 +270,7 @@ class Session:
             call.generation.break_off("a rejection could not be taken in", error)
 
     def _wanted(self, first: int, call: Call) -> bool:
-        """Whether the call is here still, neither closed nor abandoned."""
+        """Return whether ``call`` is neither closed nor abandoned."""
         return self._samples.get(first) is call.choices[0]
 
     def _on_outputs(self, news: codec.StepNews) -> None:
@@ -292,7 +297,7 @@ class Session:
             choice, ids = self._end(handle)
             if choice is None:
                 continue
-            if isinstance(ending.error, Unavailable):  # another scheduler may go on with it
+            if isinstance(ending.error, Unavailable):  # another scheduler may continue it
                 lost[choice], reason = ids, ending.error
                 continue
             if ending.error is None and ending.completion_tokens > (count := len(choice.held) + len(ids)):
@@ -319,12 +324,12 @@ class Session:
         choice.generation.finish(choice, ending)
 
     def _end(self, handle: int) -> tuple[Choice | None, np.ndarray]:
-        """Free a handle: who had it, and the tokens that were kept for it."""
-        self._cancels.pop(handle, None)  # it would end the handle's next sample
+        """Free a handle. Return its choice, or None if that was cancelled, and the tokens stored for it."""
+        self._cancels.pop(handle, None)  # a late cancel would end the handle's next sample
         return self._samples.pop(handle, None), self._seats.give(handle)
 
     def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
-        """Latencies. Several tokens in one message came at even distances, say."""
+        """Observe latencies. Several tokens in one message count as evenly spaced."""
         now, last_step_at, seats = time.perf_counter(), self._last_step_at, self._seats
         last = seats.last_at[handles]
         seats.last_at[handles] = now
@@ -351,19 +356,18 @@ class Session:
                 choice.generation.first_token_at = now
 
     def _store(self, news: codec.StepNews) -> None:
-        """Keep all tokens: an answer that nobody reads while it grows is made of them, and any is continued from
-        them elsewhere."""
+        """Store all tokens. An answer that is not streamed consists of them, and failover continues from them."""
         seats = self._seats
         if news.counts is None:
             seats.store(news.handles, news.token_ids)
             return
         starts = np.cumsum(news.counts) - news.counts
-        for index in range(int(news.counts.max())):  # their first tokens, their second ones
+        for index in range(int(news.counts.max())):  # each handle's first token, then each handle's second
             rows = news.counts > index
             seats.store(news.handles[rows], news.token_ids[starts[rows] + index])
 
     def _feed(self, news: codec.StepNews, fed: np.ndarray) -> None:
-        """Pass the tokens of ``fed`` (bool, beside the handles) on, one sample after the other."""
+        """Pass the tokens of the handles in the mask ``fed`` to their generations, one sample after the other."""
         ids, logprobs = news.token_ids.tolist(), news.logprobs
         counts = np.ones(len(news.handles), np.int64) if news.counts is None else news.counts
         ends = np.cumsum(counts)

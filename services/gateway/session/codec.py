@@ -61,12 +61,12 @@ class ModelFacts:
 
     @property
     def can_resume(self) -> bool:
-        """Whether its scheduler knows ``Resume``: an older one would take an answer's tokens for its prompt."""
+        """True if the scheduler knows ``Resume``. An older one would take an answer's tokens for its prompt."""
         return self._minor >= RESUME_MINOR
 
     @property
     def takes_submits(self) -> bool:
-        """True if its scheduler takes several requests in one message."""
+        """True if the scheduler accepts several requests in one message."""
         return self._minor >= SUBMITS_MINOR
 
     @property
@@ -211,10 +211,10 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
 
 
 def join_submits(messages: list[session_pb2.SessionRequest]) -> session_pb2.SessionRequest:
-    """Return one message with the requests of ``messages``, each of which has one."""
+    """Merge ``messages``, each with one request, into one message."""
     if len(messages) == 1:
         return messages[0]
-    return session_pb2.SessionRequest(submits=session_pb2.Submits(submits=[each.submit for each in messages]))
+    return session_pb2.SessionRequest(submits=session_pb2.Submits(submits=[message.submit for message in messages]))
 
 
 @lru_cache(maxsize=16)

@@ -29,8 +29,8 @@ def encode_news(item: object) -> session_pb2.SessionResponse:
             return session_pb2.SessionResponse(outputs=encode_outputs(item))
         case Accepted():
             return session_pb2.SessionResponse(acceptance=_encode_acceptance(item))
-        case list() as several:
-            acceptances = [_encode_acceptance(each) for each in several]
+        case list() as accepted:
+            acceptances = [_encode_acceptance(each) for each in accepted]
             return session_pb2.SessionResponse(acceptances=session_pb2.Acceptances(acceptances=acceptances))
         case Rejected(handle=handle, error=error):
             rejection = session_pb2.Rejection(handle=handle, status=to_status(error))

@@ -71,7 +71,7 @@ class Mailbox:
 
     def __init__(self, overflowed: Callable[[], object] = lambda: None, most_bytes: int | None = None) -> None:
         self.tokens = 0  # all that were put in
-        self.joins_acceptances = False  # several in a row may be one item
+        self.joins_acceptances = False  # ``get`` may return several acceptances as one item
         self._items: deque[Any] = deque()
         self._load: Load | None = None  # only the newest counts
         self._bytes = 0
@@ -106,9 +106,10 @@ class Mailbox:
         self._news.set()
 
     async def get(self) -> Any:
-        """Return the next item. Raises ``Overloaded`` when the reader was too slow.
+        """Return the next item. Raises ``Overloaded`` if the reader was too slow.
 
-        Deltas come as a ``MergedDelta``, and several acceptances as a list if ``joins_acceptances`` is set.
+        Consecutive deltas are merged into a ``MergedDelta``. If ``joins_acceptances`` is set, consecutive acceptances
+        are returned as a list.
         """
         while True:
             if self._overflowed:

@@ -26,10 +26,10 @@ from tokasaurus.scheduler.v1 import session_pb2
 
 log = structlog.get_logger(__name__)
 
-# With so many requests before it, the step loop needs the interpreter more than the readers do: they pause.
+# If more requests than this wait for the step loop, it needs the interpreter more than the readers, so these pause.
 _MOST_BACKLOG = 256
 _PAUSE_S = 0.002
-_MOST_SUBMITS = 1024  # in one message: an empty one takes 2 bytes there, and 2 KB here
+_MOST_SUBMITS = 1024  # in one message; an empty request is 2 bytes there and 2 KB in memory
 # A client that has sent heartbeats and sends nothing for so long is gone, or cut off: its requests end, since it sends
 # them elsewhere. Gateways send one a second.
 _SILENCE_S = 15
@@ -155,6 +155,7 @@ class Session:
         self._close_if_done()
 
     async def _pause(self) -> None:
+        """Leave the interpreter to the step loop if many requests wait for it."""
         if self._hub.engine.backlog > _MOST_BACKLOG:
             await asyncio.sleep(_PAUSE_S)
 

@@ -213,7 +213,7 @@ class ResponsesBody(SamplingBody):
 
     @property
     def drops_oldest(self) -> bool:
-        """True if a conversation that is longer than the context is truncated, and not refused."""
+        """True if a conversation that is too long is truncated and not refused."""
         return self.truncation == "auto"
 
     @property

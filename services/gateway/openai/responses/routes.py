@@ -24,7 +24,7 @@ from services.gateway.openai.responses.keeping import with_conversation
 from services.gateway.openai.responses.shape import ResponseShape
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.sse import EventStream
-from services.gateway.openai.truncation import render_newest, render_whole
+from services.gateway.openai.truncation import render_prompt
 from services.gateway.text import INLINE_BYTES
 
 CREATE = "/v1/responses"
@@ -95,10 +95,7 @@ async def _count(gateway: Gateway, raw: Raw, caller: Caller) -> Response:
         chat = await _chat(gateway, counted, large=_is_large(raw, counted))
         facts = await gateway.fleet.model(chat.model)
         check_tools(gateway.formats, chat, chat.tool_choice)
-        if counted.drops_oldest:
-            prompt = await render_newest(gateway, chat, facts, None)
-        else:
-            prompt = await render_whole(gateway, chat, None)
+        prompt = await render_prompt(gateway, chat, facts, None, drop_oldest=counted.drops_oldest)
     except InvalidRequest as error:
         raise _renamed(error) from None
     return response(200, {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored)
