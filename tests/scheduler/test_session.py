@@ -46,7 +46,7 @@ def submit(handle: int, **fields) -> session_pb2.Submit:
     return session_pb2.Submit(handle=handle, request=g.GenerateRequest(**request(seed=handle, **fields)))
 
 
-async def test_requests_that_come_in_one_message_are_taken_as_if_each_had_its_own(service):
+async def test_requests_in_one_message_have_the_same_effect_as_one_message_each(service):
     async with session(service) as client:
         requests = [submit(handle) for handle in range(99)]
         requests.insert(50, submit(200, model="gpt-9"))
@@ -61,7 +61,7 @@ async def test_requests_that_come_in_one_message_are_taken_as_if_each_had_its_ow
 
 
 @pytest.mark.parametrize("together", [False, True])
-async def test_acceptances_come_together_only_where_requests_did(service, together):
+async def test_acceptances_share_a_message_only_after_requests_did(service, together):
     kinds = []
     async with session(service) as client:
         if together:
