@@ -10,7 +10,7 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py protos/generate.py $(wildcard protos/tokasaurus/*/v1/*.proto)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): the first time this downloads for some minutes"
+	@echo "Installing into $(VENV): the first time, the download takes some minutes"
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python protos/generate.py --types
 	touch $@
