@@ -173,7 +173,7 @@ def _submit(handle: int, request: generate_pb2.GenerateRequest) -> session_pb2.S
 
 
 def _joined(messages: list[session_pb2.SessionRequest]) -> session_pb2.SessionRequest:
-    """Return one message with the requests of ``messages``."""
+    """Merge ``messages``, each with one request, into one message."""
     submits = [message.submit for message in messages]
     return session_pb2.SessionRequest(submits=session_pb2.Submits(submits=submits))
 

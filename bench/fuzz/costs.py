@@ -22,9 +22,9 @@ from bench.fuzz.findings import Findings
 from services.common.text.encoder import MAX_TEXT_BYTES
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-# Memory that any body may add, however small it is: 60 KB have 15,000 prompts, and each takes 2 KB while it runs.
+# Memory that any body may add, even a small one: 60 KB hold 15,000 prompts, and each takes 2 KB while it runs.
 SMALL_BYTES = 64 * 1024 * 1024
-_TOKENISING = 250  # bytes of memory for each byte of the longest text, while it is tokenised
+_TOKENISING_FACTOR = 250  # bytes of memory for each byte of the longest text, while it is tokenised
 _FACTOR = 4  # of its size, that a body may add to memory beside itself
 _TRIES = 3  # of a body that blocks the loop: the machine may have been busy
 _PING_S = 0.001
@@ -110,7 +110,7 @@ class Choices:
 
     @property
     def text_bytes(self) -> int:
-        """Return the bytes of the longest text, at most those that are tokenised."""
+        """Number of bytes of the longest text that is tokenised."""
         return min(_SIZES[self.size], MAX_TEXT_BYTES) if _SHAPES[self.shape] in ("text", "texts") else 0
 
     def body(self) -> tuple[str, bytes]:
@@ -166,9 +166,9 @@ class Cost:
 
     @property
     def memory_bound(self) -> int:
-        """Return the bytes that a body of this size may add, and its text if it was tokenised."""
+        """Number of bytes that a body of this size may add, with those for its text if that was tokenised."""
         tokenised = self.text_bytes if self.status == httpx.codes.OK else 0
-        return max(_FACTOR * self.size, SMALL_BYTES) + _TOKENISING * tokenised
+        return max(_FACTOR * self.size, SMALL_BYTES) + _TOKENISING_FACTOR * tokenised
 
     def badness(self, blocked_s: float) -> float:
         """Return the larger share of what is allowed, of time and of memory."""

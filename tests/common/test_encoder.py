@@ -70,7 +70,7 @@ async def test_a_text_is_bounded_by_its_bytes_and_not_by_its_characters(encoder)
             await encoder.encode([text], max_tokens=None, field="prompt")
 
 
-async def test_characters_of_several_bytes_take_as_much_room_as_their_bytes(encoder):
+async def test_room_is_counted_in_bytes_and_not_in_characters(encoder):
     gate = Gate(encoder)
     first = encoding(encoder, "x" * 900)
     await begun(gate, 1)

@@ -54,7 +54,7 @@ async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was
     assert error["message"] == "it takes too long"
 
 
-def test_a_choice_that_is_kept_takes_no_more_memory_than_its_text():
+def test_a_stored_choice_takes_little_more_memory_than_its_text():
     generation = Generation([Job("r", "m", np.array([5], np.uint32), 9, None, Settings(n=1000))], streaming=False)
     for choice in generation.choices:
         choice.ending = Ending("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)

@@ -158,7 +158,7 @@ async def test_a_heartbeat_does_not_wait_behind_thousands_of_requests():
 
 
 @pytest.mark.parametrize("takes_submits", [False, True])
-async def test_short_requests_share_messages_if_the_scheduler_takes_them_so(takes_submits):
+async def test_short_requests_share_messages_if_the_scheduler_accepts_that(takes_submits):
     stream = Stream()
     session = Session(stream, RequestMetrics(), None, Timings(), takes_submits=takes_submits)
     lengths = [1] * 300 + [100_000] + [1] * 10
@@ -189,8 +189,8 @@ def test_a_scheduler_of_an_older_contract_gets_one_request_in_a_message(version,
     assert codec.ModelFacts("m", 0, 2048, 2048, True, 20, "", version).takes_submits is takes
 
 
-async def test_acceptances_that_come_together_reach_each_request():
-    class Answers(Stream):
+async def test_acceptances_in_one_message_reach_each_request():
+    class Accepting(Stream):
         async def read(self) -> session_pb2.SessionResponse:
             if not self.messages:
                 acceptances = [session_pb2.Acceptance(handle=handle) for handle in range(3)]
@@ -198,7 +198,7 @@ async def test_acceptances_that_come_together_reach_each_request():
                 return session_pb2.SessionResponse(acceptances=session_pb2.Acceptances(acceptances=acceptances))
             return await asyncio.Event().wait()
 
-    session = Session(Answers(), RequestMetrics(), None, Timings(), takes_submits=True)
+    session = Session(Accepting(), RequestMetrics(), None, Timings(), takes_submits=True)
     jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(3)]
     generation = Generation(jobs, streaming=True)
     for call in generation.calls:

@@ -5,23 +5,13 @@ from openai import BadRequestError
 
 from services.gateway.openai.messages import CalledFunction, Message, PastCall
 from services.gateway.openai.truncation import droppable
-from tests.gateway.test_responses import raw_events
+from tests.gateway.test_responses import client, name, raw_events
+
+__all__ = ["client", "name"]
 
 TURNS = 12
 FILLER = "word " * 100
 TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": None, "strict": False}
-
-
-@pytest.fixture
-def client(qwen):
-    with qwen.sdk() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def name(qwen):
-    with qwen.sdk() as made:
-        return made.models.list().data[0].id
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +70,7 @@ def test_instructions_and_messages_of_the_developer_stay(client, name, qwen, con
     response = client.responses.create(model=name, instructions=FILLER, input=conversation, truncation="auto")
     staying = [{"role": "system", "content": FILLER}] * 3
     kept = [tokens(qwen, *staying, *turns(2 * TURNS)[2 * at :], user("What now?")) for at in range(2 * TURNS)]
-    # Numbers of the turns have one or two digits, hence the margin.
+    # The margin is for turn numbers, which have one or two digits.
     assert response.usage.input_tokens == pytest.approx(max(each for each in kept if each <= context - 16), abs=TURNS)
 
 
@@ -103,7 +93,7 @@ def test_calls_are_dropped_with_their_outputs_and_the_question_stays(client, nam
     assert used == max(size for size in sizes if size <= context - 16)
 
 
-def test_what_is_too_long_without_all_that_may_be_dropped_is_refused(client, name):
+def test_a_conversation_that_is_too_long_after_all_drops_is_refused(client, name):
     question = user(100 * FILLER)
     with pytest.raises(BadRequestError, match="maximum context length is") as refused:
         client.responses.create(model=name, input=[*turns(1), question], truncation="auto")
@@ -153,11 +143,11 @@ def test_parts_are_turns_and_then_calls_with_their_outputs():
     assert droppable(conversation) == [{1}, {2, 3, 4, 6}, {8, 9, 10}, {11, 12}, {13}]
 
 
-def test_an_output_that_comes_behind_the_last_question_keeps_its_call():
+def test_an_output_after_the_last_question_keeps_its_call():
     conversation = [message("user"), message("assistant", "a"), message("user"), message("tool", answers="a")]
     assert droppable(conversation) == [{0}]
 
 
-def test_nothing_is_droppable_but_what_came_before_the_last_message():
+def test_the_last_message_is_not_droppable():
     assert droppable([message("system"), message("user")]) == []
     assert droppable([message("assistant"), message("assistant")]) == [{0}]

@@ -1,4 +1,4 @@
-"""Unknown parameters with lists and objects, wherever a part of the request is echoed or stored."""
+"""Unknown parameters with lists and objects, in all parts of a request that are echoed or stored."""
 
 import httpx
 import pytest
@@ -27,7 +27,7 @@ def get(deployment, path: str) -> httpx.Response:
         {"tools": [{"type": "namespace", "name": "n", "tools": [CUSTOM | MOOD], "description": "x", **MOOD}]},
     ],
 )
-def test_a_response_echoes_and_stores_what_is_known(qwen, body):
+def test_a_response_echoes_and_stores_only_known_parameters(qwen, body):
     response = qwen.post("/v1/responses", {"input": "Hi", "max_output_tokens": 3} | body)
     assert response.status_code == 200, response.text
     stored = get(qwen, f"/v1/responses/{response.json()['id']}")
@@ -36,7 +36,7 @@ def test_a_response_echoes_and_stores_what_is_known(qwen, body):
     assert "mood" not in get(qwen, f"/v1/responses/{response.json()['id']}/input_items").text
 
 
-def test_a_stored_chat_has_what_is_known(qwen):
+def test_a_stored_chat_has_only_known_parameters(qwen):
     parts = [{"type": "text", "text": "Hi", **MOOD}]
     response = qwen.chat(messages=[{"role": "user", "content": parts, **MOOD}], store=True)
     assert response.status_code == 200, response.text
@@ -45,7 +45,7 @@ def test_a_stored_chat_has_what_is_known(qwen):
     assert "mood" not in message
 
 
-def test_a_conversation_has_what_is_known(qwen):
+def test_a_conversation_has_only_known_parameters(qwen):
     response = qwen.post("/v1/conversations", {"items": [SHELL_CALL]})
     assert response.status_code == 200, response.text
     assert "mood" not in get(qwen, f"/v1/conversations/{response.json()['id']}/items").text

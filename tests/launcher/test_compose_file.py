@@ -35,7 +35,7 @@ def test_a_container_is_given_every_flag_of_its_service(service: str, kind: type
 
 @pytest.mark.parametrize(("service", "kind"), list(KINDS.items()))
 def test_without_variables_no_flag_is_set_to_its_default(service: str, kind: type[Config]):
-    """A default that is written here as well would stay behind when the program's changes."""
+    """A copy of a default would become outdated when the program's default changes."""
     written = COMPOSE["services"][service]["environment"]
     values = {name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", str(value)) for name, value in written.items()}
     given = {name: value for name, value in values.items() if value and not value.startswith("${")}
