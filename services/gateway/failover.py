@@ -54,7 +54,7 @@ class Failover:
         self._metrics = metrics
         self._patience_s = patience_s
         self._waits: WeakKeyDictionary[Call, _Wait] = WeakKeyDictionary()
-        self._here: dict[Call, None] = {}  # those that no session has
+        self._here: dict[Call, None] = {}  # queued calls
         self._trial = Trial()
         self._news = asyncio.Event()
         self.closed_with: TokaError | None = None
@@ -65,7 +65,7 @@ class Failover:
         return self._patience_s > 0
 
     def wake(self) -> None:
-        """A replica may be ready that was not."""
+        """Look for a replica again, since one may have become ready."""
         self._news.set()
 
     def begin(self, call: Call, error: TokaError) -> None:
@@ -116,7 +116,7 @@ class Failover:
         self._take(call)
 
     def fail_all(self, error: TokaError) -> None:
-        """End what waits with ``error``, and from now on all that is lost."""
+        """End all queued calls with ``error``, and from now on every call that is lost."""
         self.closed_with = error
         for call in list(self._here):
             call.generation.fail(error)
@@ -131,7 +131,7 @@ class Failover:
         return 0
 
     async def run(self) -> None:
-        """Send what waits; ends only by being cancelled."""
+        """Send queued calls until the task is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S if self._here or self._trial.busy else None):
@@ -152,7 +152,7 @@ class Failover:
         self._news.set()
 
     def _try(self, call: Call) -> None:
-        """Send ``call``, if it can be now, or give it up."""
+        """Send ``call`` if a replica can take it now. Fail it if its time is over."""
         wait, now = self._waits[call], time.monotonic()
         try:
             if now >= wait.give_up_at:

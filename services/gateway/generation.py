@@ -144,7 +144,7 @@ class Generation:
 
     @property
     def made_tokens(self) -> int:
-        """All that came of it so far, told or not; until it is closed."""
+        """Number of tokens generated so far, whether the handler took them or not. Valid until ``close``."""
         running = sum(call.holder.count_tokens(call) for call in self.calls if call.holder is not None)
         return running + sum(
             len(choice.held) + choice.broken_off if choice.ending is None else choice.ending.completion_tokens
@@ -287,7 +287,7 @@ class Generation:
         return news
 
     async def news(self) -> list[Choice]:
-        """The choices with new tokens or an ending, waiting for the first; empty when all is told. Streams only."""
+        """Wait for choices with new tokens or an ending. Return none when all have ended. For streams only."""
         while not self._news:
             if not self._unfinished:
                 return []
@@ -298,9 +298,10 @@ class Generation:
         return news
 
     def close(self) -> None:
-        """End what is still running. Whoever made the generation calls it when done with it, in any case.
+        """End the running choices. The creator of the generation must call this in any case.
 
-        Choices and calls know their generation; it forgets them, so that all is freed without a search for cycles.
+        Choices and calls refer to their generation. Its references to them are removed here, so that their memory is
+        freed without a search for cycles.
         """
         if self._unfinished:
             for call in self.calls:

@@ -95,8 +95,10 @@ class Job:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """What of a job is sent to one scheduler: all of it, or, after another was lost, samples that are not at their ends
-    yet, from where they are."""
+    """The part of a job that is sent to one scheduler.
+
+    It is the whole job, or after the loss of another scheduler, its unfinished samples with their tokens so far.
+    """
 
     job: Job
     seed: int  # the job's, or one drawn for it: noise goes on where it was
@@ -108,7 +110,7 @@ class Part:
 
     @property
     def resumes(self) -> bool:
-        """Whether it is less than the job."""
+        """True if it is less than the job."""
         return bool(self.samples != self.job.settings.n or len(self.held))
 
     @property

@@ -78,25 +78,24 @@ class TextEngine:
         )
 
     async def worked(self, size: int, work: Callable[..., R], *arguments: Any) -> R:
-        """``work(*arguments)``, which is about ``size`` bytes; in a thread when that is much."""
+        """Run ``work(*arguments)`` on about ``size`` bytes, in a thread if that is more than ``INLINE_BYTES``."""
         return work(*arguments) if size <= INLINE_BYTES else await self.in_thread(work, *arguments)
 
     async def _encode_waiting(self) -> None:
-        """Encode all that waits in one batch, or a large part of it, then what has come meanwhile, until there is
-        nothing."""
+        """Encode waiting requests in batches of about ``AT_ONCE_BYTES``, until none waits."""
         try:
             while self._waiting:
                 batch, size = [self._waiting.popleft()], 0
                 while self._waiting and (size := size + sum(map(max_utf8_bytes, batch[-1][0]))) < AT_ONCE_BYTES:
                     batch.append(self._waiting.popleft())
                 if not await self._encode_together(batch):
-                    for request in batch:  # one of them is to blame, and only that one is to fail
+                    for request in batch:  # only the request that cannot be encoded may fail
                         await self._encode_together([request])
         finally:
             self._batcher = None
 
     async def _encode_together(self, batch: list[_Waiting]) -> bool:
-        """False, and nobody told, when several could not be encoded."""
+        """Encode ``batch`` and set its futures. If several requests cannot be encoded together, return False."""
         texts = [text for part, _ in batch for text in part]
         try:
             encoded = iter(await self.in_thread(self.tokenizer.encode_batch, texts))

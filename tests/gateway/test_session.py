@@ -48,9 +48,9 @@ async def test_streams_and_others_in_one_message_each_get_their_tokens():
         made.append(Generation([job], streaming=streaming))
         session.submit(made[-1].calls[0])
     tokens = np.array([5, 6, 7, 8, 9, 10], np.uint32)
-    news = codec.StepNews(np.array([3, 0, 2], np.uint32), np.array([3, 2, 1], np.uint32), tokens, None, [])
-    session._on_outputs(news)
-    last = codec.StepNews(np.array([2, 3, 1], np.uint32), None, tokens[:3], None, [(2, ending()), (3, ending())])
+    step = codec.StepTokens(np.array([3, 0, 2], np.uint32), np.array([3, 2, 1], np.uint32), tokens, None, [])
+    session._on_outputs(step)
+    last = codec.StepTokens(np.array([2, 3, 1], np.uint32), None, tokens[:3], None, [(2, ending()), (3, ending())])
     session._on_outputs(last)
     streamed, whole = made
     assert [choice.take()[0] for choice in await streamed.news()] == [[5 + 3, 5 + 4], [7]]
@@ -66,7 +66,7 @@ async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
     session.submit(running.calls[0])
     running.close()
     one = np.array([0], np.uint32)
-    session._on_outputs(codec.StepNews(one, None, one, None, [(0, ending())]))
+    session._on_outputs(codec.StepTokens(one, None, one, None, [(0, ending())]))
     assert not session._samples
     assert not session._seats.taken.any()
 
@@ -80,7 +80,7 @@ async def test_a_sample_that_ended_by_itself_is_not_cancelled_any_more():
     session.submit(first.calls[0])
     first.close()
     nothing = np.array([], np.uint32)
-    session._on_outputs(codec.StepNews(nothing, None, nothing, None, [(0, ending())]))
+    session._on_outputs(codec.StepTokens(nothing, None, nothing, None, [(0, ending())]))
     assert list(session._cancels) == [1]
     session.submit(second.calls[0])
     second.close()
@@ -113,9 +113,9 @@ async def test_a_request_that_something_unforeseen_happens_to_ends_alone(broken,
     all_of_them = np.arange(3, dtype=np.uint32)
     scores = codec.PromptScores(1, np.ones(1, np.float32), all_of_them[:0], all_of_them[:0], np.zeros(0, np.float32))
     here = all_of_them if broken != "refused" else all_of_them[[0, 2]]
-    session._on_outputs(codec.StepNews(here, None, here, None, [], [(handle, scores) for handle in here.tolist()]))
+    session._on_outputs(codec.StepTokens(here, None, here, None, [], [(handle, scores) for handle in here.tolist()]))
     endings = [(handle, ending()) for handle in here.tolist()]
-    session._on_outputs(codec.StepNews(here, None, here, None, endings))
+    session._on_outputs(codec.StepTokens(here, None, here, None, endings))
     for running, token in ((first, 0), (last, 2)):
         [choice] = await running.news()
         assert (choice.take()[0], choice.ending, running._error) == ([token, token], ending(), None)

@@ -20,8 +20,8 @@ from services.gateway.text import check_token_ids
 # What schedulers and workers hold of one request's grammar, of which each sample has its own.
 MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
 
-# Tokens of an answer that a prompt cut to the context leaves room for, where nobody said how many.
-UNSAID_ANSWER = 16
+# Room for the answer behind a prompt that is cut to the context, if the request sets no limit.
+DEFAULT_ANSWER_TOKENS = 16
 
 Ids = TypeVar("Ids", Sequence[int], np.ndarray, TokenIds)
 
@@ -134,12 +134,15 @@ def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | No
 
 
 def kept_tokens(body: GenerationBody, facts: ModelFacts, most: int | None = None) -> int | None:
-    """So many tokens at the end of a prompt count, of ``most`` that the operator takes; None: all. Refuse so many that
-    none are left for an answer, or so long an answer that none are left for the prompt."""
+    """Return how many trailing prompt tokens to keep, at most ``most``, or None for all.
+
+    Raises ``InvalidRequest`` if the rest of the context cannot hold the answer, or the answer leaves no room for a
+    prompt.
+    """
     kept = body.truncate_prompt_tokens
     if kept is None:
         return None
-    asked = UNSAID_ANSWER if body.most_tokens is None else body.most_tokens
+    asked = DEFAULT_ANSWER_TOKENS if body.most_tokens is None else body.most_tokens
     answer = 1 if kept > 0 else max(1, asked, body.min_tokens or 0)
     room = facts.max_context_tokens - answer
     if kept > room or room < 1:

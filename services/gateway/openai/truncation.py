@@ -7,7 +7,7 @@ from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
 from services.gateway.gateway import Gateway
 from services.gateway.openai.conversation import Prompt, render
-from services.gateway.openai.jobs import UNSAID_ANSWER, check_max_tokens, default_max_tokens
+from services.gateway.openai.jobs import DEFAULT_ANSWER_TOKENS, check_max_tokens, default_max_tokens
 from services.gateway.openai.messages import Message
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.session.codec import ModelFacts
@@ -75,7 +75,7 @@ def _without(body: ChatBody, dropped: Sequence[set[int]]) -> ChatBody:
 def _max_prompt_tokens(config: GatewayConfig, body: ChatBody, facts: ModelFacts) -> int:
     """Return the largest token count of a truncated prompt. At most half of the context is kept for the answer."""
     max_tokens = check_max_tokens(body, config.max_output_tokens, default_max_tokens(body, facts))
-    answer = max(UNSAID_ANSWER if max_tokens is None else max_tokens, body.min_tokens or 0)
+    answer = max(DEFAULT_ANSWER_TOKENS if max_tokens is None else max_tokens, body.min_tokens or 0)
     room = facts.max_context_tokens - min(answer, facts.max_context_tokens // 2)
     return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
 

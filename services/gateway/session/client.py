@@ -36,7 +36,7 @@ class Timings:
     first_backoff: float = 0.1
     last_backoff: float = 2.0
     wait_for_ready: float = 10.0  # a request waits at most this long for the first scheduler, or without failover
-    failover: float = 120.0  # a request waits at most this long for another scheduler; 0: no failover
+    failover: float = 120.0  # a new or lost request waits at most this long for a scheduler; 0: no failover
     # Requests stay this long with a scheduler that is not ready while another one is ready. What its worker had
     # computed is lost anyway, so the time is only for a new connection to the worker.
     move_after: float = 3.0
@@ -116,7 +116,7 @@ class Session:
         await asyncio.sleep(0)  # the owner notices the end of its session
 
     async def run(self) -> None:
-        """Serve the stream until it ends or the task is cancelled. Raises a ``TokaError`` in any case."""
+        """Serve the stream until it ends, and raise the reason as a ``TokaError``."""
         tasks = [asyncio.create_task(work()) for work in (self._read, self._write, self._beat)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -149,12 +149,12 @@ class Session:
         """
         unfinished = {handle: choice for handle, choice in self._samples.items() if choice is not None}
         leaving = {handle: choice for handle, choice in unfinished.items() if all_of_it or not choice.setbacks}
-        self._let_go(list(leaving))
+        self._cancel_samples(list(leaving))
         return {choice: self._seats.tokens(handle) for handle, choice in leaving.items()}
 
     def cancel(self, call: Call) -> None:
         """End the choices of ``call`` that still run here."""
-        self._let_go(self._running(call))
+        self._cancel_samples(self._running(call))
 
     def count_tokens(self, call: Call) -> int:
         """Return the number of tokens that the running choices of ``call`` have received here."""
@@ -164,7 +164,7 @@ class Session:
         """Return the handles of the choices of ``call`` that have not ended, here or elsewhere."""
         return [handle for handle, choice in enumerate(call.sent, call.handle) if self._samples.get(handle) is choice]
 
-    def _let_go(self, handles: Sequence[int]) -> None:
+    def _cancel_samples(self, handles: Sequence[int]) -> None:
         """Cancel the samples of ``handles``, and ignore their further tokens."""
         if handles:
             cancelled = dict.fromkeys(handles)
@@ -273,8 +273,8 @@ class Session:
         """Return whether ``call`` is neither closed nor abandoned."""
         return self._samples.get(first) is call.choices[0]
 
-    def _on_outputs(self, news: codec.StepNews) -> None:
-        for handle, scores in news.prompts:
+    def _on_outputs(self, step: codec.StepTokens) -> None:
+        for handle, scores in step.prompts:
             choice = self._samples.get(handle)
             if choice is None:
                 continue
@@ -282,18 +282,18 @@ class Session:
                 choice.generation.score(choice.prompt_index, scores)
             except Exception as error:
                 choice.generation.break_off("log-probabilities of a prompt could not be taken in", error)
-        seats, handles = self._seats, news.handles
+        seats, handles = self._seats, step.handles
         if len(handles):
             if handles.max() >= len(seats.taken) or not seats.taken[handles].all():
                 raise Unavailable("the scheduler sent tokens for a handle that no sample has")
-            self._note_times(handles, news.counts)
-            self._store(news)
+            self._note_times(handles, step.counts)
+            self._store(step)
             fed = seats.fed[handles]
             if fed.any():
-                self._feed(news, fed)
+                self._feed(step, fed)
         lost: dict[Choice, np.ndarray] = {}
         incomplete: Unavailable | None = None
-        for handle, ending in news.endings:
+        for handle, ending in step.endings:
             choice, ids = self._end(handle)
             if choice is None:
                 continue
@@ -355,24 +355,24 @@ class Session:
             if choice.generation.first_token_at is None:
                 choice.generation.first_token_at = now
 
-    def _store(self, news: codec.StepNews) -> None:
+    def _store(self, step: codec.StepTokens) -> None:
         """Store all tokens. An answer that is not streamed consists of them, and failover continues from them."""
         seats = self._seats
-        if news.counts is None:
-            seats.store(news.handles, news.token_ids)
+        if step.counts is None:
+            seats.store(step.handles, step.token_ids)
             return
-        starts = np.cumsum(news.counts) - news.counts
-        for index in range(int(news.counts.max())):  # each handle's first token, then each handle's second
-            rows = news.counts > index
-            seats.store(news.handles[rows], news.token_ids[starts[rows] + index])
+        starts = np.cumsum(step.counts) - step.counts
+        for index in range(int(step.counts.max())):  # each handle's first token, then each handle's second
+            rows = step.counts > index
+            seats.store(step.handles[rows], step.token_ids[starts[rows] + index])
 
-    def _feed(self, news: codec.StepNews, fed: np.ndarray) -> None:
+    def _feed(self, step: codec.StepTokens, fed: np.ndarray) -> None:
         """Pass the tokens of the handles in the mask ``fed`` to their generations, one sample after the other."""
-        ids, logprobs = news.token_ids.tolist(), news.logprobs
-        counts = np.ones(len(news.handles), np.int64) if news.counts is None else news.counts
+        ids, logprobs = step.token_ids.tolist(), step.logprobs
+        counts = np.ones(len(step.handles), np.int64) if step.counts is None else step.counts
         ends = np.cumsum(counts)
         rows = np.flatnonzero(fed)
-        columns = (news.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
+        columns = (step.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
         for handle, start, end in zip(*columns, strict=True):
             choice = self._samples.get(handle)
             if choice is None:

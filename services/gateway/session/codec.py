@@ -120,8 +120,8 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
-class StepNews:
-    """One step's tokens: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order. Arrays are uint32."""
+class StepTokens:
+    """The tokens of one step: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order. Arrays are uint32."""
 
     handles: np.ndarray
     counts: np.ndarray | None  # None: one each
@@ -132,12 +132,12 @@ class StepNews:
 
 
 def encode_open(client_id: str) -> session_pb2.SessionRequest:
-    """The first message of a session."""
+    """Return the first message of a session."""
     return session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id=client_id))
 
 
 def encode_heartbeat(nonce: int) -> session_pb2.SessionRequest:
-    """Ask the scheduler's step loop for a sign of life."""
+    """Return a message that the scheduler's step loop answers."""
     return session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat(nonce=nonce))
 
 
@@ -248,9 +248,9 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
     )
 
 
-def decode_outputs(outputs: session_pb2.StepOutputs) -> StepNews:
-    """One step's arrays."""
-    return StepNews(
+def decode_outputs(outputs: session_pb2.StepOutputs) -> StepTokens:
+    """Return the tokens of one step."""
+    return StepTokens(
         handles=read_fixed32(outputs.handles),
         counts=read_fixed32(outputs.token_counts) if outputs.token_counts else None,
         token_ids=read_fixed32(outputs.token_ids),

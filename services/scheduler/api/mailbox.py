@@ -83,7 +83,7 @@ class Mailbox:
         self._error: TokaError | None = None
 
     def put(self, item: Any) -> None:
-        """A ``Delta`` or anything else; order is kept."""
+        """Append ``item``, a ``Delta`` or another event."""
         if self._overflowed:
             return
         self._items.append(item)
@@ -101,7 +101,7 @@ class Mailbox:
         self._news.set()
 
     def close(self, error: TokaError | None = None) -> None:
-        """Nothing more will come: once all is fetched, ``get`` returns None, or raises ``error``."""
+        """Take no more items. When all are fetched, ``get`` returns None, or raises ``error``."""
         self._closed, self._error = True, self._error or error
         self._news.set()
 

@@ -39,7 +39,7 @@ class Running:
         """So many more come of each sample, from the handle ``first`` on."""
         handles = np.arange(first, first + len(counts), dtype=np.uint32)
         ids = np.ones(sum(counts), np.uint32)
-        self.session._on_outputs(codec.StepNews(handles, np.array(counts, np.uint32), ids, None, list(endings)))
+        self.session._on_outputs(codec.StepTokens(handles, np.array(counts, np.uint32), ids, None, list(endings)))
 
     @property
     def cost(self) -> int:
