@@ -43,13 +43,13 @@ def job(model, gpu: Gpu = GPU, **flags) -> Job:
 
 
 def environment(cache) -> dict[str, str]:
-    """As of a process that compiles, which tests of kernels on a CPU do not."""
+    """Return the environment of a process that compiles kernels. Tests on a CPU interpret them otherwise."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {"TRITON_CACHE_DIR": str(cache)}
 
 
 def rehearse(job: Job, cache, compiled: int = 0) -> dict:
-    """The names of the kernels that are launched, and how many of the first ``compiled`` could be compiled."""
+    """Return the names of the launched kernels, and how many of the first ``compiled`` could be compiled."""
     done = subprocess.run(
         [sys.executable, "-c", REHEARSE, str(compiled)],
         input=job.model_dump_json().encode(),
