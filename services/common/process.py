@@ -27,7 +27,7 @@ PARENT_PID = "TOKA_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _COLLECT_AFTER = 100_000
 _COLLECT_OLDER_AFTER = (20, 20)  # times that younger ones were looked at
-_FEW_OBJECTS = 30_000  # a collection of which takes less than 50 ms; an idle gateway has 10,000 to 20,000
+_FEW_OBJECTS = 30_000  # collecting them takes less than 50 ms; an idle gateway has 10,000 to 20,000
 _MOST_DELAYS = 60
 _M_ARENA_MAX = -8  # of glibc's mallopt
 _AT_ONCE_S = 2.0  # to end in good order after the second signal
@@ -142,12 +142,13 @@ def own_name() -> str:
 
 
 def collect_seldom(after: int = _COLLECT_AFTER, *, older_after: tuple[int, int] = _COLLECT_OLDER_AFTER) -> None:
-    """Run the cycle collector less often. To be called when a service is ready; objects that exist then are never
-    examined again.
+    """Run the cycle collector less often, and never examine the objects that exist now.
+
+    Call it when a service is ready.
 
     Nearly all memory is freed by reference counts. Looking for cycles among the objects of thousands of requests takes
     a gateway a third of its time, and delays the steps of a scheduler. ``after``: number of objects made and not freed
-    at which the youngest are examined. ``older_after``: as the last two numbers of ``gc.set_threshold``.
+    at which the youngest are examined. ``older_after``: the last two numbers for ``gc.set_threshold``.
 
     It does nothing in a process that ``run_service`` did not start, such as a test: such a process has other objects.
     """
@@ -159,9 +160,9 @@ def collect_seldom(after: int = _COLLECT_AFTER, *, older_after: tuple[int, int] 
 
 
 async def collect_every(seconds: float) -> None:
-    """Free cycles of all ages, for ever: every ``seconds`` while few objects exist, else at the 60th of these times.
+    """Free cycles of all ages, for ever. Collect every ``seconds`` while few objects exist, else every 60th time.
 
-    ``collect_seldom`` leaves cycles behind that were older than one collection when they became garbage.
+    After ``collect_seldom``, cycles remain that had survived a collection before they became garbage.
     """
     delays = 0
     while True:
@@ -185,13 +186,13 @@ def collect_if_few(most_objects: int = _FEW_OBJECTS) -> bool:
 
 
 def share_arena() -> None:
-    """Let all threads of this process allocate from one arena of glibc. To be called before gRPC starts its threads.
+    """Let all threads of this process allocate from one arena of glibc. Call it before gRPC starts its threads.
 
-    By default each thread has an arena of its own, up to eight for each processor. A call to a gRPC server is often
-    freed by another thread than the one that allocated it, so each arena grows to the size of a burst, and freed memory
-    in one cannot be used by another. HTTP/2 streams that were opened and reset took a scheduler 740 MiB, of which
+    By default, threads have separate arenas, up to eight for each processor. The memory of a gRPC call is often freed
+    by another thread than the one that allocated it, so each arena grows to the size of a burst, and no arena can use
+    the freed memory of another. HTTP/2 streams that were opened and reset took a scheduler 740 MiB, of which
     420 MiB were in use at a time. With two arenas they took 470 to 660 MiB, with one they take 430.
-    ``MALLOC_ARENA_MAX`` in the environment, and another C library than glibc, leave everything as it is.
+    It does nothing if ``MALLOC_ARENA_MAX`` is in the environment, or the C library is not glibc.
     """
     if "MALLOC_ARENA_MAX" in os.environ or (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return

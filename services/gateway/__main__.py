@@ -26,11 +26,11 @@ log = structlog.get_logger(__name__)
 LAST_WORD_S = 2.0
 # One of several leaves new connections to the others, and goes on to take those that are on their way to it.
 LAST_CALL_S = 0.5
-# Who asks a gateway that has just started is answered when it knows its schedulers, or after so long.
+# A gateway answers its first requests when it knows its schedulers, or after this time.
 FIRST_LOOK_S = 1.0
 # A request holds 100 to 140 objects while it runs and leaves no cycles behind. SQLAlchemy leaves cycles with each
 # statement of the store, 300 objects a second in an idle gateway. They are garbage at once, so it is enough to examine
-# the youngest objects, each once: 8 to 40 ms for 20,000. Older ones are examined by ``collect_every`` alone.
+# each of the youngest objects once: 8 to 40 ms for 20,000. Only ``collect_every`` examines older objects.
 COLLECT_AFTER = 20_000
 NEVER = 1_000_000_000
 COLLECT_EVERY_S = 60.0

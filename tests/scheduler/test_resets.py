@@ -40,7 +40,7 @@ def test_a_connection_is_told_how_many_streams_it_may_open(scheduler):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are a part of glibc")
 def test_threads_share_one_arena(scheduler):
-    """Else freed memory stays in the arenas of gRPC's threads, and a burst of resets takes 740 MiB instead of 430."""
+    """With several arenas, a burst of resets takes 740 MiB instead of 430, since freed memory stays in each of them."""
     mappings = [line.split() for line in Path(f"/proc/{scheduler[0].pid}/maps").read_text().splitlines()]
     anonymous = [[int(end, 16) for end in each[0].split("-")] for each in mappings if len(each) == 5]
     # An arena beside the main one begins at a multiple of 64 MiB: memory in use, then the rest of its 64 MiB reserved.

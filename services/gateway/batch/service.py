@@ -78,7 +78,7 @@ class BatchService:
         self._store: Store | None = None
         self._health = StoreHealth()
         self._opening: asyncio.Task[None] | None = None
-        # Of the limit with which the gateway was started, as ``max_connections``, whenever the store can be opened.
+        # From the file limit at the gateway's start, as for ``max_connections``, even if the store is opened later.
         self._most_transfers = most_transfers(current_limit())
 
     def start(self, gateway: "Gateway") -> None:

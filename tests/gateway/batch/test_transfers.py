@@ -46,7 +46,7 @@ async def test_a_transfer_beyond_the_limit_waits_for_another_to_end():
     assert await waiting
 
 
-async def test_the_limit_is_that_of_the_files_which_the_gateway_could_open_at_its_start(tmp_path):
+async def test_the_limit_follows_from_the_file_limit_at_the_start_of_the_gateway(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft >= 1024, "raise the limit of open files (ulimit -n)"
     gateway = Gateway.make(GatewayConfig(store_dir=str(tmp_path)), Timings(), None)
