@@ -201,9 +201,12 @@ def _error_response(error: TokaError, scope: Scope) -> Response:
 
 def _did_you_mean(request: Request) -> str:
     """Return a hint for the error message if the path fits with one ``/v1`` more or less, else an empty string."""
-    path, known = request.url.path, {getattr(route, "path", None) for route in request.app.routes}
-    meant = [other for other in (f"/v1{path}", path.removeprefix("/v1")) if other != path and other in known]
-    return f"; did you mean {meant[0]}? Check the client's base URL" if meant else ""
+    path = request.url.path
+    for other in (f"/v1{path}", path.removeprefix("/v1")):
+        scope = {**request.scope, "path": other}
+        if other != path and any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes):
+            return f"; did you mean {other}? Check the client's base URL"
+    return ""
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:

@@ -33,7 +33,7 @@ _DOING: dict[Phase, str] = {
 _FLAGS = (
     *("model", "device", "dtype", "load_format", "quantization", "tp_size", "pp_size", "torch_compile"),
     *("use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens", "max_tokens_per_forward"),
-    "max_seqs_per_forward",
+    *("max_seqs_per_forward", "kv_cache_dtype", "page_size"),
 )
 # Packages whose kernels, or whose compilers, another version of them replaces.
 _PACKAGES = ("tokasaurus", "torch")

@@ -74,7 +74,7 @@ async def test_room_is_counted_in_bytes_and_not_in_characters(encoder):
     gate = Gate(encoder)
     first = encoding(encoder, "x" * 900)
     await begun(gate, 1)
-    other = encoding(encoder, "é" * 30)
+    other = encoding(encoder, "é" * 70)
     await settle(encoder)
     assert not other.done()
     gate.opened.set()

@@ -64,6 +64,25 @@ def test_a_conversation_that_fits_is_whole(client, name, qwen):
     assert response.usage.input_tokens == tokens(qwen, *conversation)
 
 
+def test_a_conversation_that_fits_is_whole_even_if_the_answer_may_be_long(client, name, qwen, context):
+    conversation = [*turns(4), user("What now?")]
+    response = client.responses.create(
+        model=name, input=conversation, max_output_tokens=context - 100, truncation="auto"
+    )
+    assert response.usage.input_tokens == tokens(qwen, *conversation) > context // 2
+
+
+def test_a_shortest_answer_of_more_than_half_of_the_context_has_room(client, name, qwen, context):
+    least = context - 200
+    response = client.responses.create(
+        model=name,
+        input=[*turns(2 * TURNS), user("What now?")],
+        truncation="auto",
+        extra_body={"min_tokens": least},
+    )
+    assert response.usage.input_tokens <= 200
+
+
 def test_instructions_and_messages_of_the_developer_stay(client, name, qwen, context):
     conversation = [{"role": "developer", "content": FILLER}, *turns(TURNS)]
     conversation += [{"role": "system", "content": FILLER}, *turns(TURNS), user("What now?")]

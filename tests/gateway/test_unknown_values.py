@@ -5,7 +5,7 @@ import pytest
 
 from tests.gateway.deployment import PATIENCE_S
 
-MOOD = {"mood": {"a": [1]}, "moods": [1]}
+MOOD = {"mood": {"a": [1]}, "moods": [1], "no_mood": {}, "no_moods": []}
 CUSTOM = {"type": "custom", "name": "draw"}
 SHELL_CALL = {"type": "local_shell_call", "call_id": "a", "action": {"type": "exec", "command": ["ls"], **MOOD}}
 SHELL_OUTPUT = {"type": "local_shell_call_output", "id": "a", "output": "x"}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ GPU = Gpu(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
 # What the child does, but for most of the compilations, which take minutes on a processor.
 REHEARSE = """
 import json, sys
-from services.worker.precompile.__main__ import rehearse_dry
+from services.worker.precompile.dry_rehearsal import rehearse_dry
 from services.worker.precompile.compiler import CompilerPool
 from services.worker.precompile.job import Job
 job, pool, launches = Job.model_validate_json(sys.stdin.buffer.read()), None, []
@@ -96,14 +97,49 @@ def test_a_child_that_fails_or_cannot_be_started_changes_nothing(tmp_path, monke
 
 
 def test_a_child_without_a_job_ends_with_the_worker():
+    """Also while another process holds the pipe of the job open."""
     worker = """
-import pathlib
+import os, pathlib, subprocess
 from services.worker.precompile.background import KernelCompiler
 compiler = KernelCompiler.start()
-print(pathlib.Path("/proc/thread-self/children").read_text())
+print(pathlib.Path("/proc/thread-self/children").read_text(), end="", flush=True)
+pipe = compiler._child.stdin.fileno()
+print(subprocess.Popen(["sleep", "600"], pass_fds=[pipe], stdout=subprocess.DEVNULL).pid, flush=True)
+os._exit(1)
 """
-    done = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE, check=True)
-    assert not runs(int(done.stdout))
+    done = subprocess.run([sys.executable, "-c", worker], stdout=subprocess.PIPE)
+    child, holder = map(int, done.stdout.split())
+    try:
+        assert not runs(child)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+
+
+def test_processes_of_a_child_that_was_killed_end_with_its_context(tmp_path, monkeypatch):
+    program, pid_pipe = tmp_path / "program", tmp_path / "pid"
+    os.mkfifo(pid_pipe)
+    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {pid_pipe}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with contextlib.closing(KernelCompiler.start()):
+        started = int(pid_pipe.read_text())
+    assert not runs(started)
+
+
+@needs_triton
+def test_processes_that_compile_end_with_the_process_that_made_them():
+    maker = """
+import os, pathlib
+from services.worker.precompile.compiler import CompilerPool
+pool = CompilerPool((9, 0))
+print(pathlib.Path("/proc/thread-self/children").read_text(), flush=True)
+os._exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", maker], stdout=subprocess.PIPE)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert pids
+    for pid in pids:
+        assert not runs(pid)
 
 
 def test_a_child_that_is_not_needed_any_more_ends_with_its_children(tmp_path, monkeypatch):

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.worker.layers.fp8 import quantize_rows
+from services.worker.layers.fp8 import Fp8Linear, quantize_rows
+from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
+from services.worker.models.decoder import DecoderModel
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
 
@@ -221,6 +223,19 @@ def test_a_decoder_in_fp8_gives_what_a_model_of_the_same_weights_gives(tokens):
             for each in (model, same)
         )
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "quantization", "most"), [(64, "none", 16), (64, "fp8", 16), (4096, "none", 16), (4096, "fp8", 8)]
+)
+def test_wide_models_in_fp8_take_the_kernels_for_fewer_rows(hidden_size, quantization, most):
+    from services.worker.models.skinny_cuda import SkinnyDecoder
+
+    config = small_config(hidden_size=hidden_size)
+    linear = partial(Fp8Linear if quantization == "fp8" else partial(Linear, transposed=True))
+    with torch.device("meta"):
+        model = DecoderModel(config, torch.bfloat16, torch.device("meta"), TorchKernels(), linear)
+    assert SkinnyDecoder(model).most_rows == most
 
 
 def test_a_model_with_other_products_is_refused():

@@ -1,6 +1,6 @@
 """Encoding of clients' texts as token ids, in bounded memory.
 
-Tokenising takes 110 to 240 bytes of memory for each byte of text, so the text that is tokenised at once is bounded. A
+Tokenising takes 110 to 400 bytes of memory for each byte of text, so the text that is tokenised at once is bounded. A
 text that is far too long is refused before all of it is tokenised.
 """
 
@@ -19,6 +19,7 @@ MAX_TEXT_BYTES = 4 * 2**20  # of a text that may be longer than the context, in 
 MAX_TOKENS = MAX_TEXT_BYTES  # of one text to decode
 AT_ONCE_BYTES = 2**20  # of all texts that are tokenised at once; one longer text is tokenised alone
 _INLINE_CHARACTERS = 64 * 1024  # of a conversation that is tokenised without waiting for room
+_ENCODED_CHARACTERS = 2**20  # of a text whose length in UTF-8 is found by encoding it, which takes a millisecond
 _LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
 
 R = TypeVar("R")
@@ -171,8 +172,10 @@ class TextEncoder:
 
 
 def max_utf8_bytes(text: str) -> int:
-    """Return an upper bound of the bytes of ``text`` in UTF-8, without encoding it. For ASCII, the bound is exact."""
-    return len(text) if text.isascii() else 4 * len(text)
+    """Return the bytes of ``text`` in UTF-8, or an upper bound if ``text`` is too long to encode it."""
+    if text.isascii():
+        return len(text)
+    return len(text.encode(errors="surrogatepass")) if len(text) <= _ENCODED_CHARACTERS else 4 * len(text)
 
 
 def check_unicode(texts: list[str], field: str) -> None:

@@ -96,7 +96,7 @@ class Body(BaseModel):
         """Return the body as a dict, without unknown parameters whose values were dropped. Those are not JSON."""
         found: dict[str, Any] = serialize(self)
         for name, value in (self.__pydantic_extra__ or {}).items():
-            if value == _SOMETHING:
+            if isinstance(value, tuple):  # JSON has lists: a tuple stands for what was dropped
                 found.pop(name, None)
         return found
 

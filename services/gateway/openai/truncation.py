@@ -18,7 +18,7 @@ async def render_prompt(
 ) -> Prompt:
     """Return the prompt of ``body``, of at most ``max_tokens`` unless that is None. Raises ``InvalidRequest``.
 
-    ``drop_oldest``: if the prompt leaves no room for the answer, drop the oldest messages.
+    ``drop_oldest``: if the prompt exceeds the context, drop the oldest messages.
     """
     if drop_oldest:
         return await _render_newest(gateway, body, facts, max_tokens)
@@ -31,14 +31,14 @@ async def _render_whole(gateway: Gateway, body: ChatBody, max_tokens: int | None
 
 
 async def _render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, max_tokens: int | None) -> Prompt:
-    """Return the prompt of ``body``. If it leaves no room for the answer, drop the oldest messages until it does.
+    """Return the prompt of ``body``. If it exceeds the context, drop the oldest messages to make room for the answer.
 
     If even the prompt without all ``droppable`` messages leaves too little room, return it if it has at most
     ``max_tokens``, since a shorter answer may fit.
     """
-    room = _max_prompt_tokens(gateway.config, body, facts)
+    whole_room, room = _max_prompt_tokens(gateway.config, body, facts)
 
-    async def render_if_fits(given: ChatBody) -> Prompt | None:
+    async def render_if_fits(given: ChatBody, room: int = room) -> Prompt | None:
         try:
             prompt = await _render_whole(gateway, given, room)
         except InvalidRequest as error:
@@ -47,7 +47,7 @@ async def _render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, ma
             return None
         return prompt if len(prompt.ids) <= room else None
 
-    if (prompt := await render_if_fits(body)) is not None:
+    if (prompt := await render_if_fits(body, whole_room)) is not None:
         return prompt
     parts = await gateway.text.in_thread(droppable, body.messages)
     newest = partial(gateway.text.in_thread, _without, body)
@@ -72,12 +72,20 @@ def _without(body: ChatBody, dropped: Sequence[set[int]]) -> ChatBody:
     return body.model_copy(update={"messages": messages})
 
 
-def _max_prompt_tokens(config: GatewayConfig, body: ChatBody, facts: ModelFacts) -> int:
-    """Return the largest token count of a truncated prompt. At most half of the context is kept for the answer."""
+def _max_prompt_tokens(config: GatewayConfig, body: ChatBody, facts: ModelFacts) -> tuple[int, int]:
+    """Return the largest token counts of a prompt that is not truncated, and of one that is.
+
+    The first leaves room for a short answer. The second leaves room for the answer that the body allows, but for this
+    keeps at most half of the context. Both leave room for ``min_tokens``.
+    """
+    context, least = facts.max_context_tokens, body.min_tokens or 0
     max_tokens = check_max_tokens(body, config.max_output_tokens, default_max_tokens(body, facts))
-    answer = max(DEFAULT_ANSWER_TOKENS if max_tokens is None else max_tokens, body.min_tokens or 0)
-    room = facts.max_context_tokens - min(answer, facts.max_context_tokens // 2)
-    return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
+    answer = DEFAULT_ANSWER_TOKENS if max_tokens is None else max_tokens
+    rooms = min(answer, DEFAULT_ANSWER_TOKENS), min(answer, context // 2)
+    whole, truncated = (context - max(room, least) for room in rooms)
+    if config.max_prompt_tokens is None:
+        return whole, truncated
+    return min(whole, config.max_prompt_tokens), min(truncated, config.max_prompt_tokens)
 
 
 def droppable(messages: Sequence[Message]) -> list[set[int]]:

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from services.worker.attention.spans import Spans, offsets, packed, page_lists
 from services.worker.kv_cache import KvCache
 
+_BUILT_KERNELS = "data/aot/*/*.so"
 # What the kernels at hand were built for.
 _HEAD_DIMS = (64, 128)
 # Bytes for what split contexts leave to be merged; all users share it, one after the other on the stream.
@@ -20,20 +22,28 @@ _WRAPPERS = 4
 
 
 def installed(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether FlashInfer is installed and has kernels for these sizes. FlashInfer is not loaded."""
-    return head_dim in _HEAD_DIMS and dtype == torch.bfloat16 and importlib.util.find_spec("flashinfer") is not None
+    """Return whether FlashInfer is installed with built kernels, or with nvcc to build them, for these sizes.
+
+    FlashInfer is not loaded.
+    """
+    if head_dim not in _HEAD_DIMS or dtype != torch.bfloat16:
+        return False
+    found = importlib.util.find_spec("flashinfer")
+    if found is None or not found.submodule_search_locations:
+        return False
+    [package, *_] = found.submodule_search_locations
+    return shutil.which("nvcc") is not None or any(Path(package).glob(_BUILT_KERNELS))
 
 
 def available(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether FlashInfer can be loaded and has built kernels for these sizes, or nvcc to build them."""
+    """Return whether FlashInfer is installed for these sizes and can be loaded."""
     if not installed(head_dim, dtype):
         return False
     try:
         import flashinfer.prefill  # noqa: F401
-        from flashinfer.jit.env import FLASHINFER_AOT_DIR
     except (ImportError, OSError):
         return False
-    return shutil.which("nvcc") is not None or any(FLASHINFER_AOT_DIR.glob("*/*.so"))
+    return True
 
 
 class PlannedWrapper(NamedTuple):

@@ -10,6 +10,7 @@ import structlog
 from services.common.children import module_command, module_environment
 from services.common.config import WorkerConfig
 from services.common.host import has_gpus
+from services.common.process import PARENT_PID
 from services.worker.precompile.job import Job
 
 log = structlog.get_logger(__name__)
@@ -20,7 +21,7 @@ class KernelCompiler:
 
     The child loads its libraries while the worker loads its own, and then waits for the job. The worker never waits for
     the child: it reads from Triton's cache the kernels that are compiled by then, and compiles the others itself. A
-    child that fails costs time and changes nothing else. A child without a job exits with the worker.
+    child that fails costs time and changes nothing else. The child and its processes exit with the worker.
     """
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
@@ -29,7 +30,8 @@ class KernelCompiler:
     @classmethod
     def start(cls) -> "KernelCompiler | None":
         """Start the child. If the system cannot start it, log a warning and return None."""
-        command, environment = module_command("services.worker.precompile"), module_environment(os.environ)
+        command = module_command("services.worker.precompile")
+        environment = module_environment(os.environ) | {PARENT_PID: str(os.getpid())}
         try:
             return cls(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0))
         except OSError as error:
@@ -43,8 +45,9 @@ class KernelCompiler:
 
     def close(self) -> None:
         """Kill the child and the processes that it started."""
-        if self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
+        if self._child.returncode is None:  # nobody has waited for it, so no other group has its id
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         with contextlib.suppress(OSError):
             self._child.stdin.close()  # type: ignore[union-attr]  # it is a pipe

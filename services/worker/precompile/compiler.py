@@ -1,6 +1,7 @@
 """Compilation of kernels into Triton's cache, without a device, by several processes."""
 
 import multiprocessing
+import os
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from services.common import host
+from services.common.process import PARENT_PID, die_with_parent
 from services.worker.precompile.launches import Launch
 
 _MOST_PROCESSES = 12  # more finish no sooner: a kernel takes 0.3 s, and there are fewer than a hundred
@@ -50,7 +52,9 @@ class CompilerPool:
         driver.set_active(AbsentDriver(capability))
         room = host.available_memory() // _PROCESS_BYTES
         processes = max(1, min(_MOST_PROCESSES, host.usable_processors(), room))
-        self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"))
+        self._pool = ProcessPoolExecutor(
+            processes, multiprocessing.get_context("fork"), _exit_with_parent, (os.getpid(),)
+        )
         self._pool.submit(int)  # the first task forks all processes, while there is one thread
         self._failures: list[Future[str]] = []
 
@@ -65,6 +69,12 @@ class CompilerPool:
         if reasons:
             log.warning("kernels not compiled ahead", count=len(reasons), first=reasons[0])
         return len(self._failures) - len(reasons)
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process of the pool when ``parent`` dies: it would wait for tasks for ever."""
+    os.environ[PARENT_PID] = str(parent)
+    die_with_parent()
 
 
 def _compile(launch: Launch) -> str:
