@@ -6,6 +6,7 @@ model.
 deployment, too: ``tests/client/test_engine.py`` starts some of its own.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import OpenAI, Stream
 
 from bench.server import Server, serve
 from tests.docs.pages import Block, blocks, pages
@@ -48,14 +49,20 @@ def server(tmp_path_factory, recordings) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def variables() -> Iterator[dict[str, dict[str, Any]]]:
-    """Of each page. Clients that a page leaves open are closed at the end."""
-    found: dict[str, dict[str, Any]] = {}
-    yield found
-    for known in found.values():
-        for value in known.values():
-            if isinstance(value, OpenAI):
-                value.close()
+def variables() -> dict[str, dict[str, Any]]:
+    """Return the variables of each page."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[list[Any]]:
+    """Yield a list for the clients and streams that pages leave open, also under names that they use again. These are
+    closed at the end."""
+    with contextlib.ExitStack() as opened:
+        found: list[Any] = []
+        yield found
+        for each in found:
+            opened.callback(each.close)
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def test_what_is_marked_can_be_run():
 
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=named)
-def test_a_block_runs_and_prints(server, recordings, variables, directory, capsys, block: Block):
+def test_a_block_runs_and_prints(server, recordings, variables, clients, directory, capsys, block: Block):
     base, grpc = server.base_url.removeprefix("http://"), server.grpc_address
     code = block.code.replace("127.0.0.1:10210", base).replace("127.0.0.1:10310", grpc)
     code = code.replace('LLM("builtin")', f'LLM("builtin", address="{grpc}")')
@@ -86,6 +93,7 @@ def test_a_block_runs_and_prints(server, recordings, variables, directory, capsy
         if block.mark == "run with client" and "client" not in known:
             known |= {"client": OpenAI(base_url=f"{server.base_url}/v1", api_key="none"), "model": server.model}
         exec(compile(code, named(block), "exec"), known)
+        clients += [value for value in known.values() if isinstance(value, OpenAI | Stream) and value not in clients]
         printed = capsys.readouterr().out
     assert printed.strip(), "it prints nothing"
     assert not printed.startswith('{"error"'), printed
