@@ -1,9 +1,10 @@
 """Faults of the bytes on each link: ``python -m bench.chaos.links [links=...] [faults=...] [seconds=1,10]``.
 
 For each link, a deployment of its own whose link goes through ``bench.chaos.proxy``: client and gateway, gateway and
-scheduler, scheduler and worker. (The store is a SQLite file or a PostgreSQL server; a file has no link.) While requests
-with known answers run, the proxy damages the link for each number of ``seconds`` and heals it. ``ready_s`` is the time
-from then until a request is answered correctly again.
+scheduler, scheduler and worker. With ``links=gateway-store store_url=postgresql://user@host/database``, the link of the
+gateway to PostgreSQL (SQLite is a file, which has no link). While requests with known answers run, the proxy damages
+the link for each number of ``seconds`` and heals it. ``ready_s`` is the time from then until a request is answered
+correctly again.
 
 The last line is one JSON object. Exit status 1 if a request neither ended within its deadline nor was answered
 correctly, or if a link was not ready again within 15 s. Links are plain text here: a wrong answer counts for faults
@@ -17,12 +18,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from rich.console import Console
 from rich.table import Table
+from sqlalchemy.engine import make_url
 
 from bench.chaos.proxy import FAULTS, SILENT, Fault, Proxy
 from bench.server import free_port, run_kept
@@ -33,9 +35,11 @@ from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import Deployment, Process
 
 LINKS = ("client-gateway", "gateway-scheduler", "scheduler-worker")
+STORE = "gateway-store"
 READY_S = 15.0
 _GIVE_UP_S = 120.0
 _DEADLINE_S = 60.0  # of one request
+_POSTGRESQL_PORT = 5432
 _PROMPT, _TOKENS = list(range(50, 90)), 40
 
 
@@ -45,6 +49,7 @@ class LinksConfig(Config):
     links: Strings = Field(LINKS, min_length=1)
     faults: Strings = Field(FAULTS, min_length=1)
     seconds: Ints = Field((1, 10), min_length=1, description="how long each fault lasts")
+    store_url: str | None = Field(None, description=f"a PostgreSQL database for tests, for the link {STORE}")
     clients: Int = Field(4, ge=1, description="that ask one question after the other, at each link")
     seed: Int = Field(1, description="of the damage")
     directory: str | None = Field(None, description="for logs; default: a temporary one")
@@ -53,9 +58,15 @@ class LinksConfig(Config):
     @classmethod
     def _exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in (*LINKS, *FAULTS):
-                raise ValueError(f"{name!r} is none of {', '.join((*LINKS, *FAULTS))}")
+            if name not in (*LINKS, STORE, *FAULTS):
+                raise ValueError(f"{name!r} is none of {', '.join((*LINKS, STORE, *FAULTS))}")
         return names
+
+    @model_validator(mode="after")
+    def _has_a_store(self) -> Self:
+        if STORE in self.links and self.store_url is None:
+            raise ValueError(f"links={STORE} needs store_url=, a PostgreSQL database for tests")
+        return self
 
 
 class Link:
@@ -70,20 +81,33 @@ class Link:
 
     async def ask(self) -> str:
         """Return what one request ended as: right, wrong, error or hang."""
-        seed = next(self._seeds)
-        body = {"prompt": _PROMPT, "max_tokens": _TOKENS, "temperature": 1.0, "seed": seed, "ignore_eos": True}
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                response = await self._http.post(f"{self._url}/v1/completions", json=body)
-                text = response.json()["choices"][0]["text"] if response.status_code == httpx.codes.OK else None
+                return await (self._ask_for_a_stored_response() if self.name == STORE else self._ask())
         except TimeoutError:
             return "hang"
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
             return "error"
-        if text is None:
+
+    async def _ask(self) -> str:
+        seed = next(self._seeds)
+        body = {"prompt": _PROMPT, "max_tokens": _TOKENS, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+        response = await self._http.post(f"{self._url}/v1/completions", json=body)
+        if response.status_code != httpx.codes.OK:
             return "error"
         right = self._tokenizer.decode(continuation(FakeShape(), _PROMPT, _TOKENS, seed=seed))
-        return "right" if text == right else "wrong"
+        return "right" if response.json()["choices"][0]["text"] == right else "wrong"
+
+    async def _ask_for_a_stored_response(self) -> str:
+        """Store a response, and read it again."""
+        url, number = f"{self._url}/v1/responses", next(self._seeds)
+        made = await self._http.post(url, json={"input": f"number {number}", "max_output_tokens": _TOKENS})
+        if made.status_code != httpx.codes.OK:
+            return "error"
+        read = await self._http.get(f"{url}/{made.json()['id']}")
+        if read.status_code != httpx.codes.OK:
+            return "error"
+        return "right" if read.json()["output"] == made.json()["output"] else "wrong"
 
     async def suffer(self, fault: Fault, seconds: float, clients: int) -> dict[str, Any]:
         """Strike, heal, and measure."""
@@ -119,10 +143,10 @@ class Link:
 
 
 @contextlib.asynccontextmanager
-async def proxied(name: str, directory: Path, seed: int) -> AsyncIterator[Link]:
-    """A deployment that is ready."""
+async def proxied(name: str, directory: Path, config: LinksConfig) -> AsyncIterator[Link]:
+    """Yield a deployment that is ready."""
     await asyncio.to_thread(directory.mkdir)
-    proxy = Proxy("", seed)
+    proxy = Proxy("", config.seed)
     at = await proxy.start()
     worker = None
     if name == "scheduler-worker":
@@ -132,6 +156,11 @@ async def proxied(name: str, directory: Path, seed: int) -> AsyncIterator[Link]:
     elif name == "gateway-scheduler":
         deployment = Deployment(directory, worker={"step_ms": 10}, gateway={"scheduler_addresses": at})
         proxy.target = deployment.scheduler_address
+    elif name == STORE:
+        store, (host, port) = make_url(config.store_url), at.split(":")
+        proxy.target = f"{store.host}:{store.port or _POSTGRESQL_PORT}"
+        through = store.set(host=host, port=int(port)).render_as_string(hide_password=False)
+        deployment = Deployment(directory, worker={"step_ms": 10}, gateway={"store_url": through})
     else:
         deployment = Deployment(directory, worker={"step_ms": 10})
         proxy.target = deployment.url.removeprefix("http://")
@@ -150,7 +179,7 @@ async def proxied(name: str, directory: Path, seed: int) -> AsyncIterator[Link]:
 
 async def measure(config: LinksConfig, directory: Path) -> dict[str, Any]:
     async def trouble(name: str) -> list[dict[str, Any]]:
-        async with proxied(name, directory / name, config.seed) as link:
+        async with proxied(name, directory / name, config) as link:
             found = []
             for fault, seconds in itertools.product(config.faults, config.seconds):
                 figures = await link.suffer(fault, seconds, config.clients)  # type: ignore[arg-type]
