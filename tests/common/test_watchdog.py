@@ -58,6 +58,13 @@ def watchdogs(process: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
+def only_watchdog(process: subprocess.Popen) -> psutil.Process:
+    """Return the watchdog of ``process``, once the forked child runs the watchdog's program."""
+    eventually(lambda: watchdogs(process))
+    [found] = watchdogs(process)
+    return found
+
+
 def test_a_process_that_is_stopped_is_killed():
     with beating() as process:
         beats(process, 1)
@@ -78,8 +85,7 @@ def test_a_process_that_has_work_and_makes_no_progress_is_killed():
 @pytest.mark.parametrize("manner", ["calm", "slow"])
 def test_a_process_that_gets_on_lives_and_its_watchdog_ends_with_it(manner):
     with beating(f"manner={manner}") as process:
-        eventually(lambda: watchdogs(process))  # it may have been forked and be nothing of its own yet
-        [own] = watchdogs(process)
+        own = only_watchdog(process)
         beats(process, 20)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE_S)
@@ -100,7 +106,7 @@ def test_a_debugger_may_turn_it_off():
 
 def test_a_watchdog_that_dies_is_replaced():
     with beating() as process:
-        [first] = watchdogs(process)
+        first = only_watchdog(process)
         first.kill()
         eventually(lambda: any(other.pid != first.pid for other in watchdogs(process)))
         beats(process, 12)
@@ -110,7 +116,7 @@ def test_a_watchdog_that_dies_is_replaced():
 
 def test_a_watchdog_that_is_stopped_is_replaced():
     with beating() as process:
-        [first] = watchdogs(process)
+        first = only_watchdog(process)
         eventually(lambda: os.getsid(first.pid) == first.pid)  # it is loaded, and next reads what there is
         beats(process, 2)
         first.suspend()
@@ -123,7 +129,7 @@ def test_a_watchdog_that_is_stopped_is_replaced():
 
 def test_a_watchdog_is_replaced_once_there_are_files_for_it_again():
     with beating() as process:
-        service, [first] = psutil.Process(process.pid), watchdogs(process)
+        service, first = psutil.Process(process.pid), only_watchdog(process)
         limits = service.rlimit(psutil.RLIMIT_NOFILE)
         service.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
         first.kill()
@@ -145,7 +151,7 @@ def test_it_kills_nobody_but_its_parent():
 def test_who_was_stopped_together_with_its_watchdog_does_not_hang():
     """As a machine that sleeps, or a container that is paused."""
     with beating() as process:
-        [own] = watchdogs(process)
+        own = only_watchdog(process)
         own.suspend()
         process.send_signal(signal.SIGSTOP)
         time.sleep(2.0)  # twice as long as it may be silent
