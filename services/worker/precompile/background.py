@@ -45,7 +45,7 @@ class KernelCompiler:
 
     def close(self) -> None:
         """Kill the child and the processes that it started."""
-        if self._child.returncode is None:  # nobody has waited for it, so no other group has its id
+        if self._child.returncode is None:  # not reaped yet, so its process group id is still its own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
