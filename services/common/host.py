@@ -49,7 +49,12 @@ def visible_gpus() -> str | None:
 
 def has_gpus() -> bool:
     """Return whether an NVIDIA GPU is probably visible. A certain answer needs torch, which takes seconds to load."""
-    return any(name not in ("", "-1") for name in (visible_gpus() or "").split(","))
+    return bool(gpu_names(visible_gpus() or ""))
+
+
+def gpu_names(visible: str) -> list[str]:
+    """Return the GPUs that ``visible``, a value of ``CUDA_VISIBLE_DEVICES``, names. An empty name and -1 are none."""
+    return [name for name in visible.split(",") if name not in ("", "-1")]
 
 
 def _groups(controller: str) -> Iterator[Path]:

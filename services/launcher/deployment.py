@@ -18,6 +18,7 @@ from services.common.config.flag import as_text
 from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
 from services.common.handover import Handover
+from services.common.host import gpu_names
 from services.common.rpc.channel import PLAIN, Dialer
 
 Role = Literal["gateway", "scheduler", "worker"]
@@ -72,7 +73,7 @@ def choose_gpus(config: DeploymentConfig, visible: str | None) -> list[str]:
         return []
     if visible is None:
         return [str(index) for index in range(workers)]
-    gpus = [name for name in visible.split(",") if name not in ("", "-1")]
+    gpus = gpu_names(visible)
     if not gpus and config.device == "auto":
         return []
     if len(gpus) < workers:

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest
@@ -45,9 +46,10 @@ class TextEncoder:
         for text in texts:
             self.check_length(text, max_tokens, field)
         found: list[list[int]] = []
-        for portion in portions(texts, max_utf8_bytes, AT_ONCE_BYTES):  # work of other requests runs between portions
-            size = sum(map(max_utf8_bytes, portion))
-            found += await self.in_turn(size, self._encode, portion, max_tokens, field, add_special_tokens)
+        sized = [(text, max_utf8_bytes(text)) for text in texts]
+        for portion in portions(sized, itemgetter(1), AT_ONCE_BYTES):  # work of other requests runs between portions
+            together, sizes = zip(*portion, strict=True)
+            found += await self.in_turn(sum(sizes), self._encode, list(together), max_tokens, field, add_special_tokens)
         return found
 
     async def encode_chat(
