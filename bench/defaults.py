@@ -67,7 +67,9 @@ def measure_server(config: DefaultsConfig, flags: str) -> dict[str, float]:
             found["start: warm, s" if config.cold else "start, s"] = time.monotonic() - began
             target = Target("toka", server.base_url, server.model, server.process.pid)
             for name in config.workloads:
-                found |= _MEASURES[name](config, target, server)
+                figures = _MEASURES[name](config, target, server)
+                print(json.dumps(figures), flush=True)
+                found |= figures
     return found
 
 
