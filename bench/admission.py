@@ -46,8 +46,8 @@ from bench.traces import (
 )
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.scheduler.core.admission import Admission, forecast_running
-from services.scheduler.core.forecast import Sequences
+from services.scheduler.core.future.admission import Admission, forecast_running
+from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.request import AdmissionMode, WorkerShape
 
 STEADY = 0.9  # of the samples

@@ -31,7 +31,7 @@ from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import Request, SamplingSettings, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.core.stopping.automaton import Automaton
 from services.scheduler.workers.codec import decode_result, encode_plan
 from tests.fakes.model import FakeModel, FakeShape
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from bench.traces import END, VOCAB_SIZE, Trace
-from services.scheduler.core.admission import Admission
+from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.plan import Plan, Result, SlotAdmissions
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, SamplingSettings, WorkerShape

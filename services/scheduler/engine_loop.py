@@ -9,11 +9,11 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import TokaError
-from services.scheduler.core.ahead import PagesAhead, pages_ahead
-from services.scheduler.core.load import Load
+from services.scheduler.core.future.ahead import PagesAhead, pages_ahead
 from services.scheduler.core.plan import Plan, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.step.load import Load
 from services.scheduler.inbox import Call, Inbox
 from services.scheduler.news import HeartbeatAnswer, News, PlanNews, Rejected
 from services.scheduler.pace import Pace

@@ -24,7 +24,7 @@ from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.patience import Patience
 from services.scheduler.api.servicer import SchedulerServicer
-from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.core.scheduler import Scheduler

@@ -3,7 +3,7 @@ then."""
 
 import structlog
 
-from services.scheduler.core.load import Load
+from services.scheduler.core.step.load import Load
 from services.scheduler.statsd import Statsd
 
 log = structlog.get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import structlog
 
 from services.common.errors import Unavailable
-from services.scheduler.core.load import Load
+from services.scheduler.core.step.load import Load
 
 log = structlog.get_logger(__name__)
 

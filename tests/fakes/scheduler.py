@@ -5,7 +5,7 @@ import os
 import sys
 
 from services.scheduler.__main__ import main
-from services.scheduler.core.intake import Intake
+from services.scheduler.core.life.intake import Intake
 
 
 def _arm(poison: int) -> None:

@@ -12,10 +12,10 @@ from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.load import Load
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
+from services.scheduler.core.step.load import Load
 from services.scheduler.news import PlanNews
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 

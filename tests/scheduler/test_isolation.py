@@ -9,7 +9,7 @@ from services.scheduler.api import encoding, generate, validation
 from services.scheduler.api import session as session_module
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.api.proofs import Proofs
-from services.scheduler.core.intake import Intake
+from services.scheduler.core.life.intake import Intake
 from services.scheduler.grammar.prover import Prover
 from tests.fakes.model import continuation
 from tests.scheduler.service import PROMPT, Client, Service, session, status_of

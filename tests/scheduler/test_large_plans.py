@@ -3,7 +3,7 @@
 import asyncio
 
 from services.common.rpc import channel
-from services.scheduler.core import onboarding
+from services.scheduler.core.step import onboarding
 from tests.fakes.model import FakeShape
 from tests.scheduler.service import start
 from tokasaurus.scheduler.v1 import generate_pb2 as g

@@ -11,7 +11,7 @@ from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
 from services.common.handover import listen
 from services.common.metrics.server import serve_on
-from services.scheduler.core.load import Load
+from services.scheduler.core.step.load import Load
 from services.scheduler.metrics import reachable
 from services.scheduler.statsd import Statsd
 from tests.scheduler.service import PROMPT, session, start

@@ -8,10 +8,10 @@ from services.common.errors import Internal
 from services.common.packed import fill
 from services.common.rpc.status import to_status
 from services.scheduler.api.mailbox import MergedDelta
-from services.scheduler.core.load import Load
-from services.scheduler.core.overview import Overview
+from services.scheduler.core.future.overview import Overview
 from services.scheduler.core.plan import NO_SLOTS, Scored
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
+from services.scheduler.core.step.load import Load
 from services.scheduler.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 

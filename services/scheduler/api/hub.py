@@ -9,8 +9,8 @@ import structlog
 from services.common.errors import Internal, Overloaded, TokaError
 from services.common.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.core.load import Load
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.step.load import Load
 from services.scheduler.engine_loop import Asked, EngineLoop
 from services.scheduler.news import News, PlanNews
 

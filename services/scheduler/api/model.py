@@ -11,7 +11,7 @@ from services.common.text.encoder import TextEncoder
 from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.core.request import WorkerShape
-from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.core.stopping.automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 CONTRACT_VERSION = "1.11"

@@ -3,7 +3,7 @@
 from services.common.errors import InvalidRequest
 from services.scheduler.api.model import ServedModel
 from services.scheduler.core.request import Finish, FinishReason, Request
-from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.core.stopping.automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2
 
 

@@ -20,9 +20,9 @@ from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text
 from services.scheduler.api.session import Session
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
-from services.scheduler.core.intake import resolve_limit
-from services.scheduler.core.outlook import Outlook, look_ahead
-from services.scheduler.core.overview import Overview, look_over
+from services.scheduler.core.future.outlook import Outlook, look_ahead
+from services.scheduler.core.future.overview import Overview, look_over
+from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.message import keep_long_text, name_of

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.request import AdmissionMode, Priority
 
 

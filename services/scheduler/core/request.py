@@ -9,7 +9,7 @@ import numpy as np
 
 from services.common.errors import TokaError
 from services.common.thinking import ThinkingBudget
-from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.core.stopping.automaton import Automaton
 
 _NO_TOKENS, _NO_FLOATS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
 

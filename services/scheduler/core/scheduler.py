@@ -7,25 +7,25 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import Cancelled, Internal, Unavailable
-from services.scheduler.core.admission import Admission
-from services.scheduler.core.ahead import PagesAhead
-from services.scheduler.core.answers import check_answer
-from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.ending import Ending
-from services.scheduler.core.intake import Intake
-from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.load import Load, read_load
-from services.scheduler.core.onboarding import Onboarding
+from services.scheduler.core.future.admission import Admission
+from services.scheduler.core.future.ahead import PagesAhead
+from services.scheduler.core.future.prediction import Prediction
+from services.scheduler.core.life.ending import Ending
+from services.scheduler.core.life.intake import Intake
+from services.scheduler.core.life.lifecycle import Lifecycle
+from services.scheduler.core.life.quarantine import Quarantine
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan, Result, WrongAnswer
-from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.prediction import Prediction
-from services.scheduler.core.quarantine import Quarantine
+from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
-from services.scheduler.core.results import Results
 from services.scheduler.core.state import State
-from services.scheduler.core.yielding import Yielding
+from services.scheduler.core.step.answers import check_answer
+from services.scheduler.core.step.load import Load, read_load
+from services.scheduler.core.step.onboarding import Onboarding
+from services.scheduler.core.step.planner import Planner
+from services.scheduler.core.step.results import Results
+from services.scheduler.core.step.yielding import Yielding
 
 
 class _Pending(NamedTuple):

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.scheduler.core.counters import STEP_SIZES, Counters
-from services.scheduler.core.lengths import LengthPredictor
+from services.scheduler.core.memory.pages import PagePool
+from services.scheduler.core.memory.prefix_tree import PrefixTree
+from services.scheduler.core.memory.slots import Slots
 from services.scheduler.core.output import Outbox
-from services.scheduler.core.pages import PagePool
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.prefix_tree import PrefixTree
-from services.scheduler.core.recent import RecentService
+from services.scheduler.core.queue.lengths import LengthPredictor
+from services.scheduler.core.queue.recent import RecentService
+from services.scheduler.core.queue.running_keys import RunningKeys
+from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import Priority, PromptShare, Request, Sample, WorkerShape
-from services.scheduler.core.running_keys import RunningKeys
-from services.scheduler.core.slots import Slots
-from services.scheduler.core.stop_matcher import StopMatcher
-from services.scheduler.core.stop_tokens import StopTokens
-from services.scheduler.core.waiting import WaitingQueue
+from services.scheduler.core.stopping.matcher import StopMatcher
+from services.scheduler.core.stopping.tokens import StopTokens
 
 _LOW_SHARE = 8  # one running sequence in so many
 STEP_COST = 64.0  # until it is measured: CPUs are below it, GPUs above

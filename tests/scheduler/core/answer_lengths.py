@@ -5,7 +5,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from services.scheduler.core.lengths import CAUTION, LengthPredictor
+from services.scheduler.core.queue.lengths import CAUTION, LengthPredictor
 
 LONGEST = 4096
 QUANTILES = (np.arange(1000) + 0.5) / 1000

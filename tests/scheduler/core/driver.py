@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.scheduler.core.memory.prefix_tree import UNNAMED
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.prefix_tree import UNNAMED
 from services.scheduler.core.request import (
     AdmissionMode,
     Finish,
@@ -18,7 +18,7 @@ from services.scheduler.core.request import (
     WorkerShape,
 )
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.core.stopping.automaton import Automaton
 from services.scheduler.workers.codec import decode_result, encode_plan
 from tests.fakes.model import FakeModel, FakeShape, continuation
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.arrangement import Arrangement, arrange
+from services.scheduler.core.step.arrangement import Arrangement, arrange
 
 
 def ints(*values: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.memory.hydragen import HydragenPolicy
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.recent import RecentService
+from services.scheduler.core.queue.recent import RecentService
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.workers.codec import encode_plan
 from tests.fakes.model import FakeShape

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.scheduler.core import onboarding
-from services.scheduler.core.admission import Admission, _first_gap, running_curve
+from services.scheduler.core.future.admission import Admission, _first_gap, running_curve
+from services.scheduler.core.step import onboarding
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes

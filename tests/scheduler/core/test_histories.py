@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Priority
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.hydragen import HydragenPolicy, choose_groups
+from services.scheduler.core.memory.hydragen import HydragenPolicy, choose_groups
 
 FREE = HydragenPolicy(min_group_size=2, min_prefix_len=1, row_cost=0, group_cost=0, call_cost=0)
 ROOT = 0

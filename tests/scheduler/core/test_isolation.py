@@ -6,17 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import Internal, TokaError
-from services.scheduler.core import lifecycle
-from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.lengths import LengthPredictor
-from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.onboarding import Onboarding
-from services.scheduler.core.prefix_tree import PrefixTree
+from services.scheduler.core.life import lifecycle
+from services.scheduler.core.life.lifecycle import Lifecycle
+from services.scheduler.core.memory.prefix_tree import PrefixTree
+from services.scheduler.core.queue.deadlines import Deadlines
+from services.scheduler.core.queue.lengths import LengthPredictor
+from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import AdmissionMode, FinishReason, SamplingSettings
-from services.scheduler.core.results import Results
-from services.scheduler.core.stop_matcher import StopMatcher
-from services.scheduler.core.stop_tokens import StopTokens
-from services.scheduler.core.waiting import WaitingQueue
+from services.scheduler.core.step.onboarding import Onboarding
+from services.scheduler.core.step.results import Results
+from services.scheduler.core.stopping.matcher import StopMatcher
+from services.scheduler.core.stopping.tokens import StopTokens
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
 

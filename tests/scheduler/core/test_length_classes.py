@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.lengths import MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
+from services.scheduler.core.queue.lengths import MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
 from tests.scheduler.core.answer_lengths import LONGEST, QUANTILES, draw, geometric, learn, mean, spread, stops
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.lengths import CAUTION, MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
+from services.scheduler.core.queue.lengths import CAUTION, MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
 from tests.scheduler.core.answer_lengths import (
     CLASS,
     LONGEST,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core import onboarding
 from services.scheduler.core.request import FinishReason, SamplingSettings
+from services.scheduler.core.step import onboarding
 from services.scheduler.workers.codec import encode_plan, encode_sampling
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.preemption import choose_victims
+from services.scheduler.core.life.preemption import choose_victims
 from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver

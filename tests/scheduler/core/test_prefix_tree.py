@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.pages import PagePool
-from services.scheduler.core.prefix_tree import ROOT, PrefixTree
+from services.scheduler.core.memory.pages import PagePool
+from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
 
 PAGE = 2
 texts = st.lists(st.integers(1, 3), min_size=1, max_size=16).map(lambda tokens: np.array(tokens, np.uint32))

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from services.common.errors import Internal
-from services.scheduler.core.intake import CANARY_ID
-from services.scheduler.core.onboarding import Onboarding
+from services.scheduler.core.life.intake import CANARY_ID
 from services.scheduler.core.request import AdmissionMode, FinishReason
+from services.scheduler.core.step.onboarding import Onboarding
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver, check
 

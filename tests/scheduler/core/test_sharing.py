@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
-from services.scheduler.core import outlook
+from services.scheduler.core.future import outlook
+from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.plan import Failure, Result, WrongAnswer
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.prefix_tree import ROOT
 from services.scheduler.core.request import FinishReason, Priority, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler
 from tests.fakes.model import FakeShape

@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.arena import Arena
-from services.scheduler.core.stop_automaton import Automaton
-from services.scheduler.core.stop_matcher import StopMatcher
-from services.scheduler.core.stop_tokens import StopTokens
+from services.scheduler.core.stopping.arena import Arena
+from services.scheduler.core.stopping.automaton import Automaton
+from services.scheduler.core.stopping.matcher import StopMatcher
+from services.scheduler.core.stopping.tokens import StopTokens
 
 alphabet = st.sampled_from(["a", "b", "ab", "é", "漢", "\n"])
 strings = st.lists(st.lists(alphabet, min_size=1, max_size=6).map("".join), min_size=1, max_size=4)
@@ -85,7 +85,7 @@ def test_a_stop_string_longer_than_any_window_is_found():
 
 
 def test_tables_of_strings_no_longer_used_are_given_back(monkeypatch):
-    monkeypatch.setattr("services.scheduler.core.stop_matcher._UNUSED_CELLS", 2000)
+    monkeypatch.setattr("services.scheduler.core.stopping.matcher._UNUSED_CELLS", 2000)
     matcher = StopMatcher([b"a", b"b"], 2, row_misses=1)
     for number in range(200):
         automaton = Automaton([f"a{number}b" * 3])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.scheduler.core.hydragen import HydragenPolicy
+from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Request, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler

@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from services.scheduler.core.batching import Batching
 from services.scheduler.core.counters import STEP_SIZES
-from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.onboarding import Onboarding, Rows
+from services.scheduler.core.future.prediction import Prediction
+from services.scheduler.core.future.turns import Turn, Turns
+from services.scheduler.core.life.lifecycle import Lifecycle
+from services.scheduler.core.life.preemption import choose_victims
 from services.scheduler.core.plan import Plan
-from services.scheduler.core.prediction import Prediction
-from services.scheduler.core.preemption import choose_victims
 from services.scheduler.core.request import Priority
 from services.scheduler.core.state import State
-from services.scheduler.core.turns import Turn, Turns
-from services.scheduler.core.yielding import Yielding
+from services.scheduler.core.step.batching import Batching
+from services.scheduler.core.step.onboarding import Onboarding, Rows
+from services.scheduler.core.step.yielding import Yielding
 
 _MOST_HURRIED = 3  # plans in a row
 

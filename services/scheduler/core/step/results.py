@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from services.common.errors import Internal, InvalidRequest, TokaError
-from services.scheduler.core.ending import Ending
-from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.life.ending import Ending
+from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.output import ragged_rows
 from services.scheduler.core.plan import Failure, Result, Scored
 from services.scheduler.core.request import FinishReason, Request, Sample

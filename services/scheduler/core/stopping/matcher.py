@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.errors import Overloaded
-from services.scheduler.core.arena import Arena
-from services.scheduler.core.stop_automaton import Automaton
+from services.scheduler.core.stopping.arena import Arena
+from services.scheduler.core.stopping.automaton import Automaton
 
 _ROWS_BYTES = 64 * 1024 * 1024
 _TABLE_CELLS = 64 * 1024 * 1024  # of all automata in use, 4 bytes each

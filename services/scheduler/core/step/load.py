@@ -3,8 +3,8 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from services.scheduler.core.ahead import PagesAhead
 from services.scheduler.core.counters import Counters
+from services.scheduler.core.future.ahead import PagesAhead
 from services.scheduler.core.state import State
 
 

@@ -1,7 +1,7 @@
 """How many pages what runs will use some steps from now: the forecast in four numbers, for dashboards."""
 
-from services.scheduler.core.admission import forecast_running
-from services.scheduler.core.forecast import running_sequences
+from services.scheduler.core.future.admission import forecast_running
+from services.scheduler.core.future.forecast import running_sequences
 from services.scheduler.core.state import State
 
 _STEPS = (1, 10, 100, 1000)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.prefix_tree import ROOT, PrefixTree
+from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
 from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from services.scheduler.core.pages import PagePool
+from services.scheduler.core.memory.pages import PagePool
 
 ROOT = 0
 

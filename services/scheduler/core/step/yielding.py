@@ -13,13 +13,13 @@ yielded a few times makes way for another key only after some more tokens of its
 
 import numpy as np
 
-from services.scheduler.core.admission import Admission
-from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.onboarding import MOST_ADMISSIONS, Candidates, Onboarding
+from services.scheduler.core.future.admission import Admission
+from services.scheduler.core.life.lifecycle import Lifecycle
+from services.scheduler.core.life.preemption import by_work, without_those_of_age
 from services.scheduler.core.plan import Plan
-from services.scheduler.core.preemption import by_work, without_those_of_age
 from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
+from services.scheduler.core.step.onboarding import MOST_ADMISSIONS, Candidates, Onboarding
 
 _KEY_SHARE = 16  # others make way for a key until it has one slot in so many
 _MOST_SHORT_KEYS = 16  # keys for which others make way in one plan

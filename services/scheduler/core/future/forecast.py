@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.pages import PagePool
-from services.scheduler.core.prefix_tree import ROOT, PrefixTree
-from services.scheduler.core.slots import Slots
+from services.scheduler.core.memory.pages import PagePool
+from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
+from services.scheduler.core.memory.slots import Slots
 
 FAR = np.iinfo(np.int64).max // 2  # an end that is not known
 

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import Internal
-from services.scheduler.core.ending import Ending, finish_of
-from services.scheduler.core.entering import Entry, Lengths, Placed, Settings
-from services.scheduler.core.preemption import firm_until, may_yield
+from services.scheduler.core.life.ending import Ending, finish_of
+from services.scheduler.core.life.entering import Entry, Lengths, Placed, Settings
+from services.scheduler.core.life.preemption import firm_until, may_yield
+from services.scheduler.core.life.sharing import Sharing
 from services.scheduler.core.request import Finish, FinishReason, Sample
-from services.scheduler.core.sharing import Sharing
 from services.scheduler.core.state import State
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.admission import forecast_running
-from services.scheduler.core.forecast import running_sequences
+from services.scheduler.core.future.admission import forecast_running
+from services.scheduler.core.future.forecast import running_sequences
 from services.scheduler.core.state import State
 
 _SHORTER = 1.5  # a step that is not shorter by this factor is not worth a plan

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 
 from services.common.errors import Internal
-from services.scheduler.core.ending import Ending
-from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.life.ending import Ending
+from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.request import FinishReason, Sample
 from services.scheduler.core.state import State
 

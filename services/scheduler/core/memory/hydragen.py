@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.prefix_tree import ROOT
+from services.scheduler.core.memory.prefix_tree import ROOT
 
 NO_GROUP = -1
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.admission import running_curve
+from services.scheduler.core.future.admission import running_curve
 from services.scheduler.core.request import Request, Sample
 from services.scheduler.core.state import State
 

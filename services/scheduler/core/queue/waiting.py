@@ -7,7 +7,7 @@ from itertools import count, groupby, islice
 from math import inf
 from operator import attrgetter
 
-from services.scheduler.core.lazy_heap import LazyHeap
+from services.scheduler.core.queue.lazy_heap import LazyHeap
 from services.scheduler.core.request import Priority, Sample
 
 _MOST_REMEMBERED = 4096  # tags of keys that do not wait

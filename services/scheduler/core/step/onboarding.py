@@ -7,17 +7,17 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import Internal
-from services.scheduler.core.admission import Admission
-from services.scheduler.core.ending import Ending
-from services.scheduler.core.entering import Entry, Lengths, Settings
-from services.scheduler.core.forecast import Sequences
-from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.future.admission import Admission
+from services.scheduler.core.future.forecast import Sequences
+from services.scheduler.core.future.prediction import Prediction
+from services.scheduler.core.future.turns import Turn
+from services.scheduler.core.life.ending import Ending
+from services.scheduler.core.life.entering import Entry, Lengths, Settings
+from services.scheduler.core.life.lifecycle import Lifecycle
+from services.scheduler.core.memory.prefix_tree import PageName
 from services.scheduler.core.plan import Plan, SlotAdmissions
-from services.scheduler.core.prediction import Prediction
-from services.scheduler.core.prefix_tree import PageName
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
-from services.scheduler.core.turns import Turn
 
 # Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
 MOST_ADMISSIONS = 512

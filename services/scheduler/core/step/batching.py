@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from services.scheduler.core.arrangement import arrange
-from services.scheduler.core.hydragen import HydragenPolicy, choose_groups
+from services.scheduler.core.memory.hydragen import HydragenPolicy, choose_groups
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.core.state import State
+from services.scheduler.core.step.arrangement import arrange
 
 _REGROUP_SHARE = 20  # groups are chosen anew when one in so many of the running sequences has come or gone
 

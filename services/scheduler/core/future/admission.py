@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from services.scheduler.core.forecast import Forecast, Sequences, growth, running_sequences
-from services.scheduler.core.lengths import MOST_CLASSES
+from services.scheduler.core.future.forecast import Forecast, Sequences, growth, running_sequences
+from services.scheduler.core.queue.lengths import MOST_CLASSES
 from services.scheduler.core.state import State
 
 _MOST_BEHIND = 32  # samples let in at once behind a head of the queue that does not fit
