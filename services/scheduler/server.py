@@ -21,6 +21,7 @@ from services.common.text.tokenizer import Tokenizer
 from services.common.tracing import Tracing
 from services.scheduler.api.access import Access, exposure
 from services.scheduler.api.hub import Hub
+from services.scheduler.api.metrics import OwnMetrics
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.patience import Patience
 from services.scheduler.api.servicer import SchedulerServicer
@@ -28,12 +29,11 @@ from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Priority
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.engine.loop import EngineLoop
+from services.scheduler.engine.pace import MOST_AHEAD
+from services.scheduler.engine.statsd import Statsd
 from services.scheduler.grammar.prover import Prover
-from services.scheduler.metrics import OwnMetrics
-from services.scheduler.pace import MOST_AHEAD
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.statsd import Statsd
 from services.scheduler.workers.link import WorkerLink
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
 from tokasaurus.worker.v1 import worker_pb2

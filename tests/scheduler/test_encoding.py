@@ -16,7 +16,7 @@ from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
 from services.scheduler.core.step.load import Load
-from services.scheduler.news import PlanNews
+from services.scheduler.engine.news import PlanNews
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 

@@ -10,9 +10,9 @@ import pytest
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request, SamplingSettings
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine_loop import EngineLoop
-from services.scheduler.inbox import MOST_TAKEN_IN, Inbox
-from services.scheduler.news import Accepted, HeartbeatAnswer, Rejected
+from services.scheduler.engine.inbox import MOST_TAKEN_IN, Inbox
+from services.scheduler.engine.loop import EngineLoop
+from services.scheduler.engine.news import Accepted, HeartbeatAnswer, Rejected
 from services.scheduler.workers.codec import decode_result
 from services.scheduler.workers.stream import Answer
 from tests.fakes.model import FakeModel, FakeShape

@@ -11,9 +11,9 @@ from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
 from services.common.handover import listen
 from services.common.metrics.server import serve_on
+from services.scheduler.api.metrics import reachable
 from services.scheduler.core.step.load import Load
-from services.scheduler.metrics import reachable
-from services.scheduler.statsd import Statsd
+from services.scheduler.engine.statsd import Statsd
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import generate_pb2
 

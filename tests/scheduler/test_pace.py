@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.pace import Pace
+from services.scheduler.engine.pace import Pace
 
 
 class Loop:

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import Overloaded
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.news import HeartbeatAnswer
+from services.scheduler.engine.news import HeartbeatAnswer
 from tests.fakes.model import FakeShape, chosen_logprob, continuation
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g

@@ -1,6 +1,6 @@
 """How long a worker has been silent."""
 
-from services.scheduler.silence import Silence
+from services.scheduler.engine.silence import Silence
 
 
 def test_a_worker_is_silent_from_the_last_answer_on_however_long_its_queue():

@@ -8,8 +8,8 @@ import pytest
 from services.common.config import SchedulerConfig
 from services.common.errors import Internal
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine.stall import Stall
 from services.scheduler.server import SchedulerServer
-from services.scheduler.stall import Stall
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
 from tests.scheduler.core.driver import SINK, Driver

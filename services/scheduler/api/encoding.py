@@ -12,7 +12,7 @@ from services.scheduler.core.future.overview import Overview
 from services.scheduler.core.plan import NO_SLOTS, Scored
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
 from services.scheduler.core.step.load import Load
-from services.scheduler.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
+from services.scheduler.engine.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 _PRIORITIES = {

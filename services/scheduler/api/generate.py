@@ -23,9 +23,9 @@ from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta, ragged_rows
 from services.scheduler.core.request import Finish
+from services.scheduler.engine.news import Accepted, Rejected
 from services.scheduler.grammar.message import keep_long_text, name_of
 from services.scheduler.grammar.prover import Prover
-from services.scheduler.news import Accepted, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2
 
 log = structlog.get_logger(__name__)

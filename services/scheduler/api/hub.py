@@ -11,8 +11,8 @@ from services.common.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load
-from services.scheduler.engine_loop import Asked, EngineLoop
-from services.scheduler.news import News, PlanNews
+from services.scheduler.engine.loop import Asked, EngineLoop
+from services.scheduler.engine.news import News, PlanNews
 
 log = structlog.get_logger(__name__)
 

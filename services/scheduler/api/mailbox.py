@@ -12,7 +12,7 @@ from services.common.errors import Overloaded, TokaError
 from services.scheduler.core.output import Delta, ragged_rows, take_logprobs
 from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
 from services.scheduler.core.step.load import Load
-from services.scheduler.news import Accepted
+from services.scheduler.engine.news import Accepted
 
 _MOST_BYTES = 64 * 1024 * 1024  # beyond it the client is given up
 _MOST_ACCEPTANCES = 256  # in one message

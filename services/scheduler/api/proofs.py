@@ -8,7 +8,7 @@ import structlog
 
 from services.common.errors import AlreadyExists, Internal, Overloaded, TokaError
 from services.scheduler.core.request import Request
-from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.grammar.prover import Prover
 
 log = structlog.get_logger(__name__)

@@ -1,1 +1,1 @@
-"""Every decision, and nothing else: no I/O, no clock, no stubs. Driven by one thread, the step loop."""
+"""The scheduler's decisions: pure code without I/O or a clock, driven by the step loop's thread."""

@@ -1,0 +1,1 @@
+"""One step: build the plan, take in the result."""

@@ -1,0 +1,1 @@
+"""Stop strings and stop tokens of all running sequences."""

@@ -2,7 +2,7 @@
 
 from services.common.errors import Internal
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.silence import Silence
+from services.scheduler.engine.silence import Silence
 
 
 class Stall:

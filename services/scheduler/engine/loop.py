@@ -14,17 +14,17 @@ from services.scheduler.core.plan import Plan, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load
-from services.scheduler.inbox import Call, Inbox
-from services.scheduler.news import HeartbeatAnswer, News, PlanNews, Rejected
-from services.scheduler.pace import Pace
-from services.scheduler.readiness import Readiness
-from services.scheduler.reception import log_failures, take_in
+from services.scheduler.engine.inbox import Call, Inbox
+from services.scheduler.engine.news import HeartbeatAnswer, News, PlanNews, Rejected
+from services.scheduler.engine.pace import Pace
+from services.scheduler.engine.readiness import Readiness
+from services.scheduler.engine.reception import log_failures, take_in
+from services.scheduler.engine.silence import Silence
+from services.scheduler.engine.stages import Stages
+from services.scheduler.engine.stall import Stall
+from services.scheduler.engine.stats import Stats
+from services.scheduler.engine.statsd import Statsd
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.silence import Silence
-from services.scheduler.stages import Stages
-from services.scheduler.stall import Stall
-from services.scheduler.stats import Stats
-from services.scheduler.statsd import Statsd
 from services.scheduler.workers.codec import decode_shape, encode_plan
 from services.scheduler.workers.stream import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2

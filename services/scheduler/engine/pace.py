@@ -3,7 +3,7 @@
 import math
 from collections import deque
 
-from services.scheduler.step_times import StepTimes
+from services.scheduler.engine.step_times import StepTimes
 
 MOST_AHEAD = 16  # plans in flight, however short steps are
 _RECENT = 0.2  # weight of the newest figure in a smoothed one

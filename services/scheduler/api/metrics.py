@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from services.common.metrics.replicas import Report, show
 from services.scheduler.api.encoding import encode_load
-from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.engine.loop import EngineLoop
 
 _PATIENCE_S = 5.0
 

@@ -8,7 +8,7 @@ import structlog
 from services.common.errors import Internal, TokaError, Unavailable
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.news import Accepted, Rejected
+from services.scheduler.engine.news import Accepted, Rejected
 
 _logger = logging.getLogger(__name__)
 log = structlog.get_logger(__name__)

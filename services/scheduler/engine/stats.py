@@ -4,7 +4,7 @@ then."""
 import structlog
 
 from services.scheduler.core.step.load import Load
-from services.scheduler.statsd import Statsd
+from services.scheduler.engine.statsd import Statsd
 
 log = structlog.get_logger(__name__)
 
