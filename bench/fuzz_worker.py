@@ -22,7 +22,7 @@ from bench.random_plans import Expected, RandomPlans
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.worker.runner.plan import Limits, StepOutput
+from services.worker.step.plan import Limits, StepOutput
 
 _MIB = 2**20
 _LOOK_EVERY = 64  # batches
@@ -117,7 +117,7 @@ def main() -> None:
     flags = read_worker_flags(config.worker_flags)
     prepare(flags)
     worker = boot_worker(flags)
-    from services.worker.compilation import kernel_compilations, recompilations  # loads torch
+    from services.worker.boot.compilation import kernel_compilations, recompilations  # loads torch
 
     memory = Memory() if worker.on_cuda else None
     runner, plans = worker.runner, RandomPlans(worker.runner.limits, config.seed)

@@ -73,8 +73,8 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
     import torch
 
+    from services.worker.described.ranks import Ranks
     from services.worker.parallel.group import RankGroup
-    from services.worker.parallel.ranks import Ranks
 
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda:0" if on_gpu else "cpu")

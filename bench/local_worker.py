@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, build, split_arguments
-from services.worker.caches import keep_compiled_code_in
+from services.worker.boot.caches import keep_compiled_code_in
 from services.worker.runner.base import Runner
-from services.worker.runner.plan import Plan, StepOutput
+from services.worker.step.plan import Plan, StepOutput
 
 if TYPE_CHECKING:
-    from services.worker.boot import Booted
+    from services.worker.boot.common import Booted
 
 # Another step would wait for a place in the runner's ring, which is freed by an answer.
 MOST_IN_FLIGHT = 4
@@ -60,7 +60,7 @@ def prepare(config: WorkerConfig) -> None:
 def boot_worker(config: WorkerConfig) -> LocalWorker:
     """Boot in this thread, after ``prepare``. Exits with status 2 when refused."""
     try:
-        from services.worker.boot import boot  # loads torch
+        from services.worker.boot.common import boot  # loads torch
 
         return LocalWorker(config, boot(config))
     except InvalidRequest as error:

@@ -21,15 +21,15 @@ from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.model_json import read_json
 from services.common.text.tokenizer import Tokenizer
-from services.worker import weights
 from services.worker.attention.base import AttentionBatch, AttentionStep
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.kv_cache import KvCache
+from services.worker.described.registry import read_model_config
 from services.worker.layers.factory import make_linear
 from services.worker.layers.fp8 import FP8, LARGEST
 from services.worker.layers.kernels import TorchKernels
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
 
 PAGE_SIZE = 16
 # dtype, quantization, whether keys and values are rounded

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.step_sizes import StepSizes
-from services.worker.models.config import ModelConfig
+from services.worker.described.config import ModelConfig
 
 PARTS = (
     "layer products", "vocabulary head", "attention own", "attention prefix", "attention chunks", "store",

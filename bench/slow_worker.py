@@ -5,8 +5,8 @@ import time
 
 from services.common.config import WorkerConfig
 from services.common.process import Stop, run_service
-from services.worker.boot import Booted, boot
-from services.worker.progress import BootProgress
+from services.worker.boot.common import Booted, boot
+from services.worker.boot.progress import BootProgress
 from services.worker.server import serve
 
 LOAD_SECONDS = "BENCH_LOAD_SECONDS"

@@ -27,7 +27,7 @@ from services.common import model_files
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.model_json import read_json
-from services.worker.runner.plan import Plan
+from services.worker.step.plan import Plan
 
 if TYPE_CHECKING:
     from bench.roofline import Rates
@@ -127,7 +127,7 @@ def run(
 def _profiled(worker: LocalWorker, feeder: Feeder, plan: Plan, sizes: StepSizes, rates: "Rates") -> dict[str, Any]:
     from bench.kernel_table import profile
     from bench.roofline import PARTS, least_ms
-    from services.worker.models.registry import read_model_config
+    from services.worker.described.registry import read_model_config
 
     def step() -> None:
         feeder.put(plan, 0, lambda output: None)

@@ -29,8 +29,8 @@ from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.workers.codec import encode_plan
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import Answer, WorkerStream
-from services.worker.runner.plan import Limits, Sampled, StepOutput
-from services.worker.runner.plan import Plan as WorkerPlan
+from services.worker.step.plan import Limits, Sampled, StepOutput
+from services.worker.step.plan import Plan as WorkerPlan
 
 _PATIENCE_S = 60.0
 
@@ -171,7 +171,7 @@ def _threads(process: psutil.Process) -> dict[int, float]:
 
 async def _serve(config: BenchConfig) -> None:
     """The worker's process; prints the names of its threads in the end."""
-    from services.worker.boot import Booted
+    from services.worker.boot.common import Booted
     from services.worker.server import serve
 
     stop = Stop()

@@ -20,15 +20,15 @@ from services.common.model_json import read_json
 from services.common.text.grammar import Grammars
 from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer
-from services.worker import weights
+from services.worker.described.memory import FLOAT32, rotation_bytes, weight_bytes
+from services.worker.described.ranks import ALONE
+from services.worker.described.refusals import refuse_too_large_weights
+from services.worker.described.registry import read_model_config
+from services.worker.described.shares import refuse_unshareable
+from services.worker.described.stages import layers_of
 from services.worker.layers.factory import make_kernels
-from services.worker.memory import FLOAT32, rotation_bytes, weight_bytes
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
-from services.worker.parallel.ranks import ALONE
-from services.worker.parallel.shares import refuse_unshareable
-from services.worker.parallel.stages import layers_of
-from services.worker.refusals import refuse_too_large_weights
 
 CPU_S = 20.0  # for one directory; a whole model takes below 1 s
 MEMORY = 1 << 30  # bytes beside those of the libraries

@@ -26,7 +26,7 @@ from bench.fuzz.statuses import NEVER, is_ours
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
 from bench.server import free_port
-from services.worker.runner.plan import Limits
+from services.worker.step.plan import Limits
 from tests.gateway.deployment import Process
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 

@@ -8,10 +8,10 @@ from typing import Any
 from services.common.config import WorkerConfig
 from services.common.process import Stop, end_now, run_service, unless_stopped
 from services.common.pulse import Pulse
-from services.worker.caches import keep_compiled_code_in
-from services.worker.precompile.background import KernelCompiler, can_precompile
-from services.worker.progress import BootProgress
-from services.worker.refusals import refuse_numba_settings
+from services.worker.boot.caches import keep_compiled_code_in
+from services.worker.boot.precompile.background import KernelCompiler, can_precompile
+from services.worker.boot.progress import BootProgress
+from services.worker.described.refusals import refuse_numba_settings
 
 # It may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
 BOOT_S = 1800.0

@@ -6,9 +6,9 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.common.config import WorkerConfig
-from services.worker.compilation import kernel_compilations, recompilations
-from services.worker.engine import Engine
-from services.worker.power import Power
+from services.worker.boot.compilation import kernel_compilations, recompilations
+from services.worker.engine.engine import Engine
+from services.worker.engine.power import Power
 
 
 class WorkerMetrics:

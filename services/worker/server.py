@@ -17,13 +17,13 @@ from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
 from services.common.tracing import Tracing
 from services.worker.api.servicer import WorkerServicer
-from services.worker.boot import Booted, boot
-from services.worker.compilation import kernel_compilations, recompilations
-from services.worker.engine import Engine
+from services.worker.boot.common import Booted, boot
+from services.worker.boot.compilation import kernel_compilations, recompilations
+from services.worker.boot.precompile.background import KernelCompiler
+from services.worker.boot.progress import BootProgress
+from services.worker.engine.engine import Engine
 from services.worker.metrics import WorkerMetrics
 from services.worker.parallel.errors import ParallelError
-from services.worker.precompile.background import KernelCompiler
-from services.worker.progress import BootProgress
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"

@@ -23,10 +23,10 @@ from services.common.errors import InvalidRequest
 from services.common.flags import build
 from services.common.model_files import BUILTIN
 from services.common.model_json import read_json
-from services.worker import weights
+from services.worker.described.registry import read_model_config
 from services.worker.layers.factory import make_kernels
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
 from tests.cli.looking import findings, only
 from tests.worker.small_models import CPU
 

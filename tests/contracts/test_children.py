@@ -28,7 +28,7 @@ OTHERS = {
     ("cli/doctor/host.py", "_run"): "docker",
     ("cli/bench/clients.py", "_start"): "cli/entry.py calls use_safe_paths",
     ("common/init.py", "stand_in_front"): "isolated; starts the command line again that started this process",
-    ("worker/precompile/compiler.py", "__init__"): "forks: no interpreter starts",
+    ("worker/boot/precompile/compiler.py", "__init__"): "forks: no interpreter starts",
     ("common/init.py", "main"): "runs the command that it was given, in an image that sets PYTHONSAFEPATH",
 }
 

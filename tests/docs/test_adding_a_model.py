@@ -2,7 +2,7 @@
 
 import re
 
-from services.worker.models.registry import ARCHITECTURES
+from services.worker.described.registry import ARCHITECTURES
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()

@@ -5,8 +5,8 @@ import pytest
 
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
-from services.worker.api.codec import decode_plan
-from services.worker.runner.plan import Limits
+from services.worker.step.codec import decode_plan
+from services.worker.step.plan import Limits
 from tests.fakes.model import FakeModel, FakeShape
 
 SHAPE = FakeShape(page_count=800, max_slots=32, max_tokens_per_step=200, max_context_tokens=500, eos_token_id=-1)

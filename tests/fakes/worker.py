@@ -23,8 +23,8 @@ from services.common.config import WorkerConfig
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.rpc.server import RpcServer
 from services.common.tracing import Tracing
-from services.worker.runner.plan import Timing
-from services.worker.traces import PrefillTraces
+from services.worker.engine.traces import PrefillTraces
+from services.worker.step.plan import Timing
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 

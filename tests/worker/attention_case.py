@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import AttentionBatch
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
 from services.worker.attention.spans import Spans
-from services.worker.kv_cache import KvCache
+from services.worker.described.rope import RopeSettings
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import TorchKernels
-from services.worker.layers.rope import RopeSettings
 from services.worker.layers.rotary import Rotary
 from tests.worker.interpreter import DEVICE, INTERPRETED
 

@@ -13,7 +13,7 @@ import transformers
 
 from services.common.config import WorkerConfig
 from services.common.process import Stop
-from services.worker.boot import boot
+from services.worker.boot.common import boot
 from services.worker.models import fused_cpu
 from services.worker.runner.runner import StepRunner
 from services.worker.server import serve

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.runner.plan import Admission, Batch, Plan, SamplingSettings, StepOutput
 from services.worker.runner.runner import StepRunner
+from services.worker.step.plan import Admission, Batch, Plan, SamplingSettings, StepOutput
 
 NONE = np.empty(0, np.int64)
 

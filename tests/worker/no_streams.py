@@ -15,7 +15,7 @@ def device_without_streams(monkeypatch):
 
 def do_without_streams(monkeypatch) -> None:
     """``device_without_streams``, in any process that interprets kernels."""
-    from services.worker.precompile.dry_device import without_streams
+    from services.worker.boot.precompile.dry_device import without_streams
     from services.worker.runner.cuda import graphs, pieces
 
     for owner, name, value in without_streams():

@@ -3,15 +3,15 @@
 import numpy as np
 import torch
 
-from services.worker import weights
 from services.worker.attention.base import AttentionBatch, AttentionStep, RotatingAttentionStep
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.kv_cache import KvCache
+from services.worker.described.config import ModelConfig
+from services.worker.described.rope import RopeSettings
 from services.worker.layers.factory import make_linear
 from services.worker.layers.kernels import TorchKernels
-from services.worker.layers.rope import RopeSettings
 from services.worker.layers.rotary import Rotary
-from services.worker.models.config import ModelConfig
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
 from services.worker.attention.fast_cpu import LONG_ROW, FastCpuAttention
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.kv_cache import KvCache
 
 ROWS = {
     "decode": [(1, 1), (16, 1), (17, 1), (100, 1), (33, 1)],  # (context, tokens of the row)

@@ -12,12 +12,12 @@ from structlog.testing import capture_logs
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
-from services.worker.boot import boot
+from services.worker.boot.common import boot
 
 START = """
 import sys
 from services.common.config import WorkerConfig
-from services.worker.boot import boot
+from services.worker.boot.common import boot
 boot(WorkerConfig(model=sys.argv[1], page_size=int(sys.argv[2]), kv_cache_num_tokens=1024, torch_num_threads=1))
 """
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.worker.caches import keep_compiled_code_in
+from services.worker.boot.caches import keep_compiled_code_in
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
 
@@ -26,7 +26,7 @@ def test_every_compiler_keeps_its_code_in_one_directory(tmp_path):
 
 
 def test_torch_is_not_loaded_before(tmp_path):
-    code = "import sys, services.worker.caches as caches; caches.keep_compiled_code_in(sys.argv[1])"
+    code = "import sys, services.worker.boot.caches as caches; caches.keep_compiled_code_in(sys.argv[1])"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from bench.model import SHAPES
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.flags import build
-from services.worker.choices import NAMES, Choice, Device, agree, choose
-from services.worker.memory import footprint
-from services.worker.models.config import ModelConfig
-from services.worker.models.registry import read_model_config
-from services.worker.parallel.ranks import Ranks
+from services.worker.described.choices import NAMES, Choice, Device, agree, choose
+from services.worker.described.config import ModelConfig
+from services.worker.described.memory import footprint
+from services.worker.described.ranks import Ranks
+from services.worker.described.registry import read_model_config
 
 GIB = 2**30
 CONTEXT = 131072

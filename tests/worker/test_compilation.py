@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.worker import compilation
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.attention.compiled import FIRST_LAYER
+from services.worker.boot import compilation
+from services.worker.described.ranks import Ranks
 from services.worker.models.decoder import DecoderModel
-from services.worker.parallel.ranks import Ranks
 from tests.worker.small_models import small_config, small_model
 
 

@@ -10,8 +10,8 @@ from bench.quantization_error import load, logprobs_of
 from services.common import model_files
 from services.common.config import WorkerConfig
 from services.common.text.tokenizer import Tokenizer
-from services.worker.boot import boot
-from services.worker.compilation import compilations
+from services.worker.boot.common import boot
+from services.worker.boot.compilation import compilations
 from tests.checkpoints import LLAMA3_ROPE
 from tests.e2e.samples import Sample, agreement, random_prompt
 from tests.worker.driver import Driver

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from services.common import model_files
-from services.worker.compilation import kernel_compilations, recompilations
-from services.worker.runner.plan import StepOutput
+from services.worker.boot.compilation import kernel_compilations, recompilations
+from services.worker.step.plan import StepOutput
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.scores import check_scores
 from tests.worker.test_cuda_runner import driver_for, texts

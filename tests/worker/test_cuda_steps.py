@@ -11,17 +11,17 @@ import torch
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.thinking import ThinkingBudget
-from services.worker import memory
-from services.worker.boot import make_cache, make_limits
+from services.worker.boot.common import make_cache, make_limits
+from services.worker.described import memory
+from services.worker.described.ranks import Ranks
+from services.worker.described.registry import read_model_config
 from services.worker.layers.fp8 import FP8
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
+from services.worker.models.weights import load_dummy
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import ALONE, make_exchanges
-from services.worker.parallel.ranks import Ranks
-from services.worker.runner.plan import Batch, Groups
-from services.worker.weights import load_dummy
+from services.worker.step.plan import Batch, Groups
 from tests.worker.driver import NONE, Driver, admission, batch
 from tests.worker.interpreter import DEVICE, needs_triton
 from tests.worker.no_streams import device_without_streams
@@ -105,7 +105,7 @@ def cuda(config):
 
 def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
     """Whatever the reason: connections to other ranks wait for the end of graphs that use them."""
-    from services.worker import boot_cuda
+    from services.worker.boot import cuda as boot_cuda
 
     class Runner:
         def __init__(self) -> None:
@@ -186,7 +186,7 @@ def test_a_cache_of_fp8_gives_the_same_tokens_however_steps_are_cut_and_launched
 
 
 def test_a_cache_of_fp8_is_refused_on_a_device_that_does_not_convert_it(monkeypatch):
-    from services.worker.boot_cuda import _refuse_sizes
+    from services.worker.boot.cuda import _refuse_sizes
 
     flags, model = FLAGS.model_copy(update={"kv_cache_dtype": "fp8"}), make_model(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")

@@ -10,7 +10,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import Unavailable
 from services.common.process import Stop
 from services.worker.api.servicer import WorkerServicer
-from services.worker.engine import Engine
+from services.worker.engine.engine import Engine
 from services.worker.server import SERVICE, serve
 from tests.gateway.deployment import eventually_async
 from tests.worker.scheduler import Scheduler, admission, status_of

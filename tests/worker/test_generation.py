@@ -6,8 +6,8 @@ import torch
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
-from services.worker import matmul_cpu
-from services.worker.boot import boot
+from services.worker.boot.common import boot
+from services.worker.layers import matmul_cpu
 from tests.e2e.samples import Sample, agreement
 from tests.worker.driver import Driver, admission, batch
 

@@ -8,12 +8,12 @@ import torch
 
 from bench.random_plans import RandomPlans
 from services.common.config import ChosenWorkerConfig
-from services.worker import rehearsal
-from services.worker.boot import make_cache, make_limits
+from services.worker.boot import rehearsal
+from services.worker.boot.common import make_cache, make_limits
+from services.worker.described.registry import read_model_config
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
-from services.worker.weights import load_dummy
+from services.worker.models.weights import load_dummy
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.test_cuda_steps import CONFIG, device_without_streams
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from services.worker.kv_cache import KvCache
+from services.worker.attention.kv_cache import KvCache
+from services.worker.described.config import ModelConfig
+from services.worker.described.memory import page_bytes
+from services.worker.described.rope import RopeSettings
 from services.worker.layers.fp8 import FP8
-from services.worker.layers.rope import RopeSettings
-from services.worker.memory import page_bytes
-from services.worker.models.config import ModelConfig
 from tests.worker.interpreter import DEVICE
 
 # vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, norm_eps, max_context_tokens, ...

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from services.common.config import ChosenWorkerConfig
 from services.common.model_files import BUILTIN
 from services.common.model_json import read_json
-from services.worker.layers.factory import make_kernels, make_linear
-from services.worker.layers.rope import RopeSettings
-from services.worker.memory import (
+from services.worker.described.checkpoint import checkpoint_shapes
+from services.worker.described.config import ModelConfig
+from services.worker.described.memory import (
     BFLOAT16,
     footprint,
     kept_in_piece,
@@ -21,13 +21,13 @@ from services.worker.memory import (
     rotation_bytes,
     weight_bytes,
 )
-from services.worker.models.checkpoint import checkpoint_shapes
-from services.worker.models.config import ModelConfig
+from services.worker.described.ranks import Ranks
+from services.worker.described.registry import read_model_config
+from services.worker.described.rope import RopeSettings
+from services.worker.described.shares import local_config
+from services.worker.described.stages import layers_of
+from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import local_config
-from services.worker.parallel.stages import layers_of
 from tests.worker.small_models import CPU
 
 PLAIN = ModelConfig(

@@ -8,7 +8,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.server import free_port
-from services.worker.power import Power
+from services.worker.engine.power import Power
 from tokasaurus.worker.v1 import plan_pb2
 
 

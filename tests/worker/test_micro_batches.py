@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.worker.runner.checks import check_plan
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Groups, Limits, micro_batches
-from services.worker.runner.slots import SlotTable
+from services.worker.step.checks import check_plan
+from services.worker.step.plan import NO_GROUPS, NO_ROWS, Groups, Limits, micro_batches
+from services.worker.step.slots import SlotTable
 from tests.worker.driver import Driver, admission, batch
 
 LIMITS = Limits(

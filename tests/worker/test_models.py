@@ -9,16 +9,16 @@ import transformers
 
 from services.common.errors import InvalidRequest
 from services.common.model_json import read_json
-from services.worker import weights
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
-from services.worker.kv_cache import KvCache
+from services.worker.attention.kv_cache import KvCache
+from services.worker.described.registry import read_model_config
+from services.worker.described.rope import RopeSettings
 from services.worker.layers.factory import make_kernels
 from services.worker.layers.linear import Linear
-from services.worker.layers.rope import RopeSettings
 from services.worker.layers.rotary import Rotary
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
 from tests.checkpoints import LLAMA3_ROPE
 from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
 

@@ -95,7 +95,7 @@ def test_attentions_are_launched_between_the_graphs(device):
 )
 def test_a_capture_that_fails_says_why_and_leaves_no_graph(device, fails_at, broken, message, of_memory):
     """Connections to other ranks would wait for graphs that nobody ends."""
-    from services.worker.boot_cuda import _let_go, _out_of_memory
+    from services.worker.boot.cuda import _let_go, _out_of_memory
 
     device.fails_at = fails_at
     with pytest.raises((RuntimeError, ValueError), match=message) as failed:
@@ -108,7 +108,7 @@ def test_a_capture_that_fails_says_why_and_leaves_no_graph(device, fails_at, bro
 
 
 def test_what_an_error_came_of_is_let_go_too():
-    from services.worker.boot_cuda import _let_go, _out_of_memory
+    from services.worker.boot.cuda import _let_go, _out_of_memory
 
     class Held: ...
 
@@ -138,7 +138,7 @@ def test_what_an_error_came_of_is_let_go_too():
     [(1, 16), (17, 32), (65, 128), (257, 288), (2048, 2048), (2049, None), (2300, 2304), (8192, 8192), (8193, None)],
 )
 def test_many_tokens_are_padded_by_little_or_launched_one_by_one(tokens, size):
-    from services.worker.memory import piece_sizes
+    from services.worker.described.memory import piece_sizes
     from services.worker.runner.cuda.pieces import StepPieces
 
     found = StepPieces.__new__(StepPieces)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.thinking import ThinkingBudget
-from services.worker.runner.group_checks import check_groups
-from services.worker.runner.plan import Admission, Batch, Groups, Limits
-from services.worker.runner.slots import SlotTable
+from services.worker.step.group_checks import check_groups
+from services.worker.step.plan import Admission, Batch, Groups, Limits
+from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission, batch
 
 INF, NAN = float("inf"), float("nan")

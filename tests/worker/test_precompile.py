@@ -12,18 +12,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
-from services.worker.precompile.background import KernelCompiler, can_precompile
-from services.worker.precompile.job import Gpu, Job
-from services.worker.progress import BootProgress, StartTimes
+from services.worker.boot.precompile.background import KernelCompiler, can_precompile
+from services.worker.boot.precompile.job import Gpu, Job
+from services.worker.boot.progress import BootProgress, StartTimes
 from tests.worker.interpreter import needs_triton
 
 GPU = Gpu(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
 # What the child does, but for most of the compilations, which take minutes on a processor.
 REHEARSE = """
 import json, sys
-from services.worker.precompile.dry_rehearsal import rehearse_dry
-from services.worker.precompile.compiler import CompilerPool
-from services.worker.precompile.job import Job
+from services.worker.boot.precompile.dry_rehearsal import rehearse_dry
+from services.worker.boot.precompile.compiler import CompilerPool
+from services.worker.boot.precompile.job import Job
 job, pool, launches = Job.model_validate_json(sys.stdin.buffer.read()), None, []
 def on_launch(launch):
     launches.append(launch)
@@ -100,7 +100,7 @@ def test_a_child_without_a_job_ends_with_the_worker():
     """Also while another process holds the pipe of the job open."""
     worker = """
 import os, pathlib, subprocess
-from services.worker.precompile.background import KernelCompiler
+from services.worker.boot.precompile.background import KernelCompiler
 compiler = KernelCompiler.start()
 print(pathlib.Path("/proc/thread-self/children").read_text(), end="", flush=True)
 pipe = compiler._child.stdin.fileno()
@@ -130,7 +130,7 @@ def test_processes_of_a_child_that_was_killed_end_with_its_context(tmp_path, mon
 def test_processes_that_compile_end_with_the_process_that_made_them():
     maker = """
 import os, pathlib
-from services.worker.precompile.compiler import CompilerPool
+from services.worker.boot.precompile.compiler import CompilerPool
 pool = CompilerPool((9, 0))
 print(pathlib.Path("/proc/thread-self/children").read_text(), flush=True)
 os._exit(1)

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from services.common.config import WorkerConfig
 from services.common.progress import READY, ProgressFile
-from services.worker.progress import BootProgress, StartTimes
+from services.worker.boot.progress import BootProgress, StartTimes
 
 
 def config_of(directory, **flags) -> WorkerConfig:

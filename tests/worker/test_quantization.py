@@ -5,13 +5,13 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model_json import read_json
-from services.worker import weights
+from services.worker.described.registry import read_model_config
 from services.worker.layers.factory import make_linear
 from services.worker.layers.fp8 import FP8, Fp8Linear, quantize_rows, refuse_unquantizable, scaled_product
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
 from tests.worker.small_models import CPU, one_sequence, small_config, small_model
 
 

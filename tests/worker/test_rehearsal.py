@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker import rehearsal
-from services.worker.runner.checks import check_plan
+from services.worker.boot import rehearsal
 from services.worker.runner.cuda.inputs import StepArrays, build, padded
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Limits
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.rows import RowPreparer, Slice
+from services.worker.step.checks import check_plan
+from services.worker.step.plan import NO_GROUPS, NO_ROWS, Limits
+from services.worker.step.slots import SlotTable
 
 USUAL = Limits(16, 1000, 64, 256, 4096, 500, 20, hydragen=True)
 LIMITS = {

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
 from services.common.model_files import read_card
-from services.worker.layers.rope import read_rope
+from services.worker.described.rope import read_rope
 from services.worker.layers.rotary import Rotary
 from tests.checkpoints import LLAMA3_ROPE
 from tests.worker.test_generation import greedy, prompt_of

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.runner.plan import Limits
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling import sampler
 from services.worker.sampling.draw import draw
-from services.worker.sampling.noise import NOISE_BLOCK, block_gumbel, gumbel, row_keys
 from services.worker.sampling.sampler import sample
+from services.worker.step.noise import NOISE_BLOCK, block_gumbel, gumbel, row_keys
+from services.worker.step.plan import Limits
+from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission
 
 VOCAB = 12

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.runner.plan import Limits, Sampled
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.grammars import RowMasks
-from services.worker.sampling.noise import gumbel, row_keys
 from services.worker.sampling.sampler import sample
+from services.worker.step.noise import gumbel, row_keys
+from services.worker.step.plan import Limits, Sampled
+from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission
 from tests.worker.interpreter import DEVICE, needs_triton
 

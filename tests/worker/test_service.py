@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2
 
 from services.common.text.tokenizer import Tokenizer
 from services.worker import server
-from services.worker.boot import boot
-from services.worker.runner.slots import SlotTable
+from services.worker.boot.common import boot
+from services.worker.step.slots import SlotTable
 from tests.worker.scheduler import admission, status_of
 from tests.worker.test_generation import greedy, prompt_of
 from tests.worker.test_grammars import END

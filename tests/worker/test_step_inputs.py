@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.runner.cuda.inputs import build, fill_up, padded, standing
-from services.worker.runner.plan import NO_GROUPS, Batch, Groups, Limits
-from services.worker.runner.slots import SlotTable
+from services.worker.step.plan import NO_GROUPS, Batch, Groups, Limits
+from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission
 
 PAGE = 4

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from services.worker.runner.cuda.inputs import build
 from services.worker.runner.cuda.scores import StepScores, find_runs
-from services.worker.runner.plan import NO_GROUPS, Admission, Batch, Limits
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.prompt_logprobs import score_rows
+from services.worker.step.plan import NO_GROUPS, Admission, Batch, Limits
+from services.worker.step.slots import SlotTable
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.interpreter import needs_triton
 from tests.worker.no_streams import device_without_streams

@@ -4,7 +4,7 @@ import pytest
 
 from services.common.config import WorkerConfig
 from services.common.tracing import Tracing
-from services.worker.traces import PrefillTraces
+from services.worker.engine.traces import PrefillTraces
 from tests.fakes.collector import Span, collecting
 from tests.gateway.deployment import eventually_async
 from tests.worker.scheduler import admission

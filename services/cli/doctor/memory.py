@@ -7,10 +7,10 @@ from services.cli.doctor.findings import Finding, amount, fail, ok, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import Shape
 from services.common.host import available_memory
-from services.worker.choices import H200_MULTIPROCESSORS, Choice, Device, choose
-from services.worker.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import local_config
+from services.worker.described.choices import H200_MULTIPROCESSORS, Choice, Device, choose
+from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import local_config
 
 # What a process has on a device before it loads anything: CUDA's context and libraries.
 _CONTEXT = 1 << 30

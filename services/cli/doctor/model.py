@@ -12,19 +12,19 @@ from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest
 from services.common.model_files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
 from services.common.model_json import read_json
-from services.worker.models.checkpoint import DERIVED, checkpoint_shapes
-from services.worker.models.config import ModelConfig
-from services.worker.models.registry import read_model_config
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import local_config, refuse_unshareable
-from services.worker.parallel.stages import layers_of
-from services.worker.refusals import (
+from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
+from services.worker.described.config import ModelConfig
+from services.worker.described.ranks import Ranks
+from services.worker.described.refusals import (
     refuse_fp8_cache,
     refuse_fp8_products,
     refuse_sizes_of_cuda,
     refuse_unquantizable_sizes,
     refuse_what_a_cpu_has_not,
 )
+from services.worker.described.registry import read_model_config
+from services.worker.described.shares import local_config, refuse_unshareable
+from services.worker.described.stages import layers_of
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def check_admission(admission: plan_pb2.Admission, tokens: np.ndarray, pages: np
 
 
 def check_sampling(settings: plan_pb2.SamplingSettings, slot: int, limits: WorkerLimits) -> None:
-    """The same ranges as `services/worker/runner/checks.py`; comparisons that a NaN fails."""
+    """The same ranges as `services/worker/step/checks.py`; comparisons that a NaN fails."""
     require(0 <= settings.temperature < math.inf, f"temperature={settings.temperature}", slot=slot)
     require(0 < settings.top_p <= 1, f"top_p={settings.top_p}", slot=slot)
     require(0 <= settings.min_p <= 1, f"min_p={settings.min_p}", slot=slot)

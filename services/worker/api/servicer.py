@@ -8,7 +8,7 @@ import structlog
 
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.worker.api.stream import Stream, Superseded
-from services.worker.engine import Engine
+from services.worker.engine.engine import Engine
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)

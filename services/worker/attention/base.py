@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from services.worker.kv_cache import KvCache
-from services.worker.models.config import Windows
+from services.worker.attention.kv_cache import KvCache
+from services.worker.described.config import Windows
 
 
 @dataclass(frozen=True)

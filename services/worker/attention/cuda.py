@@ -15,14 +15,14 @@ from services.worker.attention import flashinfer_spans, triton_few
 from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep, layer_windows
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans
 from services.worker.attention.triton_decode import LONG, PrefixState, choose_splits, decode_attention
 from services.worker.attention.triton_few import FewRowsStep
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
-from services.worker.kv_cache import KvCache
+from services.worker.described.config import Windows
 from services.worker.layers.rotary import Rotary
-from services.worker.models.config import Windows
 
 Put = Callable[[np.ndarray], torch.Tensor]
 

@@ -6,10 +6,10 @@ import torch
 
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.compiled import TraceableAttention
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.kv_cache import KvCache
+from services.worker.described.config import Windows
 from services.worker.layers.rotary import Rotary
-from services.worker.models.config import Windows
 
 if TYPE_CHECKING:
     from services.worker.attention.cuda import CudaAttention

@@ -7,9 +7,9 @@ import torch
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, layer_windows
 from services.worker.attention.kernels import first_tokens, kernels, score_rows
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
-from services.worker.kv_cache import KvCache
-from services.worker.models.config import Windows
+from services.worker.described.config import Windows
 
 # From so many tokens on, copying a row's context for a matrix product beats going through it once for each token.
 LONG_ROW = 48

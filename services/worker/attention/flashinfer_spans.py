@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans, offsets, packed, page_lists
-from services.worker.kv_cache import KvCache
 
 _BUILT_KERNELS = "data/aot/*/*.so"
 # What the kernels at hand were built for.

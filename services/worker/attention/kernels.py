@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from services.worker.compiled_cpu import compile_function
-from services.worker.prefetch_cpu import prefetch
+from services.worker.layers.compiled_cpu import compile_function
+from services.worker.layers.prefetch_cpu import prefetch
 
 # Queries and keys are views into one projection: any strides, even where a single token makes them look contiguous.
 _VIEW = numba.types.Array(numba.float32, 3, "A")

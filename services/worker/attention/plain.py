@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, layer_windows
-from services.worker.kv_cache import KvCache
-from services.worker.models.config import Windows
+from services.worker.attention.kv_cache import KvCache
+from services.worker.described.config import Windows
 
 
 class PlainAttention(AttentionBackend):

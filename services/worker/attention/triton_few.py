@@ -14,12 +14,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.triton_decode import as_dtype
 from services.worker.attention.triton_store import rounded
-from services.worker.kv_cache import KvCache
+from services.worker.described.config import Windows
 from services.worker.layers.fp8 import LARGEST
 from services.worker.layers.triton_overlap import overlapping, overlaps
-from services.worker.models.config import Windows
 
 MOST_ROWS = 16
 _LOG2_E = 1.4426950408889634

@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 
+from services.worker.described.config import ModelConfig
 from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
 from services.worker.layers.kernels import LayerKernels, TorchKernels
 from services.worker.layers.linear import Linear, LinearMaker
-from services.worker.models.config import ModelConfig
 
 
 def make_linear(

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import torch
 
-from services.worker.compiled_cpu import compile_function
+from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.kernels import LayerKernels
 
 _MATRIX, _VECTOR = numba.float32[:, ::1], numba.float32[::1]

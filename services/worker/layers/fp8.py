@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from services.common.errors import InvalidRequest
-from services.worker.models.config import ModelConfig
-from services.worker.refusals import refuse_fp8_products, refuse_unquantizable_sizes
+from services.worker.described.config import ModelConfig
+from services.worker.described.refusals import refuse_fp8_products, refuse_unquantizable_sizes
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from services.worker.layers.rope import RopeSettings, has_long_factors
+from services.worker.described.rope import RopeSettings, has_long_factors
 
 
 class Rotary:

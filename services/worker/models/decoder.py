@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
-from services.worker.layers.attention import Attention
+from services.worker.described.config import ModelConfig, Windows
+from services.worker.described.ranks import ALONE as ONE_RANK
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import local_config
+from services.worker.described.slices import slice_targets
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
-from services.worker.layers.mlp import Mlp
 from services.worker.layers.rotary import Rotary
-from services.worker.models.config import ModelConfig, Windows
+from services.worker.models.attention import Attention
+from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import Vocabulary
 from services.worker.parallel.exchange import ALONE, Exchange
-from services.worker.parallel.ranks import ALONE as ONE_RANK
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import local_config
-from services.worker.parallel.slices import slice_targets
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ else:
 
 
 class DecoderModel(nn.Module):
-    """What one rank has of it. Weights are uninitialised until ``services.worker.weights`` fills them; read-only
+    """What one rank has of it. Weights are uninitialised until ``services.worker.models.weights`` fills them; read-only
     afterwards."""
 
     def __init__(

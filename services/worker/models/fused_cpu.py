@@ -13,11 +13,11 @@ import torch
 
 from services.worker.attention.base import AttentionBatch, layer_windows
 from services.worker.attention.kernels import kernels, score_rows
-from services.worker.compiled_cpu import compile_function
-from services.worker.kv_cache import KvCache
+from services.worker.attention.kv_cache import KvCache
+from services.worker.described.config import ModelConfig
+from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import compiled
-from services.worker.matmul_cpu import matmul
-from services.worker.models.config import ModelConfig
+from services.worker.layers.matmul_cpu import matmul
 from services.worker.models.decoder import DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]

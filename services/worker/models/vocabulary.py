@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from services.worker.described.config import ModelConfig
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import vocabulary_of
 from services.worker.layers.fp8 import Copies, Quantized
 from services.worker.layers.linear import AnyLinear, LinearMaker
-from services.worker.models.config import ModelConfig
 from services.worker.parallel.exchange import TENSOR_RANKS
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import vocabulary_of
 
 _EMBEDDING, _HEAD, _PADDING = "model.embed_tokens", "lm_head", "padding"
 

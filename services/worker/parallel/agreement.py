@@ -5,8 +5,8 @@ import time
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not say that it exports it
 
+from services.worker.described.ranks import Ranks
 from services.worker.parallel.errors import ParallelError, lost_peer
-from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.watch import PeerWatch
 
 # The scheduler ends all of its streams when one ends; the news of it take as long as connections do.

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from services.worker.described.ranks import Ranks
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.linear import Linear
 from services.worker.parallel import overlap, peer_memory  # noqa: F401  their operators
 from services.worker.parallel.operators import rows_each
-from services.worker.parallel.ranks import Ranks
 
 # The ranks of this process' stage, for operators.
 TENSOR_RANKS = "tensor"

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from services.worker.described.ranks import Ranks
 from services.worker.parallel import operators, overlap, peer_memory
 from services.worker.parallel.agreement import Agreement
 from services.worker.parallel.channel import Receiver, Sender
 from services.worker.parallel.errors import ParallelError, lost_peer
 from services.worker.parallel.exchange import TENSOR_RANKS
-from services.worker.parallel.ranks import Ranks
 from services.worker.parallel.rendezvous import meet
 from services.worker.parallel.watch import PeerWatch
 

@@ -13,8 +13,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # t
 
 from services.common.addresses import is_loopback
 from services.common.errors import InvalidRequest
+from services.worker.described.ranks import Ranks
 from services.worker.parallel.errors import ParallelError
-from services.worker.parallel.ranks import Ranks
 
 # Among the settings, what is no flag: whether there are FlashInfer's kernels for the model.
 INSTALLED = "flashinfer"

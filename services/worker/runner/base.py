@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from services.worker.runner.plan import Limits, Plan, StepOutput
+from services.worker.step.plan import Limits, Plan, StepOutput
 
 
 class DeviceLost(RuntimeError):

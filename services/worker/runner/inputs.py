@@ -6,21 +6,12 @@ from itertools import pairwise
 import numpy as np
 
 from services.worker.attention.base import AttentionBatch
-from services.worker.runner.plan import Batch
-from services.worker.runner.slots import SlotTable
+from services.worker.sampling.prompt_logprobs import ToScore
+from services.worker.step.plan import Batch
+from services.worker.step.slots import SlotTable
 
 # Fewer tokens than this in a shard are not worth a thread of their own: each reads all the weights.
 _SMALLEST_SHARD = 16
-
-
-@dataclass(frozen=True)
-class ToScore:
-    """Prompt tokens of one row whose log-probabilities were asked for."""
-
-    slot: int
-    start: int  # place in the sequence of the first of them
-    first: int  # index within the shard of the token before it, from which it is scored; the others follow
-    token_ids: np.ndarray  # [n] int64, those to be scored
 
 
 @dataclass(frozen=True)
@@ -33,7 +24,7 @@ class Shard:
     sample_tokens: np.ndarray  # [samples] int64, index within the shard of each token that is sampled from
     sample_slots: np.ndarray  # beside sample_tokens
     sample_positions: np.ndarray  # beside sample_tokens: the place in the sequence of the token to be sampled
-    scores: tuple["ToScore", ...] = ()
+    scores: tuple[ToScore, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,15 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import AttentionBackend
-from services.worker.kv_cache import KvCache
+from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
-from services.worker.runner.checks import check_plan
 from services.worker.runner.inputs import Shard, StepInputs, build
-from services.worker.runner.plan import (
+from services.worker.runner.shards import ShardThreads
+from services.worker.sampling.grammars import RowMasks, SlotGrammars
+from services.worker.sampling.prompt_logprobs import score
+from services.worker.sampling.sampler import NOTHING, concatenate, sample
+from services.worker.step.checks import check_plan
+from services.worker.step.plan import (
     NO_GROUPS,
     NO_ROWS,
     Batch,
@@ -25,11 +29,7 @@ from services.worker.runner.plan import (
     StepOutput,
     Timing,
 )
-from services.worker.runner.shards import ShardThreads
-from services.worker.runner.slots import SlotTable
-from services.worker.sampling.grammars import RowMasks, SlotGrammars
-from services.worker.sampling.prompt_logprobs import score
-from services.worker.sampling.sampler import NOTHING, concatenate, sample
+from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
     from services.worker.models.fused_cpu import FusedDecoder  # loads numba, which CUDA does not need

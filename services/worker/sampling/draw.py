@@ -7,7 +7,7 @@ softmax, and noise is needed for one block's tokens instead of the whole vocabul
 
 import torch
 
-from services.worker.sampling.noise import NOISE_BLOCK, block_gumbel, gumbel
+from services.worker.step.noise import NOISE_BLOCK, block_gumbel, gumbel
 
 
 def draw(logits: torch.Tensor, scales: torch.Tensor, lowest: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.worker.runner.slots import SlotTable
-from services.worker.sampling.noise import NOISE_BLOCK
 from services.worker.sampling.outcome import SampledOnDevice
 from services.worker.sampling.prompt_logprobs import RowScores, score_rows
 from services.worker.sampling.rows import (
@@ -32,6 +30,8 @@ from services.worker.sampling.triton_force import find_forced, force
 from services.worker.sampling.triton_mask import rule_out
 from services.worker.sampling.triton_pick import look_up, pick
 from services.worker.sampling.triton_truncation import distribute, find_lowest
+from services.worker.step.noise import NOISE_BLOCK
+from services.worker.step.slots import SlotTable
 
 # Logits of one slice, in elements: 512 MiB in bf16.
 _SLICE_ELEMENTS = 256 * 1024 * 1024

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.worker.runner.plan import Sampled
 from services.worker.sampling.rows import SampleRows
+from services.worker.step.plan import Sampled
 
 
 class SampledOnDevice(NamedTuple):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.worker.runner.slots import SlotTable
+from services.worker.step.slots import SlotTable
 
 
 def penalise_(

@@ -1,17 +1,27 @@
 """Log-probabilities of a prompt's own tokens, a few rows of logits at a time: a long prompt takes no more memory."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from services.worker.runner.inputs import ToScore
-from services.worker.runner.plan import Scored
-from services.worker.runner.slots import SlotTable
+from services.worker.step.plan import Scored
+from services.worker.step.slots import SlotTable
 
 # Logits at once, in elements: 16 MiB in float32.
 _SLICE_ELEMENTS = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ToScore:
+    """Prompt tokens of one row whose log-probabilities a request asks for."""
+
+    slot: int
+    start: int  # position in the sequence of the first of ``token_ids``
+    first: int  # index within the shard of the token before it, from which it is scored; the others follow
+    token_ids: np.ndarray  # [n] int64, those to be scored
 
 
 class RowScores(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.runner.slots import SlotTable
-from services.worker.sampling.noise import row_keys, scales_of
+from services.worker.step.noise import row_keys, scales_of
+from services.worker.step.slots import SlotTable
 
 # From an array (int32, float32 or uint8) to a view on the device that holds it once the step's upload has been issued.
 Put = Callable[[np.ndarray], torch.Tensor]

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from services.worker.runner.plan import Sampled
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.draw import draw
 from services.worker.sampling.grammars import RowMasks
 from services.worker.sampling.logprobs import RowLogprobs, join
-from services.worker.sampling.noise import COLDEST, row_keys
 from services.worker.sampling.penalties import penalise_
 from services.worker.sampling.thinking import force_, forced_tokens
 from services.worker.sampling.truncation import thresholds
+from services.worker.step.noise import COLDEST, row_keys
+from services.worker.step.plan import Sampled
+from services.worker.step.slots import SlotTable
 
 # Logits of one slice, in elements: 64 MiB in float32.
 _SLICE_ELEMENTS = 16 * 1024 * 1024

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.common.thinking import OPENING_TOKENS
-from services.worker.runner.slots import SlotTable
+from services.worker.step.slots import SlotTable
 
 
 def forced_tokens(

@@ -7,7 +7,7 @@ so it is written for memory: one warp a block, 16-byte loads, nothing shared bet
 import triton
 import triton.language as tl
 
-from services.worker.sampling.noise import NOISE_BLOCK
+from services.worker.step.noise import NOISE_BLOCK
 
 _BLOCK = tl.constexpr(NOISE_BLOCK)
 _LOG2E = tl.constexpr(1.4426950408889634)

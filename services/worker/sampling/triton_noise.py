@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from services.worker.sampling import noise
+from services.worker.step import noise
 
 _STRIDE = tl.constexpr(noise.TOKEN_STRIDE % 2**32)
 _ROUND_1A, _ROUND_1B = (tl.constexpr(value % 2**32) for value in noise.ROUND_1)

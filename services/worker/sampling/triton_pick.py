@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from services.worker.sampling.noise import NOISE_BLOCK
 from services.worker.sampling.triton_noise import gumbel
+from services.worker.step.noise import NOISE_BLOCK
 
 _BLOCK = tl.constexpr(NOISE_BLOCK)
 

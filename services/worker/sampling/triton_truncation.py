@@ -8,7 +8,7 @@ the blocks whose largest is above it, which soon are few.
 import triton
 import triton.language as tl
 
-from services.worker.sampling.noise import NOISE_BLOCK
+from services.worker.step.noise import NOISE_BLOCK
 
 _BLOCK = tl.constexpr(NOISE_BLOCK)
 _LOG2E = tl.constexpr(1.4426950408889634)

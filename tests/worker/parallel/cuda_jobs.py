@@ -9,17 +9,17 @@ import torch
 
 from services.common.config import ChosenWorkerConfig
 from services.common.thinking import ThinkingBudget
-from services.worker.boot import boot, make_cache, make_limits
+from services.worker.boot.common import boot, make_cache, make_limits
+from services.worker.described.ranks import Ranks
+from services.worker.described.registry import read_model_config
+from services.worker.described.stages import layers_of
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
+from services.worker.models.weights import load_dummy
 from services.worker.parallel import exchange
 from services.worker.parallel.group import RankGroup
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.stages import layers_of
-from services.worker.runner.plan import Groups, Plan, StepOutput
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.weights import load_dummy
+from services.worker.step.plan import Groups, Plan, StepOutput
 from tests.worker.driver import NONE, admission, batch
 from tests.worker.grammars import ascii_grammars
 from tests.worker.interpreter import interpreter_ready

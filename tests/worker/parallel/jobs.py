@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from services.common.config import WorkerConfig
-from services.worker.boot import Booted, boot
+from services.worker.boot.common import Booted, boot
+from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
-from services.worker.parallel.ranks import Ranks
-from services.worker.runner.plan import Limits, Plan, StepOutput
 from services.worker.runner.runner import StepRunner
+from services.worker.step.plan import Limits, Plan, StepOutput
 
 FLAGS = {
     "page_size": 16,

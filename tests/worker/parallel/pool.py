@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.parallel.ranks import Ranks
+from services.worker.described.ranks import Ranks
 
 # Longer than any job takes on a busy machine; one that hangs must not take the whole test's time.
 JOB_S = 240.0

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker import matmul_cpu
-from services.worker.boot import boot
-from services.worker.parallel.ranks import ALONE
-from services.worker.runner.plan import Limits, Plan, StepOutput
+from services.worker.boot.common import boot
+from services.worker.described.ranks import ALONE
+from services.worker.layers import matmul_cpu
 from services.worker.runner.runner import StepRunner
+from services.worker.step.plan import Limits, Plan, StepOutput
 from tests.worker.parallel import jobs
 from tests.worker.parallel.pool import RankPool, free_port
 

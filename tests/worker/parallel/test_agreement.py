@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from services.worker.described.ranks import Ranks
 from services.worker.parallel import agreement as module
 from services.worker.parallel.agreement import Agreement
 from services.worker.parallel.errors import ParallelError
-from services.worker.parallel.ranks import Ranks
 
 RANKS = [Ranks(0, 2), Ranks(1, 2)]
 AGAIN = "; start all workers of this replica again"

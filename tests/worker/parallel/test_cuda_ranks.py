@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from services.common import model_files
-from services.worker.parallel.ranks import Ranks
-from services.worker.runner.plan import Limits, Plan, StepOutput
+from services.worker.described.ranks import Ranks
+from services.worker.step.plan import Limits, Plan, StepOutput
 from tests.e2e.samples import Sample, agreement, random_prompt
 from tests.worker.driver import Driver
 from tests.worker.parallel import cuda_jobs, jobs
@@ -83,7 +83,7 @@ def stop(ranks: Ranks) -> None:
 
 def run_ahead(ranks: Ranks, plans: list[Plan], ahead: int) -> tuple[list[StepOutput], int]:
     """A job: outputs, with up to ``ahead`` steps in flight; and how much was compiled since the start."""
-    from services.worker.compilation import kernel_compilations, recompilations
+    from services.worker.boot.compilation import kernel_compilations, recompilations
 
     runner = jobs._booted.runner
     running, outputs = [], []

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker import compilation
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.compiled import TraceableAttention
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.kv_cache import KvCache
+from services.worker.boot import compilation
+from services.worker.described.config import ModelConfig
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import local_config
 from services.worker.layers.factory import make_linear
 from services.worker.layers.kernels import TorchKernels
-from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.parallel.exchange import (
     ALONE,
@@ -27,8 +29,6 @@ from services.worker.parallel.exchange import (
     make_exchanges,
 )
 from services.worker.parallel.group import RankGroup
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import local_config
 from tests.worker.parallel.pool import free_port
 from tests.worker.small_models import CPU, PAGE_SIZE, one_sequence, small_config, small_model
 

@@ -5,7 +5,7 @@ import pytest
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, load
-from services.worker.boot import boot
+from services.worker.boot.common import boot
 
 
 def test_a_rank_is_told_from_the_environment_too():

@@ -9,15 +9,15 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model_json import read_json
-from services.worker import weights
+from services.worker.described.ranks import Ranks
+from services.worker.described.registry import read_model_config
+from services.worker.described.shares import local_config
+from services.worker.described.stages import layers_of
 from services.worker.layers.factory import make_linear
 from services.worker.layers.fp8 import quantize_rows
 from services.worker.layers.kernels import TorchKernels
+from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.registry import read_model_config
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import local_config
-from services.worker.parallel.stages import layers_of
 
 CPU = torch.device("cpu")
 GRIDS = [(2, 1), (1, 3), (2, 2), (4, 1)]

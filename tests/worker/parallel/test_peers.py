@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.group import RankGroup
-from services.worker.parallel.ranks import Ranks
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.parallel import jobs
 from tests.worker.parallel.pool import free_port

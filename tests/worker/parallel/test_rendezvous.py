@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.worker.described.ranks import Ranks
 from services.worker.parallel import rendezvous
 from services.worker.parallel.errors import ParallelError
-from services.worker.parallel.ranks import Ranks
 from tests.worker.parallel.pool import free_port
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.worker.parallel.ranks import Ranks
-from services.worker.parallel.shares import (
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import (
     Share,
     evenly,
     kv_heads_of,
@@ -18,8 +18,8 @@ from services.worker.parallel.shares import (
     refuse_unshareable,
     vocabulary_of,
 )
-from services.worker.parallel.slices import Slice, slice_targets
-from services.worker.parallel.stages import balanced, head_cost, layers_of
+from services.worker.described.slices import Slice, slice_targets
+from services.worker.described.stages import balanced, head_cost, layers_of
 from tests.worker.small_models import small_config
 
 

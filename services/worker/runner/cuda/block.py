@@ -8,8 +8,8 @@ import torch
 
 from services.worker.attention.spans import TILE_FIELDS
 from services.worker.runner.cuda.state import PageChanges
-from services.worker.runner.slots import SlotTable
-from services.worker.sampling.noise import keys_at
+from services.worker.step.noise import keys_at
+from services.worker.step.slots import SlotTable
 
 _ALIGNED = 4  # int32 values: kernels are compiled for addresses that are multiples of 16 bytes
 

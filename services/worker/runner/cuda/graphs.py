@@ -9,17 +9,17 @@ import numpy as np
 import torch
 
 from services.worker.attention.cuda import CudaAttention, CudaBatch
+from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans
-from services.worker.kv_cache import KvCache
-from services.worker.memory import sizes_up_to
+from services.worker.described.memory import sizes_up_to
 from services.worker.runner.cuda.block import Fields, Layout
 from services.worker.runner.cuda.inputs import padded
 from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.ring import Ring
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance, append_and_gather_inputs
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
+from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE

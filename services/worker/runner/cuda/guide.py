@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from services.worker.runner.cuda.ring import Place
-from services.worker.runner.plan import Failure, Plan
 from services.worker.sampling.follower import Follower
 from services.worker.sampling.grammars import SlotGrammars
+from services.worker.step.plan import Failure, Plan
 
 
 class Guide:

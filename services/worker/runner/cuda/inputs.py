@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.attention.spans import Spans
-from services.worker.runner.plan import Batch, Groups, micro_batches
-from services.worker.runner.slots import SlotTable
+from services.worker.step.plan import Batch, Groups, micro_batches
+from services.worker.step.slots import SlotTable
 
 # Numbers of tokens are multiples of it, so that compiled code has no special sizes and matrix products are aligned; and
 # of the ranks that share them.

@@ -1,6 +1,6 @@
 """What a rank gives the others of its replica and takes from them, around a step's kernels.
 
-As ``parallel/stage_runner.py``, of which see why no waits go round in a circle, but for a stream in the place of a
+As ``runner/stage_runner.py``, of which see why no waits go round in a circle, but for a stream in the place of a
 thread: nothing here waits on the host, and the device finds what it needs when it comes so far.
 """
 
@@ -9,13 +9,13 @@ import math
 import numpy as np
 import torch
 
+from services.worker.described.ranks import ALONE
 from services.worker.parallel.exchange import ALONE as NOTHING_EXCHANGED
 from services.worker.parallel.exchange import Exchange, Exchanges
 from services.worker.parallel.group import RankGroup
 from services.worker.parallel.owed import OwedTokens
-from services.worker.parallel.ranks import ALONE
 from services.worker.runner.cuda.inputs import GRAIN
-from services.worker.runner.slots import SlotTable
+from services.worker.step.slots import SlotTable
 
 
 class Peers:

@@ -14,7 +14,7 @@ import torch
 from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention
-from services.worker.memory import kept_in_piece, piece_sizes
+from services.worker.described.memory import kept_in_piece, piece_sizes
 from services.worker.runner.cuda.graphs import Forward
 from services.worker.runner.cuda.inputs import padded
 from services.worker.runner.cuda.peers import NoPeers, Peers

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from services.worker.attention.cuda import CudaAttention, CudaBatch
-from services.worker.kv_cache import KvCache
+from services.worker.attention.kv_cache import KvCache
 from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
-from services.worker.runner.checks import check_plan
 from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
 from services.worker.runner.cuda.download import to_host
 from services.worker.runner.cuda.graphs import DecodeGraph, DecodeGraphs, Forward
@@ -29,11 +28,12 @@ from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
 from services.worker.runner.cuda.state_kernels import advance, gather_inputs
 from services.worker.runner.cuda.step import CudaStep, CutStep, Era
-from services.worker.runner.plan import NO_GROUPS, NO_ROWS, Batch, Failure, Groups, Limits, Plan, StepOutput
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.rows import SampleRows
+from services.worker.step.checks import check_plan
+from services.worker.step.plan import NO_GROUPS, NO_ROWS, Batch, Failure, Groups, Limits, Plan, StepOutput
+from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
     from services.worker.models.skinny_cuda import SkinnyDecoder

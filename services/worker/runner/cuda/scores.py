@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from services.worker.runner.cuda.download import to_host
-from services.worker.runner.plan import Batch, Scored
-from services.worker.runner.slots import SlotTable
 from services.worker.sampling.prompt_logprobs import RowScores
+from services.worker.step.plan import Batch, Scored
+from services.worker.step.slots import SlotTable
 
 
 class Run(NamedTuple):

@@ -1,0 +1,268 @@
+"""The part of the boot that only CUDA needs: measure memory, size the cache, compile and prove all steps."""
+
+import gc
+import time
+import traceback
+from collections.abc import Iterable
+
+import structlog
+import torch
+
+from services.common.config import ChosenWorkerConfig
+from services.common.errors import InvalidRequest
+from services.worker.attention.compiled import deactivate
+from services.worker.attention.factory import make_cuda_attention
+from services.worker.attention.kv_cache import KvCache
+from services.worker.boot import rehearsal
+from services.worker.boot.common import cache_dtype, make_cache, make_limits
+from services.worker.boot.progress import BootProgress
+from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
+from services.worker.described.ranks import ALONE
+from services.worker.described.refusals import refuse_fp8_cache, refuse_sizes_of_cuda
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.skinny_cuda import SkinnyDecoder, suits
+from services.worker.parallel.errors import ParallelError
+from services.worker.parallel.exchange import Exchanges, make_exchanges
+from services.worker.parallel.group import MOST_SENDS, RankGroup
+from services.worker.runner.cuda.peers import Peers
+from services.worker.runner.cuda.runner import CudaRunner
+from services.worker.runner.cuda.state import DeviceState
+from services.worker.sampling.fused import FusedSampler
+from services.worker.sampling.grammars import SlotGrammars
+from services.worker.step.plan import Plan
+
+# Parts of a step: each takes places for its inputs and results.
+_MAX_MICRO_BATCHES = 16
+
+# Steps whose activations a stage may have received and not begun with: it is given so many plans ahead.
+_RECEIVED_AHEAD = 4
+
+log = structlog.get_logger(__name__)
+
+
+def make_runner(
+    config: ChosenWorkerConfig,
+    model: DecoderModel,
+    max_context: int,
+    group: RankGroup | None = None,
+    grammars: SlotGrammars | None = None,
+    progress: BootProgress | None = None,
+) -> CudaRunner:
+    """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice.
+
+    All ranks of ``group`` call it, and run the same steps: what they run follows from the flags alone."""
+    progress = progress or BootProgress()
+    device = model.device
+    exchanges = _exchanges(config, model, group)
+    _refuse_sizes(config, model)
+    if group is not None:
+        group.wait_for_all()
+    with progress.phase("compile" if config.torch_compile else "memory"):
+        peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
+    bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model.dtype).itemsize)
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = graph_bytes(config, model.local, model.dtype.itemsize)
+    tables = table_bytes(config, max_context)
+    room = free - peak - tables - graphs - margin(total)
+    fitting = room // bytes_per_page if group is None else group.least(room // bytes_per_page)
+    wanted = config.page_count
+    log.info("memory", free_gib=_gib(free), step_gib=_gib(peak), pages_that_fit=fitting, pages_asked=wanted)
+    if fitting < 1 or (wanted is not None and wanted > fitting):
+        raise InvalidRequest(_advice(config, free, peak + tables, graphs, fitting), field="kv_cache_num_tokens")
+    pages = fitting if wanted is None else wanted
+    try:
+        cache = make_cache(config, model, pages)
+        runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
+        with progress.phase("rehearsal"):
+            rehearse(runner, config, model, exchanges, progress)
+        return runner
+    except Exception as error:
+        runner = None  # else the end of this process would wait for ever: see there
+        _let_go(error)
+        if not _out_of_memory(error):
+            raise
+        advice = _advice(config, free, peak + tables, graphs, fitting)
+        raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
+
+
+def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
+    """How the ranks of a stage exchange activations. Raises ``InvalidRequest`` where products cannot overlap."""
+    if group is None:
+        return make_exchanges(ALONE, 1)
+    wanted = config.async_tp_threshold
+    for refused, reason in (
+        (not group.shares_memory, "the GPUs of these ranks cannot read each other's memory"),
+        (model.quantizes, "products in fp8 do not overlap"),
+        (model.config.output_bias or model.config.mlp_bias, "this model adds biases to its output projections"),
+    ):
+        if wanted is not None and refused:
+            raise InvalidRequest(
+                f"flag async_tp_threshold={wanted}: {reason}; leave it out", field="async_tp_threshold"
+            )
+    row_bytes = model.config.hidden_size * model.dtype.itemsize
+    return make_exchanges(group.ranks, row_bytes, shares_memory=group.shares_memory, fewest_overlapped=wanted)
+
+
+def _refuse_sizes(config: ChosenWorkerConfig, model: DecoderModel) -> None:
+    """Those of pages and heads; and devices differ in what they convert."""
+    refuse_sizes_of_cuda(config.page_size, model.config.head_dim)
+    device = model.device
+    if config.kv_cache_dtype == "fp8":
+        refuse_fp8_cache(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def _measure(
+    config: ChosenWorkerConfig,
+    model: DecoderModel,
+    max_context: int,
+    group: RankGroup | None,
+    exchanges: Exchanges,
+    grammars: SlotGrammars | None,
+) -> int:
+    """Bytes that the runner and its largest step take beside weights and cache. Also compiles most of what there is to
+    compile."""
+    pages = -(-min(config.max_tokens_per_forward, max_context) // config.page_size) + 1
+    before = torch.cuda.memory_allocated()
+    try:
+        cache = make_cache(config, model, pages)
+        of_cache = torch.cuda.memory_allocated() - before
+        runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
+        few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
+        _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
+        torch.cuda.reset_peak_memory_stats()
+        for plans in rehearsal.largest(runner.limits):
+            _run_all(runner, plans)
+        peak = torch.cuda.max_memory_allocated() - before - of_cache
+    except (torch.OutOfMemoryError, ParallelError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise InvalidRequest(
+            f"flag max_tokens_per_forward={config.max_tokens_per_forward} with max_seqs_per_forward="
+            f"{config.max_seqs_per_forward}: one step takes more memory than {torch.cuda.get_device_name()} has left"
+            " beside the weights; lower either",
+            field="max_tokens_per_forward",
+        ) from error
+    torch.cuda.synchronize(model.device)
+    deactivate()
+    del runner, cache
+    gc.collect()  # its places know each other
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _let_go(error: BaseException) -> None:
+    """Of what was made until ``error``: the connections to other ranks wait for the end of graphs that use them."""
+    for each in _with_reasons(error):
+        traceback.clear_frames(each.__traceback__)
+    deactivate()
+    gc.collect()
+
+
+def _on_the_way(config: ChosenWorkerConfig, model: DecoderModel) -> int:
+    """Bytes of activations between stages, at most: those of steps that were sent and not received, and of steps that
+    were received ahead."""
+    if model.ranks.pp_size == 1:
+        return 0
+    step = config.max_tokens_per_forward * model.config.hidden_size * model.dtype.itemsize
+    return (MOST_SENDS + _RECEIVED_AHEAD) * step
+
+
+def _with_reasons(error: BaseException) -> list[BaseException]:
+    """``error``, and all that it came of."""
+    found = [error]
+    for each in found:
+        found += [other for other in (each.__cause__, each.__context__) if other is not None and other not in found]
+    return found
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Also of a step that was the end for several ranks, or where it is not torch that asked for memory."""
+    reasons = _with_reasons(error)
+    return any(isinstance(each, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(each) for each in reasons)
+
+
+def assemble(
+    config: ChosenWorkerConfig,
+    model: DecoderModel,
+    cache: KvCache,
+    max_context: int,
+    group: RankGroup | None,
+    exchanges: Exchanges,
+    grammars: SlotGrammars | None,
+) -> CudaRunner:
+    parts = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
+    more = {"hydragen": True, "max_micro_batches": parts, "grammars": grammars is not None}
+    limits = make_limits(config, model, cache.page_count, max_context, **more)
+    attention = make_cuda_attention(
+        cache,
+        model.local.heads,
+        model.rotary,
+        dtype=model.dtype,
+        windows=model.windows,
+        compiled=config.torch_compile,
+    )
+    device = cache.all_keys.device
+    state, sampler, peers = DeviceState.empty(limits, device), None, None
+    grammars = grammars if model.last else None
+    if model.last:
+        of_rows = model.project, model.config.vocab_size, device, cache.tokens, state.page_table
+        mask_shape = None if grammars is None else (limits.max_slots, grammars.words)
+        sampler = FusedSampler(*of_rows, mask_shape=mask_shape)
+    if group is not None:
+        peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
+    return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
+
+
+def rehearse(
+    runner: CudaRunner,
+    config: ChosenWorkerConfig,
+    model: DecoderModel,
+    exchanges: Exchanges,
+    progress: BootProgress,
+) -> None:
+    """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
+    limits = runner.limits
+    plans: Iterable[Plan]
+    for plans in rehearsal.every_kind(limits):
+        _run_all(runner, plans)
+    for tokens in exchanges.begins:
+        for plans in rehearsal.around(limits, tokens, runner.grain):
+            _run_all(runner, plans)
+    if config.use_cudagraphs:
+        skinny = SkinnyDecoder(model) if suits(model) else None
+        torch.cuda.empty_cache()  # a capture cannot: it would find no memory beside what is kept for later
+        before, began = torch.cuda.mem_get_info()[0], time.monotonic()
+        with progress.phase("graphs"):
+            runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens)
+        taken, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
+        log.info("graphs captured", gib=_gib(taken), seconds=round(seconds, 1))
+        for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):
+            _run_all(runner, rehearsal.decodes(limits, 1, settings))
+    for plans in rehearsal.largest(limits):
+        _run_all(runner, plans)
+
+
+def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:
+    runner.reset()
+    for plan in plans:
+        runner.run(plan)
+    runner.reset()
+
+
+def _advice(config: ChosenWorkerConfig, free: int, peak: int, graphs: int, fitting: int) -> str:
+    tokens = max(0, fitting) * config.page_size
+    advice = (
+        f"lower it to {tokens} or less, or let kv_cache_num_tokens=auto choose"
+        if tokens
+        else "lower max_tokens_per_forward or max_seqs_per_forward, or use a smaller model"
+    )
+    return (
+        f"flag kv_cache_num_tokens={config.kv_cache_num_tokens}: {_gib(free)} GiB are free beside the weights; the"
+        f" largest step (max_tokens_per_forward={config.max_tokens_per_forward}, max_seqs_per_forward="
+        f"{config.max_seqs_per_forward}) takes {_gib(peak)} GiB and CUDA graphs {_gib(graphs)} GiB, which leaves room"
+        f" for {tokens} tokens; {advice}"
+    )
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 2)

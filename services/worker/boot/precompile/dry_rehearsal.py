@@ -1,0 +1,45 @@
+"""The rehearsal of a start on tensors without memory, to find the kernels that it launches."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch._dynamo  # needed for tensors of ``meta``
+
+from services.worker.boot import cuda as boot_cuda
+from services.worker.boot.common import make_cache, make_model, read_model
+from services.worker.boot.precompile.dry_device import DryTensors, dry
+from services.worker.boot.precompile.job import Job
+from services.worker.boot.precompile.launches import Launch, recording
+from services.worker.boot.progress import BootProgress
+from services.worker.described.config import ModelConfig
+from services.worker.described.ranks import ALONE, Ranks
+from services.worker.parallel.exchange import make_exchanges
+
+
+def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
+    """Call ``on_launch`` with each launch of the job's rehearsal. The process cannot use a real device afterwards."""
+    for owner, name, value in dry(job.gpu):
+        setattr(owner, name, value)
+    config, dtype = job.config, getattr(torch, job.dtype)
+    _, described = read_model(config)
+    max_context, meta = described.max_context_tokens, torch.device("meta")
+    ranks = Ranks(0, config.tp_size, 0, 1)
+    layers = range(_layers_to_rehearse(described))
+    described = replace(described, layers=len(layers), windows=described.windows[: len(layers)])
+    with DryTensors(), recording(on_launch):
+        model = make_model(config, described, dtype, torch.device("cuda"), ranks, layers, memory=meta)
+        pages = config.page_count or -(-max_context // config.page_size)
+        cache, exchanges = make_cache(config, model, pages), make_exchanges(ALONE, 1)
+        runner = boot_cuda.assemble(config, model, cache, max_context, None, exchanges, None)
+        boot_cuda.rehearse(runner, config, model, exchanges, BootProgress())
+
+
+def _layers_to_rehearse(described: ModelConfig) -> int:
+    """Return how many layers are enough to launch all kernels of the model.
+
+    Those are the first layer, the following ones until each kind of window has occurred, and one as the last layer.
+    """
+    following = described.windows[1:]
+    until_all = max((following.index(window) + 1 for window in set(following)), default=0)
+    return min(described.layers, max(1, until_all) + 2)

@@ -1,0 +1,200 @@
+"""Steps that run before serving, so that every kernel is compiled and the memory of the largest step is known.
+
+An admission costs the host tens of microseconds, and one with a grammar several times as many. So only the steps that
+measure memory and the plainest ones have as many rows as the limits allow, and few rows have a grammar: grammars take
+no memory that depends on the number of rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from services.common.thinking import ThinkingBudget
+from services.worker.step.plan import (
+    NO_GROUPS,
+    Admission,
+    Batch,
+    Groups,
+    Limits,
+    Plan,
+    SamplingSettings,
+)
+
+_NONE = np.empty(0, np.int64)
+PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np.float32))
+_ANYTHING = "start: /(.|\\n)*/"  # a grammar
+# Rows of a step whose kernels are those of larger steps, unless they are the ones that memory depends on.
+_MANY = 512
+# Rows with a grammar in the largest steps: more than the sampler copies at once.
+_GUIDED = 96
+WARM = SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, _NONE, np.empty(0, np.float32))
+
+
+def unadjusted(limits: Limits) -> SamplingSettings:
+    """All that a row can ask of the sampler and have its logits read as they are."""
+    top = min(limits.max_top_logprobs, limits.vocab_size)
+    return SamplingSettings(0.7, 0.9, 5, 0.05, 1, 1, True, top, _NONE, np.empty(0, np.float32))
+
+
+def adjusted(limits: Limits) -> SamplingSettings:
+    """All that a row can ask of the sampler without a grammar: it is drawn from a copy of its logits. Its prompt is
+    scored, too."""
+    settings = _adjusted(unadjusted(limits))
+    return replace(settings, prompt_logprobs=settings.top_logprobs)
+
+
+def every_feature(limits: Limits) -> SamplingSettings:
+    """All that a row can ask of the sampler at once."""
+    return _guided(adjusted(limits), limits)
+
+
+def adjusted_only(limits: Limits) -> SamplingSettings:
+    """Return settings with a bias, penalties and processed log-probabilities, and without truncation."""
+    return _adjusted(_processed(replace(WARM, top_logprobs=unadjusted(limits).top_logprobs)))
+
+
+def processed(limits: Limits) -> SamplingSettings:
+    """Return settings with truncation and processed log-probabilities, whose logits change at a forced token only."""
+    return _processed(unadjusted(limits))
+
+
+def _processed(settings: SamplingSettings) -> SamplingSettings:
+    """Return ``settings`` with processed log-probabilities and a thinking budget that is used up at once."""
+    return replace(settings, logprobs=True, processed_logprobs=True, thinking=ThinkingBudget(0, 0))
+
+
+def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
+    """With a grammar, where there are such."""
+    return replace(settings, grammar=_ANYTHING) if limits.grammars else settings
+
+
+def _adjusted(settings: SamplingSettings) -> SamplingSettings:
+    """With all that changes a row's logits."""
+    return replace(
+        settings,
+        bias_token_ids=np.zeros(1, np.int64),
+        bias_values=np.zeros(1, np.float32),
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+    )
+
+
+def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:
+    """A plan without anything else."""
+    return Plan(number, _NONE, admissions, _NONE, _NONE, _NONE, _NONE, batch, groups)
+
+
+def decodes(
+    limits: Limits, rows: int, settings: SamplingSettings, groups: bool = False, context: int = 1
+) -> Iterator[Plan]:
+    """A step of ``rows`` rows of one token each, from empty. They share pages: what they compute means nothing.
+
+    ``context``: tokens that each of them sees, more where their group's prefix and one behind it are more.
+    """
+    admissions = tuple(_decode(limits, slot, settings, groups, context) for slot in range(rows))
+    together = _together(rows) if groups else NO_GROUPS
+    yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), admissions, together)
+    known = len(admissions[0].token_ids)
+    if known < limits.max_context_tokens and known % limits.page_size:  # inputs are now what was sampled
+        yield step(2, None, (), together)
+
+
+def mixed(
+    limits: Limits,
+    rows: int,
+    chunks: int,
+    size: int,
+    settings: SamplingSettings,
+    groups: bool = False,
+    context: int = 1,
+) -> Iterator[Plan]:
+    """Rows as of ``decodes`` beside ``chunks`` rows of ``size`` tokens, in one step."""
+    slots, tokens = np.arange(rows + chunks), np.zeros(size, np.int64)
+    pages = np.zeros(-(-size // limits.page_size), np.int64)
+    admissions = (
+        *(_decode(limits, slot, settings, groups, context) for slot in range(rows)),
+        *(Admission(slot, tokens, 0, pages, settings) for slot in range(rows, rows + chunks)),
+    )
+    together = _together(rows) if groups else NO_GROUPS
+    yield step(1, Batch(slots, np.where(slots < rows, 1, size)), admissions, together)
+
+
+def _decode(limits: Limits, slot: int, settings: SamplingSettings, grouped: bool, context: int) -> Admission:
+    """All but its last token are computed."""
+    known = max(context, limits.page_size + 1) if grouped else context
+    pages = np.zeros(-(-known // limits.page_size), np.int64)
+    return Admission(slot, np.zeros(known, np.int64), known - 1, pages, settings)
+
+
+def _together(rows: int) -> Groups:
+    """The first ``rows`` share their first page."""
+    return Groups(*(np.array([value]) for value in (0, rows, 1)))
+
+
+def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
+    """Yield plans, each time from empty, that take every path through the model, the attention and the sampler, so that
+    all kernels are compiled."""
+    most = min(limits.max_slots, limits.max_tokens_per_step)
+    longest = limits.max_context_tokens
+    grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
+    size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
+    beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
+    sizes, few = {1, min(9, most), min(_MANY, most)}, {1, min(9, most), min(_GUIDED, most)}
+    kinds = [(PLAIN, sizes | {most}), *((each, sizes) for each in (WARM, unadjusted(limits), adjusted_only(limits)))]
+    kinds += [(processed(limits), few), (adjusted(limits), sizes)]
+    if limits.grammars:
+        kinds += [(_guided(PLAIN, limits), few), (every_feature(limits), few)]
+    for settings, counts in kinds:
+        for rows in sorted(counts):
+            for groups in grouped if rows > 1 else {False}:
+                yield decodes(limits, rows, settings, groups)
+        for rows in {0, beside} if size > 1 else ():
+            yield mixed(limits, rows, 1, size, settings)
+    # Several programs share a long context, where rows are few: fewest beside a chunk, since else they are padded.
+    for groups in grouped:
+        yield decodes(limits, 1, PLAIN, groups, longest)
+        if size > 1 and beside > 0:
+            yield mixed(limits, 1, 1, size, PLAIN, groups, longest)
+
+
+def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
+    """The fewest tokens, the most that are fewer than ``tokens`` when they are padded to multiples of ``grain``, and so
+    many, from all of which is sampled and from some: ranks exchange in another way from there on, by code and buffers
+    of its own. What the limits leave no room for never comes."""
+    most = min(limits.max_slots, limits.max_tokens_per_step)
+    below = (tokens - 1) // grain * grain
+    for rows in (1, below, tokens):
+        if 0 < rows <= most:
+            yield decodes(limits, rows, PLAIN)
+    for total in (2, below, tokens):
+        chunks = -(-total // limits.max_context_tokens)
+        size = -(-total // chunks) if total == tokens else total // max(1, chunks)
+        if size > 1 and chunks <= limits.max_slots and chunks * size <= limits.max_tokens_per_step:
+            yield mixed(limits, 0, chunks, size, PLAIN)
+
+
+def largest(limits: Limits) -> Iterator[list[Plan]]:
+    """Yield the steps that need most memory: all rows and as many prompt tokens as fit beside them, and prompts alone.
+
+    All rows have every feature but a grammar, which the first rows have.
+    """
+    features = adjusted(limits)
+    rows = min(limits.max_slots, limits.max_tokens_per_step)
+    yield [_guide_first_rows(plan, limits) for plan in decodes(limits, rows, features)]
+    room = limits.max_tokens_per_step
+    size = min(room, limits.max_context_tokens)
+    count = min(limits.max_slots, room // size)
+    if size > 1:
+        yield [_guide_first_rows(plan, limits) for plan in mixed(limits, 0, count, size, features)]
+    beside = min(limits.max_slots - 1, room // 2)
+    if beside > 0 and room - beside > 1:
+        size = min(room - beside, limits.max_context_tokens)
+        yield [_guide_first_rows(plan, limits) for plan in mixed(limits, beside, 1, size, features)]
+
+
+def _guide_first_rows(plan: Plan, limits: Limits) -> Plan:
+    """Return ``plan`` with a grammar for the first rows that it admits, if the limits allow grammars."""
+    guided = (replace(each, sampling=_guided(each.sampling, limits)) for each in plan.admissions[:_GUIDED])
+    return replace(plan, admissions=(*guided, *plan.admissions[_GUIDED:]))

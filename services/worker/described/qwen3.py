@@ -1,0 +1,15 @@
+"""Qwen 3 (dense)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.model_json import JsonObject
+from services.worker.described.config import ModelConfig, read_decoder, read_qwen_windows
+
+
+def read_qwen3(config: Mapping[str, Any]) -> ModelConfig:
+    """Return the description of a Qwen 3 model: q and k are normed for each head, and ``head_dim`` is 128 unless the
+    config states it."""
+    bias = JsonObject("config.json", config).boolean("attention_bias")
+    windows = read_qwen_windows(config)
+    return read_decoder({"head_dim": 128} | dict(config), windows, qkv_bias=bias, output_bias=bias, qk_norm=True)

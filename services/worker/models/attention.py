@@ -1,0 +1,74 @@
+"""Self-attention of one layer: projections and rotation here, keys, values and scores in the attention backend."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from services.worker.attention.base import AttentionStep, RotatingAttentionStep
+from services.worker.described.config import ModelConfig
+from services.worker.layers.fp8 import Quantized
+from services.worker.layers.kernels import LayerKernels
+from services.worker.layers.linear import LinearMaker
+from services.worker.parallel.exchange import Exchange
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with q, k and v as one matrix. The output projection is the caller's to apply: not every
+    token needs it."""
+
+    def __init__(
+        self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
+    ) -> None:
+        """``config``: the sizes of this rank's share. ``adds_bias``: False leaves out the bias of the output projection
+        because another rank adds it."""
+        super().__init__()
+        self.kernels, self.eps = kernels, config.norm_eps
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        self.qkv = linear(config.hidden_size, widths, config.qkv_bias)
+        self.output = linear(widths[0], config.hidden_size, config.output_bias and adds_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+            self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+
+    def forward(
+        self,
+        index: int,
+        x: torch.Tensor | Quantized,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        attention: AttentionStep | RotatingAttentionStep,
+        exchange: Exchange,
+        tokens: int,
+    ) -> torch.Tensor:
+        """Return the attended values ``[tokens, heads * head_dim]`` of layer ``index``, the input of ``output``.
+
+        ``x [rows, hidden_size]`` holds this rank's rows. ``cos`` and ``sin [tokens, 1, head_dim]`` are None if
+        ``attention`` rotates queries and keys itself.
+        """
+        projected = exchange.column(x, self.qkv, tokens)
+        if attention.rotates:
+            return attention.run_qkv(index, projected, self.q_norm, self.k_norm, self.eps)
+        kernels = self.kernels
+        heads = projected.view(projected.shape[0], -1, self.head_dim)
+        rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None:
+            queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
+            normed = (
+                kernels.norm(queries, self.q_norm, self.eps),
+                kernels.norm(keys, self.k_norm, self.eps),  # type: ignore[arg-type]  # there are both or neither
+            )
+            rotated = torch.cat(normed, dim=1)
+        turned = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
+        queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
+        return attention.run(index, queries, keys, values)
+
+    def targets(self, prefix: str) -> dict[str, Any]:
+        """Checkpoint name -> view."""
+        found: dict[str, Any] = {**self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")}
+        found |= self.output.targets(f"{prefix}.o_proj")
+        if self.q_norm is not None:
+            found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        return found

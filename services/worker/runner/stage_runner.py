@@ -1,0 +1,139 @@
+"""Runs plans on one of several ranks, on CPUs: its layers, its heads, and what it hands to the next stage.
+
+Every rank gets the same plans and keeps the same state on the host, because lengths do not depend on what is sampled.
+So each knows from a plan alone what the others send and receive. A rank waits for nothing but: its stage's ranks in a
+collective; activations of this micro-batch from the stage before; tokens of earlier micro-batches from the last stage;
+and the next stage to have come within a few micro-batches. Followed back, each leads to the same micro-batch on an
+earlier stage or to an earlier micro-batch: no waits go round in a circle.
+"""
+
+import time
+
+import torch
+
+from services.worker.attention.base import AttentionBackend
+from services.worker.attention.kv_cache import KvCache
+from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.channel import Receiver, Sender
+from services.worker.parallel.errors import ParallelError
+from services.worker.parallel.exchange import Exchanges
+from services.worker.parallel.group import RankGroup
+from services.worker.parallel.owed import OwedTokens
+from services.worker.runner.inputs import Shard, StepInputs, build
+from services.worker.runner.runner import Outcome, StepRunner
+from services.worker.runner.shards import ShardThreads
+from services.worker.sampling.grammars import SlotGrammars
+from services.worker.sampling.sampler import NOTHING, concatenate
+from services.worker.step.checks import check_plan
+from services.worker.step.plan import NO_GROUPS, Batch, Limits, Plan, StepOutput, Timing, micro_batches
+
+
+class StageRunner(StepRunner):
+    """As ``StepRunner``, in one thread: all ranks call their collectives in the same order.
+
+    ``run`` returns when this rank's part of a step is done, while later stages may still be at theirs. Only the output
+    of the rank that reports has tokens.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        attention: AttentionBackend,
+        limits: Limits,
+        group: RankGroup,
+        exchanges: Exchanges,
+        grammars: SlotGrammars | None = None,
+    ) -> None:
+        super().__init__(model, cache, attention, limits, ShardThreads(1), grammars=grammars)
+        self._group, self._exchanges = group, exchanges
+        self._parts: list[Batch] = []  # of the batch that was said last
+        self._owed = None if group.tokens_in is None else OwedTokens(group.tokens_in, self._slots.last_tokens)
+
+    def reset(self) -> None:
+        """Also waits until nothing is on its way between ranks: all of them run the same steps before they reset."""
+        if self._owed is not None:
+            self._owed.forget()
+        self._group.drain()
+        super().reset()
+        self._parts = []
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        super().close()
+        self._group.close()
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepOutput:
+        """Raises as ``StepRunner.run``, on all ranks alike, and ``ParallelError`` when this replica cannot go on."""
+        started = time.perf_counter_ns()
+        check_plan(plan, self._step, self._batch, NO_GROUPS, self._slots, self.limits)
+        try:
+            return self._run_checked(plan, started)
+        except ParallelError:
+            raise
+        except Exception as error:
+            # The others wait for this rank.
+            raise ParallelError(f"step {plan.step} failed on {self._group.ranks.name()}: {error}") from error
+
+    def _run_checked(self, plan: Plan, started: int) -> StepOutput:
+        self._apply(plan)
+        if plan.batch is not None:
+            self._parts = micro_batches(plan.batch, plan.micro_batch_rows)
+        parts = [(part, build(part, self._slots, threads=1)) for part in self._parts]
+        timing = Timing(prepare=time.perf_counter_ns() - started)
+        outcomes = [self._run_part(part, inputs, timing) for part, inputs in parts]
+        if not self._group.ranks.reports:
+            return StepOutput(plan.step, NOTHING, timing)
+        sampled = [each for each, _ in outcomes if len(each.slots)]
+        scored = tuple(each for _, found in outcomes for each in found)
+        everything = concatenate(sampled) if sampled else NOTHING
+        return StepOutput(plan.step, everything, timing, scored, self._failures(everything))
+
+    def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
+        """The residual stream of a micro-batch, as the stage before has it."""
+        shape = self._exchanges.of(tokens).rows(tokens), self._model.config.hidden_size
+        return previous.take(shape, self._model.dtype)
+
+    def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
+        """One micro-batch."""
+        started = time.perf_counter_ns()
+        model, (shard,) = self._model, inputs.shards
+        if self._owed is not None:
+            self._owed.settle(inputs.last_slots, len(self._parts))
+        token_ids, positions = self._to_device(inputs)
+        if model.last:
+            self._keep_tokens(inputs, token_ids)
+        previous, following = self._group.from_previous, self._group.to_next
+        entering = token_ids if previous is None else self._enter(previous, len(positions))
+        prepared = time.perf_counter_ns()
+        attention = self._attention.step(shard.attention, _nothing)
+        leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))
+        forwarded = time.perf_counter_ns()
+        outcome = self._finish(leaving, shard) if following is None else self._hand_on(following, leaving, shard)
+        self._slots.advance(part.slots, part.token_counts, shard.sample_slots)
+        timing.prepare += prepared - started
+        timing.forward += forwarded - prepared
+        timing.sample += time.perf_counter_ns() - forwarded
+        return outcome
+
+    def _hand_on(self, following: Sender, leaving: torch.Tensor, shard: Shard) -> Outcome:
+        """Activations to the next stage; the first stage also makes room for what will be sampled from them."""
+        following.send(leaving)
+        if self._owed is not None and len(shard.sample_slots):
+            self._owed.expect(shard.sample_slots)
+        return NOTHING, []
+
+    def _finish(self, hidden: torch.Tensor, shard: Shard) -> Outcome:
+        """Score prompts, sample, and tell the first stage."""
+        scored = self._score(shard, hidden)
+        sampled = self._sample(shard, hidden)
+        if len(sampled.slots):
+            last = self._keep_sampled(sampled)
+            if self._group.tokens_out is not None:
+                self._group.tokens_out.send(last)
+        return sampled, scored
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""

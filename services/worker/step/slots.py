@@ -1,0 +1,165 @@
+"""The state of every slot, as arrays over slots. Owned by the compute thread."""
+
+import numpy as np
+import torch
+
+from services.common.thinking import OPENING_TOKENS, ThinkingBudget
+from services.worker.step.noise import scales_of, stems
+from services.worker.step.plan import Admission, Limits
+
+_NONE = np.empty(0, np.int64)
+_NEVER = 2**30  # beyond every position
+# Steps for which a forced token is tried again, if the grammar does not allow it: the rest of a character in UTF-8.
+_RETRIES = 4
+
+
+class SlotTable:
+    """Lengths and page tables on the host, the token sampled last on the device.
+
+    ``known`` counts a sequence's tokens, the one sampled last included; ``computed`` those whose keys and values are
+    in the cache; ``given`` those that came with the admission. So a sequence that decodes has ``computed == known - 1``
+    and its next input is in ``last_tokens``; before that its inputs are in ``prompts``.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        slots = limits.max_slots
+        self.used = np.zeros(slots, bool)
+        self.failed = np.zeros(slots, bool)  # logits were not numbers once: the cache is spoilt
+        self.known = np.zeros(slots, np.int64)
+        self.computed = np.zeros(slots, np.int64)
+        self.given = np.zeros(slots, np.int64)
+        self.page_counts = np.zeros(slots, np.int64)
+        self.page_table = np.zeros((slots, limits.max_pages_per_slot), np.int32)
+        self.prompts = [_NONE] * slots  # [given] int64 each, as long as it is needed
+        self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+
+        self.temperature = np.zeros(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.top_k = np.zeros(slots, np.int64)
+        self.min_p = np.zeros(slots, np.float32)
+        self.seed = np.zeros(slots, np.uint64)
+        self.sample_index = np.zeros(slots, np.uint64)
+        self.logprobs = np.zeros(slots, bool)
+        self.top_logprobs = np.zeros(slots, np.int64)
+        self.prompt_tokens = np.zeros(slots, np.int64)  # the sequence's later tokens were generated
+        self.repetition_penalty = np.ones(slots, np.float32)
+        self.frequency_penalty = np.zeros(slots, np.float32)
+        self.presence_penalty = np.zeros(slots, np.float32)
+        self.penalised = np.zeros(slots, bool)  # any of the three is on
+        self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
+        self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
+        self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution drawn from
+        self.masked = np.zeros(slots, bool)  # has a grammar
+        # Thinking budgets. A token can be forced only at positions from `force_from` to before `force_until`.
+        self.budgets = 0  # slots in use that have one
+        self.force_from = np.full(slots, _NEVER)
+        self.force_until = np.zeros(slots, np.int64)
+        self.think_tokens = np.zeros(slots, np.int64)
+        self.think_begin = np.full(slots, -1)  # token; -1 = the section is open where the prompt ends
+        self.think_end = np.zeros(slots, np.int64)  # token
+        self.biased = np.zeros(slots, bool)
+        self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
+        # Of those above, by ``derive``.
+        self.scales = np.zeros(slots, np.float32)  # one over the temperature; 0 = greedy
+        self.stems = np.zeros(slots, np.uint64)  # of the noise
+        self.plain = np.ones(slots, bool)  # asks for no more than a temperature
+
+    def clear(self) -> None:
+        """Free every slot."""
+        self.release(np.flatnonzero(self.used))
+
+    def release(self, slots: np.ndarray) -> None:
+        """Free ``slots [n]``, which are in use."""
+        self.used[slots] = False
+        self.failed[slots] = False
+        self.known[slots] = self.computed[slots] = self.given[slots] = self.page_counts[slots] = 0
+        if self.budgets:
+            self.budgets -= int(np.count_nonzero(self.force_until[slots]))
+            self.force_until[slots] = 0
+        for slot in slots.tolist():
+            self.prompts[slot] = _NONE
+            self.biases.pop(slot, None)
+
+    def admit(self, admission: Admission) -> None:
+        """Put a sequence into its slot, which is free."""
+        slot, settings = admission.slot, admission.sampling
+        self.used[slot] = True
+        self.known[slot] = self.given[slot] = len(admission.token_ids)
+        self.computed[slot] = admission.cached_tokens
+        self.prompts[slot] = admission.token_ids
+        self.page_counts[slot] = len(admission.pages)
+        self.page_table[slot, : len(admission.pages)] = admission.pages
+        self.temperature[slot] = settings.temperature
+        self.top_p[slot] = settings.top_p
+        self.top_k[slot] = settings.top_k
+        self.min_p[slot] = settings.min_p
+        self.seed[slot] = settings.seed
+        self.sample_index[slot] = settings.sample_index
+        self.logprobs[slot] = settings.logprobs or settings.top_logprobs > 0
+        self.top_logprobs[slot] = settings.top_logprobs
+        self.prompt_tokens[slot] = admission.prompt_tokens or len(admission.token_ids)
+        self.repetition_penalty[slot] = settings.repetition_penalty
+        self.frequency_penalty[slot] = settings.frequency_penalty
+        self.presence_penalty[slot] = settings.presence_penalty
+        self.penalised[slot] = (
+            settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
+        )
+        self.prompt_logprobs[slot] = -1 if settings.prompt_logprobs is None else settings.prompt_logprobs
+        self.prompt_start[slot] = max(1, settings.prompt_logprobs_start)
+        self.processed[slot] = settings.processed_logprobs
+        self.masked[slot] = settings.grammar != ""
+        if settings.thinking is not None:
+            self._limit_thinking(slot, settings.thinking)
+        self.biased[slot] = len(settings.bias_token_ids) > 0
+        if self.biased[slot]:
+            self.biases[slot] = settings.bias_token_ids, settings.bias_values
+
+    def _limit_thinking(self, slot: int, budget: ThinkingBudget) -> None:
+        """Set the budget of ``slot``, whose other settings are there."""
+        self.budgets += 1
+        opened = budget.begin_token_id is None
+        self.think_tokens[slot] = tokens = min(budget.tokens, _NEVER // 2)
+        self.think_begin[slot] = -1 if opened else budget.begin_token_id
+        self.think_end[slot] = budget.end_token_id
+        first = self.prompt_tokens[slot] + tokens + (not opened)
+        self.force_from[slot] = first
+        self.force_until[slot] = first + 1 + (0 if opened else OPENING_TOKENS - 1) + _RETRIES * self.masked[slot]
+
+    def may_force(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return whether the token at each of ``positions [n]`` of ``slots [n]`` may be forced, ``[n]`` bool."""
+        if not self.budgets:
+            return np.zeros(len(slots), bool)
+        inside: np.ndarray = (self.force_from[slots] <= positions) & (positions < self.force_until[slots])
+        return inside
+
+    def are_plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Return whether no row needs more than a temperature. ``positions``: as of ``may_force``."""
+        return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
+
+    def derive(self, slots: np.ndarray) -> None:
+        """What sampling needs in every step of ``slots [n]``, which were admitted, in the form that it needs."""
+        self.scales[slots] = scales_of(self.temperature[slots])
+        self.stems[slots] = stems(self.seed[slots], self.sample_index[slots])
+        cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
+        more = self.logprobs[slots] | self.penalised[slots] | self.biased[slots] | self.masked[slots]
+        self.plain[slots] = ~(more | (cut & (self.temperature[slots] > 0)))
+
+    def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once. Returns where in its table
+        each of them is now, ``[n]`` int64."""
+        places: np.ndarray = self.page_counts[slots]
+        np.add.at(self.page_counts, slots, 1)
+        if (self.page_counts[slots] - places > 1).any():  # hardly ever: a sequence that grows by several pages at once
+            order = np.argsort(slots, kind="stable")
+            for second in np.flatnonzero(np.diff(slots[order]) == 0).tolist():
+                places[order[second + 1]] = places[order[second]] + 1
+        self.page_table[slots, places] = pages
+        return places
+
+    def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
+        """After a forward pass: tokens computed, and one more known where one was sampled."""
+        computed = self.computed[slots] + token_counts
+        self.computed[slots] = computed
+        self.known[sampled_slots] += 1
+        for slot in slots[computed == self.given[slots]].tolist():
+            self.prompts[slot] = _NONE
