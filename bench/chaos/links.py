@@ -123,19 +123,23 @@ class Link:
         async with self.proxy.struck(fault, seconds):
             pass
         healed, over = time.monotonic(), True
-        ready_s = await self._ready(healed)
+        ready_s = await self.seconds_until_right(healed)
         await asyncio.gather(*asking)
         return {"link": self.name, "fault": fault, "seconds": seconds, "ready_s": ready_s, **ends}
 
-    async def _ready(self, healed: float) -> float | None:
-        """Ask several times at once, since some questions may meet an old connection. Returns the seconds, or None."""
+    async def seconds_until_right(self, begin: float) -> float | None:
+        """Send requests until one is answered correctly.
+
+        Requests run concurrently, since some may use a connection that is still broken. Returns the seconds since
+        ``begin``, or None if there is no correct answer within ``_GIVE_UP_S``.
+        """
         pending: set[asyncio.Task[str]] = set()
         try:
-            while time.monotonic() < healed + _GIVE_UP_S:
+            while time.monotonic() < begin + _GIVE_UP_S:
                 pending.add(asyncio.create_task(self.ask()))
                 done, pending = await asyncio.wait(pending, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
                 if any(each.result() == "right" for each in done):
-                    return round(time.monotonic() - healed, 1)
+                    return round(time.monotonic() - begin, 1)
         finally:
             for each in pending:
                 each.cancel()
@@ -144,7 +148,7 @@ class Link:
 
 @contextlib.asynccontextmanager
 async def proxied(name: str, directory: Path, config: LinksConfig) -> AsyncIterator[Link]:
-    """Yield a deployment that is ready."""
+    """Yield a deployment that has answered a request."""
     await asyncio.to_thread(directory.mkdir)
     proxy = Proxy("", config.seed)
     at = await proxy.start()
@@ -169,7 +173,11 @@ async def proxied(name: str, directory: Path, config: LinksConfig) -> AsyncItera
         await asyncio.to_thread(deployment.wait_ready)
         # A connection that serves no more is noticed by its client alone: by the time limit of its user.
         async with httpx.AsyncClient(timeout=5.0 if url != deployment.url else _DEADLINE_S) as http:
-            yield Link(name, deployment, url, proxy, http)
+            link = Link(name, deployment, url, proxy, http)
+            # A gateway is ready before its store is open.
+            if await link.seconds_until_right(time.monotonic()) is None:
+                raise RuntimeError(f"no request was answered correctly over the undamaged link {name}")
+            yield link
     finally:
         for process in (deployment.gateway, deployment.scheduler, deployment.worker, worker):
             if process is not None:
