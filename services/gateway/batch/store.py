@@ -1,27 +1,19 @@
-"""The database: opened, its schema made or brought up to date, and its transactions."""
+"""The database of files, batches and stored responses: its schema, its migrations and its transactions."""
 
 import asyncio
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, cast
 
-from sqlalchemy import Connection, CursorResult, Table, UpdateBase, event, insert, inspect, select, text, update
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import (
-    ArgumentError,
-    DBAPIError,
-    InterfaceError,
-    InvalidRequestError,
-    NoSuchModuleError,
-    OperationalError,
-)
+from sqlalchemy import Connection, CursorResult, Table, UpdateBase, insert, inspect, select, text, update
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
-from services.common.errors import FailedPrecondition, InvalidRequest, StoreUnavailable
+from services.common.errors import FailedPrecondition, StoreUnavailable
+from services.gateway.batch.engines import LOCK_TIMEOUT_S, make_engine
 from services.gateway.batch.health import StoreHealth, diagnose
 from services.gateway.batch.tables import (
     COMPLETED,
@@ -38,15 +30,9 @@ from services.gateway.batch.tables import (
     StoredTry,
 )
 
-_DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
-_LOCK_WAIT_S = 30  # of SQLite, which has one writer at a time
-# By driver, seconds: to connect, and for one statement. Whoever waits may then wait as long again for the connection to
-# be given up.
-_PATIENCE = {"asyncpg": {"timeout": 10.0, "command_timeout": 60.0}}
-_STATEMENTS = 32  # kept prepared by each connection: those of lists are as many as lists are long, 10 KB each
-# SQL states of what may go well the next time: lost connections, deadlocks, a full or stopping server.
+# SQL states of errors that may pass: lost connections, deadlocks, a full or stopping server.
 _PASSING = ("08", "40", "53", "57")
-_MIGRATION_LOCK = 0x746F6B61  # PostgreSQL's advisory locks have numbers
+MIGRATION_LOCK = 0x746F6B61  # number of the advisory lock of PostgreSQL that a migration holds
 
 
 def _version_1(connection: Connection) -> None:
@@ -54,7 +40,7 @@ def _version_1(connection: Connection) -> None:
 
 
 def _version_2(connection: Connection) -> None:
-    StoredResponse.__table__.create(connection, checkfirst=True)  # a store that is new has it
+    StoredResponse.__table__.create(connection, checkfirst=True)  # a new store has it
 
 
 def _version_3(connection: Connection) -> None:
@@ -62,7 +48,7 @@ def _version_3(connection: Connection) -> None:
     for table in (StoredFile.__table__, StoredResponse.__table__, StoredBatch.__table__):
         _add_column(connection, table, "key_name", "''")
         for index in table.indexes:
-            if "key_name" in index.columns:  # others may be of columns that a later version adds
+            if "key_name" in index.columns:  # other indexes may need columns of a later version
                 index.create(connection, checkfirst=True)
 
 
@@ -89,14 +75,14 @@ def _version_6(connection: Connection) -> None:
 
 
 def _add_column(connection: Connection, table: Table, name: str, default: str | None) -> None:
-    """Add a column that is never NULL, or with ``default`` None one that may be, unless a new store has it already."""
+    """Add a column unless the table has it. It is NOT NULL with ``default``, or may be NULL if ``default`` is None."""
     if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
         kind = table.c[name].type.compile(connection.dialect)
         rest = "" if default is None else f" DEFAULT {default} NOT NULL"
         connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind}{rest}"))
 
 
-# Each brings the schema from the version before to its own; the n-th makes version n. Append only.
+# The n-th function migrates the schema from version n - 1 to version n. Append only.
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     _version_1,
     _version_2,
@@ -108,28 +94,28 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
 
 
 class Store:
-    """Made by ``open``; used on the gateway's event loop."""
+    """A database that is open. ``open`` creates it. All methods run on the gateway's event loop."""
 
-    def __init__(self, engine: AsyncEngine, health: StoreHealth) -> None:
+    def __init__(self, url: str, engine: AsyncEngine, health: StoreHealth) -> None:
+        self._url = url
         self._engine = engine
         self._health = health
         self._path = _path_of(engine)
         self._file: tuple[int, int] | None = None  # identity of the file at ``_path``, once it is open
         self._reopening = asyncio.Lock()
-        # SQLite has one writer at a time, and a second one polls for its turn. In this process they queue instead.
-        self._turn = asyncio.Lock() if engine.dialect.name == "sqlite" else None
+        # SQLite has one writer at a time, and a second one polls. Writers of this process queue instead.
+        self._writer_lock = asyncio.Lock() if engine.dialect.name == "sqlite" else None
         self._read = async_sessionmaker(engine, expire_on_commit=False)
         self._write = async_sessionmaker(engine.execution_options(toka_writes=True), expire_on_commit=False)
 
     @classmethod
     async def open(cls, url: str, health: StoreHealth | None = None) -> "Store":
-        """Open the database at ``url`` and bring its tables up to date. Several processes may do so at once.
+        """Open the database at ``url`` and migrate its schema. Several processes may do so at once.
 
-        Raises ``StoreUnavailable`` for a database that cannot be used now, other ``TokaError`` for one that never can.
+        Raises StoreUnavailable for an error that may pass, and other TokaErrors for a database that can never be used.
         """
         health = health or StoreHealth()
-        engine = _make_engine(url, health)
-        store = cls(engine, health)
+        store = cls(url, make_engine(url, health), health)
         try:
             await store._migrate()
         except BaseException:
@@ -139,7 +125,7 @@ class Store:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that only reads. Raises ``StoreUnavailable``."""
+        """Run a transaction that only reads. Raises StoreUnavailable."""
         async with self._watched(writing=False):
             await self._follow_file()
             async with self._read() as session:
@@ -147,31 +133,47 @@ class Store:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that is committed at its end, if nothing was raised. Raises ``StoreUnavailable``."""
+        """Run a transaction that is committed unless the block raises. Raises StoreUnavailable."""
         async with self._watched(writing=True):
             await self._follow_file()
             async with self._writer(), self._write.begin() as session:
                 yield session
 
     async def _migrate(self) -> None:
+        """Migrate the schema, if it is older than this program. Raises StoreUnavailable and FailedPrecondition."""
         async with self._watched(writing=True):
-            async with self._engine.execution_options(toka_writes=True).begin() as connection:
-                opened = _identity(self._path)
+            if self._engine.dialect.name == "sqlite":
+                await self._migrate_with(self._engine)
+            elif not await self._is_current():
+                # A broken link must not block a store that needs no migration for the timeout of a migration.
+                engine = make_engine(self._url, self._health, migrating=True)
                 try:
-                    await connection.run_sync(_migrate)
-                except FailedPrecondition as error:
-                    self._health.failed("database", "newer", error.message, writing=True)
-                    raise
-            self._file = opened
+                    await self._migrate_with(engine)
+                finally:
+                    await engine.dispose()
+
+    async def _is_current(self) -> bool:
+        async with self._engine.begin() as connection:
+            return await connection.run_sync(_is_current)
+
+    async def _migrate_with(self, engine: AsyncEngine) -> None:
+        async with engine.execution_options(toka_writes=True).begin() as connection:
+            opened = _identity(self._path)
+            try:
+                await connection.run_sync(_migrate)
+            except FailedPrecondition as error:
+                self._health.failed("database", "newer", error.message, writing=True)
+                raise
+        self._file = opened
 
     async def _follow_file(self) -> None:
-        """Open SQLite's database again if its file was replaced. Raises ``StoreUnavailable`` if the file is gone.
+        """Open SQLite's database again if its file was replaced. Raises StoreUnavailable if the file is gone.
 
-        SQLite itself would go on with the file that was deleted, or make an empty one.
+        SQLite itself would use the deleted file, or create an empty one.
         """
         if self._path is None or (self._file is not None and _identity(self._path) == self._file):
             return
-        self._file = None  # the next file may get the number of this one
+        self._file = None  # the next file may have the same inode
         await self._engine.dispose()
         if _identity(self._path) is None:
             raise self._health.failed(
@@ -190,8 +192,10 @@ class Store:
 
     @asynccontextmanager
     async def _watched(self, *, writing: bool) -> AsyncIterator[None]:
-        """Raise what the database says as ``StoreUnavailable``, if it may go well another time or with an operator's
-        help, and tell the health."""
+        """Raise an error of the database as StoreUnavailable, if it may pass or an operator can solve it.
+
+        Records failures and successes in the health.
+        """
         try:
             yield
         except (PoolTimeout, TimeoutError, OSError, sqlite3.Error, DBAPIError) as error:
@@ -207,76 +211,41 @@ class Store:
 
     @asynccontextmanager
     async def _writer(self) -> AsyncIterator[None]:
-        if self._turn is None:
+        if self._writer_lock is None:
             yield
             return
-        async with asyncio.timeout(_LOCK_WAIT_S):
-            await self._turn.acquire()
+        async with asyncio.timeout(LOCK_TIMEOUT_S):
+            await self._writer_lock.acquire()
         try:
             yield
         finally:
-            self._turn.release()
+            self._writer_lock.release()
 
     async def close(self) -> None:
-        """Let the connections go."""
+        """Close all connections."""
         await self._engine.dispose()
 
 
 async def rows_changed(session: AsyncSession, statement: UpdateBase) -> int:
-    """How many rows ``statement`` changed."""
+    """Run ``statement``, an update or a delete, and return the number of rows that it changed."""
     result = await session.execute(statement)
-    return cast("CursorResult[Any]", result).rowcount  # which one of an update or a delete is
+    return cast("CursorResult[Any]", result).rowcount  # updates and deletes have this type of result
 
 
-def _make_engine(url: str, health: StoreHealth | None = None) -> AsyncEngine:
-    try:
-        parsed = make_url(url)
-        parsed = parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
-        if parsed.get_backend_name() != "sqlite":
-            patience = _PATIENCE.get(parsed.get_driver_name(), {})
-            given = parsed.query  # what the operator says counts
-            parsed = parsed.difference_update_query([*patience.keys() & given.keys()])
-            own = {name: float(str(given.get(name, seconds))) for name, seconds in patience.items()}
-            return create_async_engine(parsed, pool_pre_ping=True, connect_args=own)
-        if parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        arguments = {"timeout": _LOCK_WAIT_S, "cached_statements": _STATEMENTS}
-        arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
-        engine = create_async_engine(parsed, connect_args=arguments)
-    except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError, ValueError) as error:
-        raise InvalidRequest(
-            f"flag store_url={url.partition(':')[0]}...: {error}; expected an SQLAlchemy URL with an asynchronous"
-            " driver that is installed, such as sqlite:///PATH or postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE",
-            field="store_url",
-        ) from error
-    except OSError as error:
-        message = (
-            f"the directory of the database cannot be made ({error}); make it, or name another one with store_dir="
-        )
-        raise (health or StoreHealth()).failed("database", "missing", message, writing=True) from error
-    event.listen(engine.sync_engine, "connect", _prepare_sqlite)
-    event.listen(engine.sync_engine, "begin", _begin_sqlite)
-    return engine
+def _is_current(connection: Connection) -> bool:
+    """Return whether the schema has this program's version.
 
-
-def _prepare_sqlite(connection: Any, record: Any) -> None:
-    connection.isolation_level = None  # we say BEGIN ourselves
-    cursor = connection.cursor()
-    # A process that dies loses nothing; when the power goes, the last commits may be undone: their lines run again.
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=OFF", "cache_size=-4000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    """Who will write takes the lock at once: SQLite lets nobody write who has read what has changed since."""
-    writes = connection.get_execution_options().get("toka_writes")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    Locks the version's row, so that a server that takes no writes fails here and not at the first write.
+    """
+    if not inspect(connection).has_table(SchemaVersion.__tablename__):
+        return False
+    return connection.execute(select(SchemaVersion.version).with_for_update(read=True)).scalar() == len(MIGRATIONS)
 
 
 def _migrate(connection: Connection) -> None:
+    """Run the migrations that the database lacks. Raises FailedPrecondition for the schema of a newer program."""
     if connection.dialect.name == "postgresql":
-        connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"))
     Base.metadata.create_all(connection, tables=[SchemaVersion.__table__])
     version = connection.execute(select(SchemaVersion.version)).scalar()
     if version is None:
@@ -293,7 +262,7 @@ def _migrate(connection: Connection) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether the same statement may succeed another time."""
+    """Return whether the same statement may succeed when it is run again."""
     if not isinstance(error, DBAPIError):
         return isinstance(error, (PoolTimeout, OSError, sqlite3.OperationalError))
     passing = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
@@ -301,7 +270,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _path_of(engine: AsyncEngine) -> str | None:
-    """Return the path of SQLite's database, or None for one in memory and for other databases."""
+    """Return the path of a SQLite database, or None for a database in memory or on a server."""
     name = engine.url.database or ""
     if engine.dialect.name != "sqlite" or not name or name == ":memory:":
         return None
@@ -309,7 +278,7 @@ def _path_of(engine: AsyncEngine) -> str | None:
 
 
 def _identity(path: str | None) -> tuple[int, int] | None:
-    """Return device and inode of a file, or None if it is not there."""
+    """Return device and inode of a file, or None if it does not exist."""
     try:
         found = None if path is None else os.stat(path)
     except OSError:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import text
@@ -21,6 +23,19 @@ def store_url(request, tmp_path):
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/batches.db"
         return
+    with _postgres_database() as url:
+        yield url
+
+
+@pytest.fixture(params=[pytest.param("postgresql", marks=needs_postgres)])
+def postgres_url():
+    """An empty PostgreSQL database."""
+    with _postgres_database() as url:
+        yield url
+
+
+@contextmanager
+def _postgres_database() -> Iterator[str]:
     url, name = make_url(POSTGRES).set(drivername="postgresql+asyncpg"), f"toka_{uuid.uuid4().hex}"
     asyncio.run(_execute(url, f"CREATE DATABASE {name}"))
     yield url.set(database=name).render_as_string(hide_password=False)

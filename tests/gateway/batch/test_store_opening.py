@@ -1,13 +1,14 @@
-"""A store that is opened: by many at once, and where it cannot be."""
+"""Opening a store: by several processes at once, and when the database cannot be used."""
 
 import asyncio
 import subprocess
 import sys
 
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.gateway.batch import store as store_module
+from services.gateway.batch import engines
 from services.gateway.batch.store import Store
 
 OPEN = """
@@ -40,9 +41,12 @@ GREETING = b"R\0\0\0\x08\0\0\0\0" + b"S\0\0\0\x18server_version\x0015.0\0" + b"Z
 
 @pytest.mark.parametrize("greeting", [b"", GREETING], ids=["at once", "at a query"])
 async def test_a_postgresql_that_hangs_does_not_hang_us(greeting, monkeypatch):
-    """It takes connections, and may let us in, but answers no query."""
-    assert store_module._PATIENCE["asyncpg"]
-    monkeypatch.setitem(store_module._PATIENCE, "asyncpg", {"timeout": 1, "command_timeout": 1})
+    """The server accepts connections, and may accept the login, but answers no query.
+
+    The timeout of migrations, 600 s, must not count before the schema's version is known.
+    """
+    assert engines.TIMEOUTS["asyncpg"]
+    monkeypatch.setitem(engines.TIMEOUTS, "asyncpg", {"timeout": 1, "command_timeout": 1})
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -57,14 +61,23 @@ async def test_a_postgresql_that_hangs_does_not_hang_us(greeting, monkeypatch):
             await asyncio.wait_for(Store.open(f"postgresql://a:b@127.0.0.1:{port}/x?ssl=disable"), 30)
 
 
-async def test_what_an_url_says_of_patience_counts(monkeypatch):
-    made = []
-    monkeypatch.setattr(store_module, "create_async_engine", lambda url, **more: made.append((url, more)))
-    for query in ("", "?command_timeout=300&ssl=disable"):
-        store_module._make_engine(f"postgresql://a:b@127.0.0.1/x{query}")
-    (plain, patient) = made
-    assert plain[1]["connect_args"] == {"timeout": 10, "command_timeout": 60}
-    assert patient[1]["connect_args"] == {"timeout": 10, "command_timeout": 300}
-    assert dict(patient[0].query) == {"ssl": "disable"}
+@pytest.mark.parametrize(
+    ("query", "migrating", "command_timeout"),
+    [("", False, 10), ("", True, 600), ("command_timeout=30", False, 30), ("command_timeout=900", True, 900)],
+)
+def test_timeouts_of_an_url_replace_the_default_ones(query, migrating, command_timeout, monkeypatch):
+    made = {}
+
+    def create(url, **settings):
+        made.update(settings, query=dict(url.query))
+        return create_async_engine(url, **settings)
+
+    monkeypatch.setattr(engines, "create_async_engine", create)
+    engines.make_engine(f"postgresql://a:b@127.0.0.1/x?ssl=disable&{query}", migrating=migrating)
+    assert made["connect_args"] == {"timeout": 10, "command_timeout": command_timeout}
+    assert made["query"] == {"ssl": "disable"}
+
+
+def test_a_timeout_that_is_no_number_names_the_flag():
     with pytest.raises(InvalidRequest, match="store_url"):
-        store_module._make_engine("postgresql://a:b@127.0.0.1/x?timeout=soon")
+        engines.make_engine("postgresql://a:b@127.0.0.1/x?timeout=soon")
