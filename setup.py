@@ -15,7 +15,7 @@ TEXT_ONLY = ("gateway", "scheduler")  # they need the built-in model's tokenizer
 COMMANDS = {
     "gateway": [
         "toka-gateway = services.gateway.__main__:main",
-        "toka-key = services.gateway.access.new_key:main",
+        "toka-key = services.gateway.http.new_key:main",
     ],
     "scheduler": [
         "toka-scheduler = services.scheduler.__main__:main",

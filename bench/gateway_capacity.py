@@ -30,8 +30,8 @@ from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int
 from services.common.handover import Handover, listen
 from services.common.model_files import read_card
-from services.gateway.metrics import RequestMetrics
-from services.gateway.numbers import Numbers
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.numbers import Numbers
 from services.launcher.deployment import ChildSpec
 from services.launcher.readiness import wait_until_ready
 from tests.fakes.model import FakeShape

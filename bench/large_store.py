@@ -23,15 +23,15 @@ from sqlalchemy import insert, update
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
-from services.gateway.batch import tables
-from services.gateway.batch.batches import Batches
-from services.gateway.batch.chats import ChatFilter, Chats
-from services.gateway.batch.conversations import Conversations
-from services.gateway.batch.files import Files
-from services.gateway.batch.leases import Leases
-from services.gateway.batch.responses import Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tries import Tries
+from services.gateway.store import tables
+from services.gateway.store.batches import Batches
+from services.gateway.store.chats import ChatFilter, Chats
+from services.gateway.store.conversations import Conversations
+from services.gateway.store.database import Store
+from services.gateway.store.files import Files
+from services.gateway.store.leases import Leases
+from services.gateway.store.responses import Responses
+from services.gateway.store.tries import Tries
 
 KEY, OTHER = "key", "other"
 _INSERTED_AT_ONCE = 2000

@@ -19,9 +19,9 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from services.common.config.flag import as_text
 from services.common.config.original import ORIGINAL
-from services.gateway.app import make_app
-from services.gateway.gateway import Gateway
-from services.gateway.session.client import Timings
+from services.gateway.app.app import make_app
+from services.gateway.engine.session import Timings
+from services.gateway.openai.gateway import Gateway
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "reference"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import TokaError
-from services.gateway.session.codec import FinishReason, TokenLogprob
+from services.gateway.engine.codec import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True)

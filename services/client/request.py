@@ -14,11 +14,13 @@ from services.client.params import SamplingParams
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.http import Caller
-from services.gateway.job import Grammar, Job, Settings
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.job import Grammar, Job, Settings
+from services.gateway.engine.text import TextEngine
+from services.gateway.http.errors import to_body
+from services.gateway.http.request import Caller
 from services.gateway.openai.conversation import Prompt as Rendered
 from services.gateway.openai.conversation import check_tools, continued, make_grammar, render
-from services.gateway.openai.errors import to_body
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, Thoughts, explain
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
@@ -34,8 +36,6 @@ from services.gateway.openai.messages import ConversationBody
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.parse import parse
 from services.gateway.openai.thinking import limit_thinking
-from services.gateway.session.codec import ModelFacts
-from services.gateway.text import TextEngine
 
 COMPLETION_TOKENS = 16  # where nobody says how many, as over HTTP
 _NOBODY = Caller("", "")

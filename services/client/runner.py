@@ -14,14 +14,14 @@ from services.client.request import Prepared, Request, check, prepare
 from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.generation import Choice, Generation
-from services.gateway.metrics import RequestMetrics
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.generation import Choice, Generation
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Timings
+from services.gateway.engine.text import TextEngine
 from services.gateway.openai.prompt_scores import prompt_logprobs
 from services.gateway.openai.transcript import Transcript, whole_text
-from services.gateway.session.client import Timings
-from services.gateway.session.codec import ModelFacts
-from services.gateway.text import TextEngine
 
 # Samples at the schedulers at once: far more than run, far less than fill their queues.
 OUTSTANDING = 16_384

@@ -20,7 +20,7 @@
     ├── Cancelled               an operator ended it, not the caller                  CANCELLED            499
     └── Internal                ours: logged with its cause, sent without it          INTERNAL             500
 
-gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.openai.errors``.
+gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.http.errors``.
 Anthropic errors: ``services.gateway.anthropic.errors``.
 """
 

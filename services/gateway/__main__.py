@@ -14,11 +14,13 @@ from services.common.errors import Unavailable
 from services.common.handover import Handover, listen
 from services.common.process import Stop, collect_every, collect_seldom, run_service
 from services.common.pulse import Pulse
-from services.gateway.access.admin import make_admin_app
-from services.gateway.access.server import Server
-from services.gateway.app import make_app
-from services.gateway.gateway import Gateway
-from services.gateway.session.client import Timings
+from services.gateway.app.admin import make_admin_app
+from services.gateway.app.app import make_app
+from services.gateway.batch.service import BatchService
+from services.gateway.console.observer import Observer
+from services.gateway.engine.session import Timings
+from services.gateway.http.server import Server
+from services.gateway.openai.gateway import Gateway
 
 log = structlog.get_logger(__name__)
 
@@ -47,32 +49,34 @@ async def serve(
     """Run a gateway until ``stop`` is set, and what runs has ended. ``on_listening`` gets its base URL once requests
     are answered."""
     gateway = Gateway.make(config, timings or Timings(), handover)
+    batches, observer = BatchService(gateway), Observer(gateway.fleet)
     sockets = [_listener(config, handover)]
     server = Server(
         config,
-        make_app(gateway),
-        make_admin_app(gateway),
+        make_app(gateway, batches, observer),
+        make_admin_app(gateway, observer),
         _admin_listeners(config, handover),
         drain_s=config.drain_seconds + LAST_WORD_S,
         on_listening=lambda: _announce(config, sockets[0], handover, on_listening),
     )
     gateway.fleet.start()
-    gateway.batches.start(gateway)
+    gateway.store.start(gateway.metrics.count_store_problem)
+    batches.start()
     collect_seldom(COLLECT_AFTER, older_after=(NEVER, NEVER))
     collecting = asyncio.create_task(collect_every(COLLECT_EVERY_S))
     leave = partial(handover.leave, sockets[0]) if handover is not None else lambda: False
-    drain = asyncio.create_task(_drain(stop, leave, gateway, server))
+    drain = asyncio.create_task(_drain(stop, leave, gateway, batches, server))
     try:
         await gateway.fleet.known(FIRST_LOOK_S)
         await _while(gateway.fleet.goes_on(), server.serve(sockets=sockets))
-        idle = asyncio.create_task(gateway.batches.background_idle())
+        idle = asyncio.create_task(gateway.store.background_idle())
         await asyncio.wait([idle, drain], return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
     finally:
         drain.cancel()
         collecting.cancel()
-        await gateway.batches.stop()
-        await gateway.batches.close()
+        await batches.stop()
+        await gateway.store.close()
         await gateway.fleet.stop()
         gateway.text.stop()
         if gateway.tracing is not None:
@@ -127,7 +131,9 @@ def _announce(
     on_listening(url)
 
 
-async def _drain(stop: Stop, leave: Callable[[], bool], gateway: Gateway, server: Server) -> None:
+async def _drain(
+    stop: Stop, leave: Callable[[], bool], gateway: Gateway, batches: BatchService, server: Server
+) -> None:
     """At ``stop``: no new connections, time for what runs, then an error for what still runs. Ends with ``server``,
     which ends when nothing runs any more. ``leave`` tells whether other gateways take what comes to this one's
     ports."""
@@ -141,7 +147,7 @@ async def _drain(stop: Stop, leave: Callable[[], bool], gateway: Gateway, server
     await stop.within(called_s, never.wait)
     gateway.fleet.draining = True
     server.should_exit = True
-    await asyncio.gather(gateway.batches.stop(), stop.within(drain_s - called_s, never.wait))
+    await asyncio.gather(batches.stop(), stop.within(drain_s - called_s, never.wait))
     gateway.fleet.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
 

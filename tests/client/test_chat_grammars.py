@@ -9,8 +9,8 @@ from services.client import LLM, SamplingParams
 from services.client.request import PARSERS, Request, check, prepare
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.session.codec import ModelFacts
-from services.gateway.text import TextEngine
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.text import TextEngine
 from tests.gateway.parrot import QWEN, start_parrot
 
 FORM = {

@@ -273,7 +273,7 @@ def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
 def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
-    monkeypatch.setattr("services.gateway.failover.time", times)
+    monkeypatch.setattr("services.gateway.engine.failover.time", times)
     with (
         engine(tmp_path, worker={"step_ms": 5}) as fragile,
         LLM(address=fragile.addresses[0], patience_s=600) as llm,

@@ -10,8 +10,8 @@ from services.common import watched
 from services.common.errors import InvalidRequest
 from services.common.flags import load
 from services.common.keys import Key, KeyRing, hash_of, new_key, salted
-from services.gateway.access.new_key import NewKeyConfig
-from services.gateway.access.new_key import entry as entry_of
+from services.gateway.http.new_key import NewKeyConfig
+from services.gateway.http.new_key import entry as entry_of
 
 
 def entry(name: str, key: str, *lines: str) -> str:
@@ -129,7 +129,7 @@ def test_a_salt_belongs_to_one_key():
 
 def test_the_command_prints_an_entry_for_the_file_and_the_key_beside_it(path):
     made = subprocess.run(
-        [sys.executable, "-m", "services.gateway.access.new_key", "name=team-a", "scopes=inference,admin",
+        [sys.executable, "-m", "services.gateway.http.new_key", "name=team-a", "scopes=inference,admin",
          "tokens_per_minute=500", "expires=2999-01-01"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_the_command_prints_an_entry_for_the_file_and_the_key_beside_it(path):
     "flags", [[], ["name=a b"], ["name=a", "scopes=root"], ["name=a", "expires=soon"], ["name=a", "max_concurrent=0"]]
 )
 def test_the_command_refuses_what_the_file_would_not_take(flags):
-    made = subprocess.run([sys.executable, "-m", "services.gateway.access.new_key", *flags], capture_output=True)
+    made = subprocess.run([sys.executable, "-m", "services.gateway.http.new_key", *flags], capture_output=True)
     assert (made.returncode, made.stdout) == (2, b"")
 
 

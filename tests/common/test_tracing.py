@@ -13,7 +13,7 @@ from services.common.tracing import Tracing, traceparent_of
 
 NOTHING_LOADED = """
 import sys
-import services.gateway.app, services.scheduler.server
+import services.gateway.app.app, services.scheduler.server
 from services.common.config import GatewayConfig
 from services.common.tracing import Tracing
 assert Tracing.of(GatewayConfig(), "test") is None

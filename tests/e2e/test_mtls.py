@@ -12,9 +12,9 @@ from services.common.keys import hash_of, new_key
 from services.common.rpc.channel import Dialer
 from services.common.rpc.probe import probe
 from services.common.rpc.token import make_token_file
-from services.gateway.fleet import Fleet
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.client import Timings
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Timings
 from tests.common.rpc.authority import Authority, flags, links
 from tests.gateway.deployment import Process, eventually, eventually_async
 

@@ -9,16 +9,16 @@ import orjson
 
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
-from services.gateway.access.guard import Guard
-from services.gateway.generation import Generation
-from services.gateway.http import Caller
-from services.gateway.job import Grammar, Job, Settings
+from services.gateway.engine.codec import Ending, ModelFacts
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.job import Grammar, Job, Settings
+from services.gateway.engine.text import TextEngine
+from services.gateway.http.guard import Guard
+from services.gateway.http.request import Caller
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape
 from services.gateway.openai.shapes import CompletionShape
 from services.gateway.openai.transcript import Piece
-from services.gateway.session.codec import Ending, ModelFacts
-from services.gateway.text import TextEngine
 
 FACTS = ModelFacts("m", 0, 2048, 2048, True, 20, "", "1.5")
 

@@ -6,11 +6,13 @@ import httpx
 import pytest
 
 from services.common.config import GatewayConfig
-from services.gateway.app import make_app
-from services.gateway.gateway import Gateway
-from services.gateway.metrics import ROUTES
+from services.gateway.app.app import make_app
+from services.gateway.batch.service import BatchService
+from services.gateway.console.observer import Observer
+from services.gateway.engine.metrics import ROUTES
+from services.gateway.engine.session import Timings
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.schemas import ChatBody, CompletionBody
-from services.gateway.session.client import Timings
 
 GENERATE = ("/v1/completions", "/v1/chat/completions")
 BODY = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
@@ -24,7 +26,9 @@ def gateway():
 
 
 def client(gateway: Gateway) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(make_app(gateway), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(
+        make_app(gateway, BatchService(gateway), Observer(gateway.fleet)), raise_app_exceptions=False
+    )
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
@@ -36,7 +40,7 @@ def responses(gateway: Gateway) -> dict[tuple[str, str], float]:
 
 
 async def test_the_document_describes_the_bodies(gateway):
-    async with client(gateway) as asking:
+    async with client(gateway, Observer(gateway.fleet)) as asking:
         paths = (await asking.get("/openapi.json")).json()["paths"]
     assert set(ROUTES) - {"other"} == {path.replace("{model_id}", "{model_id:path}") for path in paths}
     for path, kind in zip(GENERATE, (CompletionBody, ChatBody), strict=True):
@@ -46,7 +50,7 @@ async def test_the_document_describes_the_bodies(gateway):
 
 @pytest.mark.parametrize("path", GENERATE)
 async def test_every_response_is_counted_by_route_and_status(gateway, path):
-    async with client(gateway) as asking:
+    async with client(gateway, Observer(gateway.fleet)) as asking:
         statuses = [
             (await asking.post(path, json=BODY)).status_code,
             (await asking.post(path, content=b"{", headers={"content-type": "application/json"})).status_code,
@@ -62,7 +66,7 @@ async def test_every_response_is_counted_by_route_and_status(gateway, path):
 
 @pytest.mark.parametrize("path", [*GENERATE, "/ready"])
 async def test_a_defect_is_an_error_in_the_same_form_and_its_cause_stays_here(gateway, path):
-    async with client(replace(gateway, fleet=None)) as asking:
+    async with client(replace(gateway, fleet=None), Observer(gateway.fleet)) as asking:
         answer = await (asking.get(path) if path == "/ready" else asking.post(path, json=BODY))
     assert answer.status_code == 500
     error = answer.json()["error"]

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.batch.responses import ABANDONED
+from services.gateway.store.responses import ABANDONED
 from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, free_port, stop_and_wait
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_responses import respond

@@ -17,10 +17,10 @@ from services.common.config import SchedulerConfig
 from services.common.errors import TokaError
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.client import Timings
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Timings
 from services.scheduler.server import SchedulerServer
 from services.scheduler.workers import heartbeat
 from tests.common.rpc.authority import Authority, links

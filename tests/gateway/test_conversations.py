@@ -4,9 +4,9 @@ said."""
 import openai
 import pytest
 
-from services.gateway.batch import conversations as records
-from services.gateway.batch.conversations import Addition, Conversations
-from services.gateway.batch.store import Store
+from services.gateway.store import conversations as records
+from services.gateway.store.conversations import Addition, Conversations
+from services.gateway.store.database import Store
 from tests.gateway.batch.conftest import store_url as store_url
 from tests.gateway.deployment import eventually
 from tests.gateway.test_errors import error_of

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
-from services.gateway.failover import Failover
-from services.gateway.generation import Call, Generation
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.codec import Ending, PromptScores, encode_submit
-from services.gateway.trial import PROVEN, SUSPICIOUS
+from services.gateway.engine.codec import Ending, PromptScores, encode_submit
+from services.gateway.engine.failover import Failover
+from services.gateway.engine.generation import Call, Generation
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.trial import PROVEN, SUSPICIOUS
 
 LOST = Unavailable("the scheduler was lost: it died; send the request again")
 NOTHING = np.zeros(0, np.uint32)
@@ -269,7 +269,7 @@ async def test_a_new_request_waits_for_a_scheduler_and_is_not_counted_as_lost():
 
 
 async def test_not_too_many_new_requests_wait(monkeypatch):
-    monkeypatch.setattr("services.gateway.failover._MOST_NEW", 2)
+    monkeypatch.setattr("services.gateway.engine.failover._MOST_NEW", 2)
     place = Place()
     for _ in range(2):
         place.failover.begin(generation().calls[0], LOST)

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 from starlette.requests import Request
 
-from services.gateway.http import read_caller
+from services.gateway.http.request import read_caller
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
 from tests.gateway.deployment import Deployment, eventually_async

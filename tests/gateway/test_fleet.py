@@ -10,12 +10,12 @@ from services.common.config import GatewayConfig
 from services.common.errors import Internal, Unavailable
 from services.common.process import Stop
 from services.gateway.__main__ import serve
-from services.gateway.failover import Failover
-from services.gateway.fleet import Fleet
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.client import Timings
-from services.gateway.session.replica import Replica
+from services.gateway.engine.failover import Failover
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.replica import Replica
+from services.gateway.engine.session import Timings
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from services.common.errors import Unavailable
-from services.gateway.generation import Generation
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.client import Session, Timings
-from services.gateway.session.codec import Ending, TokenLogprob
+from services.gateway.engine.codec import Ending, TokenLogprob
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Session, Timings
 
 
 def generation(*, n: int = 1, streaming: bool = True, logprobs: bool = False) -> Generation:

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from starlette.requests import ClientDisconnect
 
-from services.gateway.http import while_connected
+from services.gateway.http.request import while_connected
 
 
 class Client:

@@ -11,11 +11,11 @@ import pytest
 
 from services.common.errors import Unavailable
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.generation import Generation
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.client import Timings
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Timings
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import eventually_async
 from tests.gateway.replicas import Asked, Engines, Replicas, answers

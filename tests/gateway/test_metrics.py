@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from services.gateway.metrics import Histogram, RequestMetrics
-from services.gateway.replica_metrics import ReplicaMetrics
+from services.gateway.engine.metrics import Histogram, RequestMetrics
+from services.gateway.engine.replica_metrics import ReplicaMetrics
 from tokasaurus.scheduler.v1 import observe_pb2
 
 

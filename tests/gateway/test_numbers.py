@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.errors import Unavailable
-from services.gateway.metrics import RequestMetrics, make_registry
-from services.gateway.numbers import Numbers, counting_process
-from services.gateway.session.codec import Ending
+from services.gateway.engine.codec import Ending
+from services.gateway.engine.metrics import RequestMetrics, make_registry
+from services.gateway.engine.numbers import Numbers, counting_process
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_whoever_is_asked_answers_for_all(paths):
 
 def test_the_next_process_goes_on_counting(paths):
     program = (
-        "import sys; from pathlib import Path; from services.gateway.metrics import RequestMetrics;"
-        " from services.gateway.numbers import Numbers;"
+        "import sys; from pathlib import Path; from services.gateway.engine.metrics import RequestMetrics;"
+        " from services.gateway.engine.numbers import Numbers;"
         " RequestMetrics(Numbers.of_file(Path(sys.argv[1]))).count_disconnect()"
     )
     for _ in range(3):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import Internal
-from services.gateway.job import Job, Settings
-from services.gateway.openai.errors import to_response
+from services.gateway.engine.job import Job, Settings
+from services.gateway.http.errors import to_response
 from tests.gateway.replicas import Engines
 from tests.gateway.test_lost_schedulers import PROMPT, ends, first_tokens, fleet_of, some
 from tests.gateway.test_lost_schedulers import fingerprint as fingerprint

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from services.gateway.engine.codec import PromptScores
 from services.gateway.openai.prompt_scores import echoed
 from services.gateway.openai.transcript import Piece
-from services.gateway.session.codec import PromptScores
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.gateway.deployment import Deployment
 from tests.gateway.test_errors import error_of

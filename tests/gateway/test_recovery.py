@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 
 from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
-from services.gateway.fleet import Fleet
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session.client import Timings
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Timings
 from services.scheduler.server import SchedulerServer
 from tests.fakes.worker import FakeWorker
 from tests.gateway.deployment import Deployment, Process, eventually, eventually_async, free_port, stop_and_wait

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.gateway.routing import BLOCK_TOKENS, MAX_BLOCKS, SLACK_TOKENS, PrefixRouter
+from services.gateway.engine.routing import BLOCK_TOKENS, MAX_BLOCKS, SLACK_TOKENS, PrefixRouter
 
 
 @dataclass

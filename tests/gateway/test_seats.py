@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.session.seats import BLOCK_TOKENS, Seats
+from services.gateway.engine.seats import BLOCK_TOKENS, Seats
 
 
 def array(*values: int) -> np.ndarray:

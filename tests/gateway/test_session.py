@@ -8,11 +8,11 @@ from google.rpc import status_pb2
 
 from services.common.errors import Internal, PayloadTooLarge
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
-from services.gateway.generation import Generation
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session import codec
-from services.gateway.session.client import MOST_BACKLOG, Session, Timings
+from services.gateway.engine import codec
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import MOST_BACKLOG, Session, Timings
 from tokasaurus.scheduler.v1 import session_pb2
 
 
@@ -29,8 +29,8 @@ def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
 
 @pytest.mark.parametrize(("now", "left_ms"), [(1_000.0, 5_000), (1_004.5, 500), (1_010.0, 0)])
 def test_a_scheduler_is_told_how_much_time_is_left_since_its_clock_may_differ(now, left_ms, monkeypatch):
-    monkeypatch.setattr("services.gateway.session.codec.time.monotonic", lambda: now)
-    monkeypatch.setattr("services.gateway.session.codec.time.time", lambda: 2_000.0)
+    monkeypatch.setattr("services.gateway.engine.codec.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.gateway.engine.codec.time.time", lambda: 2_000.0)
     job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings(deadline_ms=1_005_000))
     [call] = Generation([job], streaming=False).calls
     request = codec.encode_submit(call.part).submit.request

@@ -5,9 +5,9 @@ import json
 import openai
 import pytest
 
-from services.gateway.batch import chats as records
-from services.gateway.batch.chats import ChatFilter, Chats
-from services.gateway.batch.store import Store
+from services.gateway.store import chats as records
+from services.gateway.store.chats import ChatFilter, Chats
+from services.gateway.store.database import Store
 from tests.gateway.batch.conftest import store_url as store_url
 from tests.gateway.batch.requests import CHAT, begin, ended, line, results
 from tests.gateway.deployment import Deployment

@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.batch.tables import StoredResponse
+from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.keeping import MAX_EARLIER_BYTES
-from services.gateway.text import INLINE_BYTES, TextEngine
+from services.gateway.store.tables import StoredResponse
 from tests.fakes.worker import FakeWorker
 from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually, free_port
 from tests.gateway.test_responses import WEATHER, raw_events

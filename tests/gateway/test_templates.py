@@ -14,10 +14,10 @@ from services.common.errors import InvalidRequest
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.encoder import MAX_TEXT_BYTES
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.engine.text import TextEngine
 from services.gateway.openai.conversation import render
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.tokens import tokenize
-from services.gateway.text import TextEngine
 from tests.gateway.parrot import QWEN, make_model
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_streaming import events

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.gateway.text import TextEngine
+from services.gateway.engine.text import TextEngine
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from services.common.text.vocabulary import Vocabulary
+from services.gateway.engine.codec import Ending, TokenLogprob
 from services.gateway.openai.transcript import Transcript, whole_text
-from services.gateway.session.codec import Ending, TokenLogprob
 
 PIECES = [b"", b"ab", b"cd", b"STO", b"P!", "é".encode()[:1], "é".encode()[1:]]
 VOCABULARY = Vocabulary(PIECES, frozenset({0}))

@@ -8,8 +8,8 @@ import orjson
 from fastapi import Response
 
 from services.common import errors
-from services.gateway.http import name_request
-from services.gateway.openai import errors as openai_errors
+from services.gateway.http import errors as openai_errors
+from services.gateway.http.request import name_request
 
 VERSION_HEADER = "anthropic-version"
 REQUEST_ID_HEADER = "request-id"

@@ -7,11 +7,11 @@ from fastapi import Request, Response
 
 from services.common.errors import NotFound
 from services.gateway.anthropic.errors import REQUEST_ID_HEADER, is_anthropic
-from services.gateway.gateway import Gateway
-from services.gateway.http import name_request
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.http.errors import response
+from services.gateway.http.request import name_request
 from services.gateway.openai import models
-from services.gateway.openai.errors import response
-from services.gateway.session.codec import ModelFacts
+from services.gateway.openai.gateway import Gateway
 
 
 async def list_models(request: Request) -> Response:

@@ -9,12 +9,12 @@ from services.gateway.anthropic.body import CountTokensBody, MessagesBody
 from services.gateway.anthropic.conversation import ModelTraits, shows_late_system
 from services.gateway.anthropic.errors import REQUEST_ID_HEADER, in_own_words
 from services.gateway.anthropic.shape import MessageShape
-from services.gateway.gateway import Gateway
-from services.gateway.http import Caller, read_body, read_caller, while_connected
+from services.gateway.http.errors import response
+from services.gateway.http.request import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat import ask
 from services.gateway.openai.conversation import render
-from services.gateway.openai.errors import response
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import ignored_header, parse_large
 
 

@@ -10,13 +10,13 @@ from services.common.errors import TokaError
 from services.gateway.anthropic.content import ContentBlocks, Event
 from services.gateway.anthropic.errors import in_own_words, to_body
 from services.gateway.anthropic.ping import with_pings
-from services.gateway.generation import Choice
-from services.gateway.job import Job
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.generation import Choice
+from services.gateway.engine.job import Job
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.output.deltas import Content
 from services.gateway.openai.transcript import Piece
 from services.gateway.openai.usage import usage_of
-from services.gateway.session.codec import ModelFacts
 
 
 class MessageShape(ChatShape):

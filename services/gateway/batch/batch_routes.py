@@ -7,18 +7,19 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound
-from services.gateway.access.idempotency import fingerprint
-from services.gateway.batch.files import BATCH_FILES_EXPIRE_S
-from services.gateway.batch.ids import new_id, now
-from services.gateway.batch.queries import Query
-from services.gateway.batch.service import opened
-from services.gateway.batch.shapes import batch_object, page
-from services.gateway.batch.tables import VALIDATING, StoredBatch
-from services.gateway.http import read_body, read_caller
+from services.gateway.batch.service import BatchService
+from services.gateway.http.errors import response
+from services.gateway.http.idempotency import fingerprint
+from services.gateway.http.request import read_body, read_caller
 from services.gateway.openai.body import Body, Id
-from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import Metadata
+from services.gateway.store.files import BATCH_FILES_EXPIRE_S
+from services.gateway.store.ids import new_id, now
+from services.gateway.store.queries import Query
+from services.gateway.store.service import opened
+from services.gateway.store.shapes import batch_object, page
+from services.gateway.store.tables import VALIDATING, StoredBatch
 
 MAX_PAGE = 100
 WINDOWS_S = {"24h": 24 * 3600}
@@ -50,9 +51,9 @@ async def create_batch(request: Request) -> Response:
     body, caller = await parse_large(gateway.text, raw, BatchBody), read_caller(request)
     ignored = ignored_header(body)
     place = await opened(request)
-    if body.endpoint not in place.endpoints:
+    if body.endpoint not in (endpoints := _service(request).endpoints):
         raise InvalidRequest(
-            f"invalid value for 'endpoint': expected one of {', '.join(place.endpoints)} (got {body.endpoint[:64]!r})",
+            f"invalid value for 'endpoint': expected one of {', '.join(endpoints)} (got {body.endpoint[:64]!r})",
             field="endpoint",
             reason="INVALID_VALUE",
         )
@@ -81,7 +82,7 @@ async def create_batch(request: Request) -> Response:
         shown = await place.batches.create(batch)
     except AlreadyExists:  # another try was faster
         shown = await place.batches.get(batch_id, caller.owner)
-    place.executor.look()
+    _service(request).look()
     return response(200, batch_object(shown), ignored)
 
 
@@ -105,5 +106,10 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Stop a batch; what is done can be had."""
     place = await opened(request)
     shown = await place.batches.cancel(batch_id, read_caller(request).owner)
-    place.executor.look()
+    _service(request).look()
     return response(200, batch_object(shown))
+
+
+def _service(request: Request) -> BatchService:
+    service: BatchService = request.app.state.batches
+    return service

@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from services.common.errors import Internal, StoreUnavailable, TokaError, Unavailable
-from services.gateway.batch.blobs import Blobs
-from services.gateway.batch.expiry import Expiring
-from services.gateway.batch.files import Files
 from services.gateway.batch.finishing import finish
-from services.gateway.batch.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, Outcome
 from services.gateway.batch.line_runner import LineRunner, RunningChunk
-from services.gateway.batch.tables import IN_PROGRESS, VALIDATING, StoredBatch
-from services.gateway.batch.tries import Tries
 from services.gateway.batch.validation import validate
-from services.gateway.batch.work import Candidate, ChunkKey
+from services.gateway.store.blobs import Blobs
+from services.gateway.store.expiry import Expiring
+from services.gateway.store.files import Files
+from services.gateway.store.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, Outcome
+from services.gateway.store.tables import IN_PROGRESS, VALIDATING, StoredBatch
+from services.gateway.store.tries import Tries
+from services.gateway.store.work import Candidate, ChunkKey
 
 log = structlog.get_logger(__name__)
 

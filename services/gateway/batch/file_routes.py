@@ -12,16 +12,16 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import AlreadyExists, InvalidRequest
-from services.gateway.access.idempotency import fingerprint
-from services.gateway.batch.files import PURPOSES, new_file
-from services.gateway.batch.queries import Query, whole_number
-from services.gateway.batch.service import Opened, opened
-from services.gateway.batch.shapes import file_object, page
-from services.gateway.batch.tables import StoredFile
 from services.gateway.batch.upload import Form, receive_form
-from services.gateway.http import Caller, read_caller
-from services.gateway.openai.errors import response
+from services.gateway.http.errors import response
+from services.gateway.http.idempotency import fingerprint
+from services.gateway.http.request import Caller, read_caller
 from services.gateway.openai.parse import ignored_names
+from services.gateway.store.files import PURPOSES, new_file
+from services.gateway.store.queries import Query, whole_number
+from services.gateway.store.service import OpenStore, opened
+from services.gateway.store.shapes import file_object, page
+from services.gateway.store.tables import StoredFile
 
 MAX_PAGE = 10_000
 _DOWNLOAD_BLOCK_BYTES = 64 * 1024  # in memory for each client, three of them at most
@@ -46,7 +46,7 @@ async def upload_file(request: Request) -> Response:
         return await _keep(request, caller, place)
 
 
-async def _keep(request: Request, caller: Caller, place: Opened) -> Response:
+async def _keep(request: Request, caller: Caller, place: OpenStore) -> Response:
     record = await place.files.begin_upload()
     writer = await place.blobs.create(record.blob)
     try:
@@ -70,7 +70,7 @@ async def _keep(request: Request, caller: Caller, place: Opened) -> Response:
     return response(200, file_object(kept), ignored_names(unknown))
 
 
-async def _forget(place: Opened, record: StoredFile) -> None:
+async def _forget(place: OpenStore, record: StoredFile) -> None:
     await place.blobs.delete(record.blob)
     await place.files.discard(record)
 
@@ -112,7 +112,7 @@ async def get_file_content(request: Request, file_id: str) -> Response:
 
 async def delete_file(request: Request, file_id: str) -> Response:
     """Forget a file, and its content."""
-    place: Opened = await opened(request)
+    place: OpenStore = await opened(request)
     await place.blobs.delete(await place.files.delete(file_id, read_caller(request).owner))
     return response(200, {"id": file_id, "object": "file", "deleted": True})
 

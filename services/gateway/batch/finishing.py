@@ -4,13 +4,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from services.common.errors import Internal
-from services.gateway.batch.batches import Counts
-from services.gateway.batch.blobs import Blobs, BlobWriter
-from services.gateway.batch.files import BATCH_OUTPUT, new_file
-from services.gateway.batch.leases import Leases
 from services.gateway.batch.lines import parse, read_lines
 from services.gateway.batch.requests import error_line
-from services.gateway.batch.tables import CANCELLED, EXPIRED, StoredBatch, StoredFile
+from services.gateway.store.batches import Counts
+from services.gateway.store.blobs import Blobs, BlobWriter
+from services.gateway.store.files import BATCH_OUTPUT, new_file
+from services.gateway.store.leases import Leases
+from services.gateway.store.tables import CANCELLED, EXPIRED, StoredBatch, StoredFile
 
 _RESULTS_AT_ONCE = 64
 _NEVER_RUN = {

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import structlog
 
 from services.common.portions import portions
-from services.gateway.access.lines import Displaced, Line, Lines
-from services.gateway.batch.blobs import BLOCK_BYTES, Blobs
-from services.gateway.batch.leases import ChunkLease, Outcome
 from services.gateway.batch.requests import Requests, failed
 from services.gateway.batch.slots import Slot, Slots
 from services.gateway.batch.validation import CHUNK_LINES
-from services.gateway.batch.work import ChunkKey
+from services.gateway.http.lines import Displaced, Line, Lines
+from services.gateway.store.blobs import BLOCK_BYTES, Blobs
+from services.gateway.store.leases import ChunkLease, Outcome
+from services.gateway.store.work import ChunkKey
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.common.batch_line import UsedIds, WrongLine, is_large, parse_line, read_request
-from services.gateway.batch.blobs import Blobs
+from services.gateway.store.blobs import Blobs
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100  # of a batch; further ones are not reported

@@ -14,16 +14,16 @@ from fastapi import Request, Response
 
 from services.common.batch_line import parse_line
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
-from services.gateway.access.lines import Line
-from services.gateway.batch.ids import new_id
-from services.gateway.batch.leases import Outcome
 from services.gateway.batch.lines import parse
 from services.gateway.batch.slots import Slot
-from services.gateway.batch.tables import StoredBatch
-from services.gateway.http import CALLER, Caller, name_request
-from services.gateway.openai.errors import to_response
+from services.gateway.http.errors import to_response
+from services.gateway.http.lines import Line
+from services.gateway.http.request import CALLER, Caller, name_request
 from services.gateway.openai.json_value import write_again
 from services.gateway.openai.parse import IGNORED_HEADER
+from services.gateway.store.ids import new_id
+from services.gateway.store.leases import Outcome
+from services.gateway.store.tables import StoredBatch
 
 log = structlog.get_logger(__name__)
 

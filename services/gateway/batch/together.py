@@ -11,9 +11,9 @@ from services.common.errors import Internal, InvalidRequest, TokaError
 from services.common.json_scan import Raw
 from services.common.turn import Turn
 from services.gateway.batch.requests import Requests
-from services.gateway.gateway import Gateway
-from services.gateway.http import Caller, read_body, read_caller, while_connected
-from services.gateway.openai.errors import to_response
+from services.gateway.http.errors import to_response
+from services.gateway.http.request import Caller, read_body, read_caller, while_connected
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import seed_of
 from services.gateway.openai.json_value import write_again
 from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off_loop, read_json
@@ -34,7 +34,7 @@ async def create_chat_completions(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     bodies = await off_loop(gateway.text, raw, _read_list, gateway.config.max_choices)
-    requests = Requests(gateway, gateway.batches.endpoints)
+    requests = Requests(gateway, request.app.state.batches.endpoints)
     caller = read_caller(request, raw)
     answers: dict[int, Response] = {}
     numbered = iter(enumerate(bodies))

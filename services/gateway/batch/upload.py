@@ -8,7 +8,7 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
-from services.gateway.batch.blobs import BlobWriter
+from services.gateway.store.blobs import BlobWriter
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -5,10 +5,10 @@ from contextlib import AbstractAsyncContextManager, aclosing
 
 import numpy as np
 
-from services.gateway.batch.blobs import Blobs
-from services.gateway.batch.leases import Leases
 from services.gateway.batch.lines import LineChecker, LineTooLong, RawLine, read_lines
-from services.gateway.batch.tables import StoredBatch
+from services.gateway.store.blobs import Blobs
+from services.gateway.store.leases import Leases
+from services.gateway.store.tables import StoredBatch
 
 CHUNK_LINES = 64
 WINDOW_LINES = 8192  # lines that are sorted together: far more than run at once, and few enough for memory

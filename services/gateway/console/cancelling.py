@@ -6,8 +6,8 @@ import grpc
 
 from services.common.errors import FailedPrecondition, NotFound, TokaError, Unavailable
 from services.common.rpc.status import from_rpc_error
-from services.gateway.fleet import Fleet
-from services.gateway.session.replica import Replica
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.replica import Replica
 from tokasaurus.scheduler.v1 import observe_pb2
 
 _PATIENCE_S = 5.0  # with a scheduler

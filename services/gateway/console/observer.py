@@ -10,8 +10,8 @@ import orjson
 from services.common.rpc.status import from_rpc_error
 from services.gateway.console.plan_watch import PlanWatch
 from services.gateway.console.shape import load_document, plan_document, schedule_document
-from services.gateway.fleet import Fleet
-from services.gateway.session.replica import Replica
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.replica import Replica
 from tokasaurus.scheduler.v1 import observe_pb2
 
 _FRESH_S = 0.5  # an answer is everybody's for so long

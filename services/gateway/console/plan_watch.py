@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.gateway.session.replica import Replica
+from services.gateway.engine.replica import Replica
 from tokasaurus.scheduler.v1 import observe_pb2
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 
 from services.common.errors import InvalidRequest, TokaError
-from services.gateway.access.guard import CONSOLE, CONSOLE_REQUESTS, CONSOLE_STATE
 from services.gateway.console.assets import Assets
 from services.gateway.console.cancelling import cancel_request
-from services.gateway.gateway import Gateway
-from services.gateway.openai.errors import response, to_response
+from services.gateway.console.observer import Observer
+from services.gateway.http.errors import response, to_response
+from services.gateway.http.guard import CONSOLE, CONSOLE_REQUESTS, CONSOLE_STATE
+from services.gateway.openai.gateway import Gateway
 
 
-def add_console(api: FastAPI, *, public: bool) -> None:
+def add_console(api: FastAPI, observer: Observer, *, public: bool) -> None:
     """The console on ``api``: on the ``public`` port with the playground, and, unless operators have a port of their
     own, with the live figures and what can be done about them; on theirs with those alone."""
     gateway: Gateway = api.state.gateway
@@ -27,7 +28,7 @@ def add_console(api: FastAPI, *, public: bool) -> None:
         f"{CONSOLE}/config": partial(_config, {"keys": asks_key, "playground": public, "live": live}),
     }
     if live:
-        routes[CONSOLE_STATE] = _state
+        routes[CONSOLE_STATE] = partial(_state, observer)
         # Pages from elsewhere cannot send it: browsers ask first whether they may.
         api.add_api_route(CONSOLE_REQUESTS, _cancel, methods=["DELETE"], response_model=None, include_in_schema=False)
     for path, endpoint in routes.items():
@@ -44,12 +45,9 @@ async def _config(document: dict[str, bool], request: Request) -> Response:
     return response(200, document, {"cache-control": "no-store"})
 
 
-async def _state(request: Request) -> Response:
+async def _state(observer: Observer, request: Request) -> Response:
     """Figures of this moment."""
-    gateway: Gateway = request.app.state.gateway
-    return Response(
-        await gateway.observer.state(), headers={"cache-control": "no-store"}, media_type="application/json"
-    )
+    return Response(await observer.state(), headers={"cache-control": "no-store"}, media_type="application/json")
 
 
 async def _cancel(request: Request) -> Response:

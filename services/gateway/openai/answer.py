@@ -11,11 +11,11 @@ from fastapi import Response
 from services.common.errors import DeadlineExceeded, InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
 from services.common.turn import Turn
-from services.gateway.access.bounds import Bounds
-from services.gateway.gateway import Gateway
-from services.gateway.generation import Choice, Generation
-from services.gateway.http import Caller
-from services.gateway.job import Job, Settings
+from services.gateway.engine.generation import Choice, Generation
+from services.gateway.engine.job import Job, Settings
+from services.gateway.http.bounds import Bounds
+from services.gateway.http.request import Caller
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.logprobs import mean_logprob
 from services.gateway.openai.packed_logprobs import pack

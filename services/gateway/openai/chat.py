@@ -8,13 +8,14 @@ from typing import NamedTuple
 from fastapi import Request, Response
 
 from services.common.json_scan import Raw
-from services.gateway.gateway import Gateway
-from services.gateway.http import Caller, read_body, read_caller, while_connected
-from services.gateway.job import Job, Settings
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.job import Job, Settings
+from services.gateway.http.request import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
 from services.gateway.openai.conversation import check_tools, continued, make_grammar, make_reader
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
     check_choices,
@@ -31,7 +32,6 @@ from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.thinking import limit_thinking
 from services.gateway.openai.truncation import render_prompt
-from services.gateway.session.codec import ModelFacts
 
 
 async def create_chat_completion(request: Request) -> Response:

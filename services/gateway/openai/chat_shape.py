@@ -7,13 +7,13 @@ from typing import Any
 import orjson
 
 from services.common.text.vocabulary import TokenIds
-from services.gateway.generation import Choice
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.generation import Choice
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, Reasoning, parts_of
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.transcript import Piece, TokenEntry
-from services.gateway.session.codec import ModelFacts
 
 _NOTHING_MORE = Piece("", [])
 

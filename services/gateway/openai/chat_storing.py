@@ -11,15 +11,15 @@ import structlog
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
 from services.common.json_scan import Raw
-from services.gateway.access.idempotency import fingerprint
-from services.gateway.batch.chats import Chats
-from services.gateway.batch.ids import new_id
-from services.gateway.gateway import Gateway
-from services.gateway.generation import Choice
-from services.gateway.http import Caller
+from services.gateway.engine.generation import Choice
+from services.gateway.http.idempotency import fingerprint
+from services.gateway.http.request import Caller
 from services.gateway.openai.chat_shape import ChatShape
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.transcript import Piece
+from services.gateway.store.chats import Chats
+from services.gateway.store.ids import new_id
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ class ChatKeeper:
         """Return the keeper of the answer to ``body``, of which ``raw`` are the bytes. Raises ``InvalidRequest`` if
         there is no store, and the store's errors."""
         try:
-            store = await gateway.batches.opened()
+            store = await gateway.store.opened()
         except NotFound as error:  # there never will be a store
             raise InvalidRequest(f"store: {error.message}", field="store", reason="UNSUPPORTED_PARAMETER") from None
         if any("\0" in text for label in (body.metadata or {}).items() for text in label):

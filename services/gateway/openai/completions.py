@@ -10,9 +10,10 @@ from fastapi import Request, Response
 
 from services.common.json_scan import Raw
 from services.common.text.vocabulary import TokenIds
-from services.gateway.gateway import Gateway
-from services.gateway.http import Caller, read_body, read_caller, while_connected
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.http.request import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.wanted import wanted_grammar
 from services.gateway.openai.jobs import (
     check_choices,
@@ -28,7 +29,6 @@ from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
 from services.gateway.openai.thinking import limit_thinking
-from services.gateway.session.codec import ModelFacts
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

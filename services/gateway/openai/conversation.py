@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from services.common.errors import InvalidRequest
 from services.common.text.thinking import BEGINS, ENDS
-from services.gateway.gateway import Gateway
-from services.gateway.job import Grammar
+from services.gateway.engine.job import Grammar
+from services.gateway.engine.text import TextEngine
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import Thoughts, compose
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool, ToolChoice
@@ -14,7 +15,6 @@ from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.thinking import TEMPLATE_NAMES
-from services.gateway.text import TextEngine
 
 
 class Prompt(NamedTuple):

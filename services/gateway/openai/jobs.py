@@ -11,11 +11,11 @@ from services.common.errors import InvalidRequest
 from services.common.logprobs_mode import PROCESSED
 from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
-from services.gateway.http import Caller
-from services.gateway.job import Grammar, Job, Priority, Settings
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.job import Grammar, Job, Priority, Settings
+from services.gateway.engine.text import check_token_ids
+from services.gateway.http.request import Caller
 from services.gateway.openai.schemas import GenerationBody
-from services.gateway.session.codec import ModelFacts
-from services.gateway.text import check_token_ids
 
 # What schedulers and workers hold of one request's grammar, of which each sample has its own.
 MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024

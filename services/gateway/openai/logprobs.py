@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.gateway.generation import Choice
+from services.gateway.engine.generation import Choice
 from services.gateway.openai.transcript import TokenEntry
 
 TokenText = Callable[[int], tuple[str, bytes]]

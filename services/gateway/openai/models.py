@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import Request, Response
 
 from services.common.errors import NotFound
-from services.gateway.gateway import Gateway
-from services.gateway.openai.errors import response
-from services.gateway.session.codec import ModelFacts
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.http.errors import response
+from services.gateway.openai.gateway import Gateway
 
 
 async def list_models(request: Request) -> Response:

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from fastapi import Request, Response
 
 from services.common.errors import NotFound
-from services.gateway.openai.errors import response
+from services.gateway.http.errors import response
 
 
 async def get_version(request: Request) -> Response:

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from services.common.text.vocabulary import TokenIds
-from services.gateway.session.codec import TokenLogprob
+from services.gateway.engine.codec import TokenLogprob
 
 
 class Packed(NamedTuple):

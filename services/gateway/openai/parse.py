@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from services.common.errors import InvalidRequest
 from services.common.json_scan import Bulk, Raw
 from services.common.large_json import count_marks, load
+from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.openai.body import Body, UnknownNames
 from services.gateway.openai.other_names import rename
 from services.gateway.openai.problems import describe
 from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
-from services.gateway.text import INLINE_BYTES, TextEngine
 
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import structlog
 
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.job import Job
+from services.gateway.engine.job import Job
 
 _MOST_CHARACTERS = 4096  # of a prompt, and of an answer
 _MOST_TEXTS = 16  # prompts, and answers, of one request

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from services.common.text.vocabulary import Vocabulary
+from services.gateway.engine.codec import PromptScores, TokenLogprob
 from services.gateway.openai.logprobs import LOWEST, TokenText
 from services.gateway.openai.transcript import Piece, TokenEntry
-from services.gateway.session.codec import PromptScores, TokenLogprob
 
 
 def echoed(

@@ -11,14 +11,14 @@ import orjson
 
 from services.common.errors import TokaError
 from services.common.text.vocabulary import TokenIds
-from services.gateway.generation import Choice
-from services.gateway.job import Job
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.generation import Choice
+from services.gateway.engine.job import Job
 from services.gateway.openai.logprobs import TokenText, completion_logprobs
 from services.gateway.openai.packed_logprobs import Packed, fingerprint
 from services.gateway.openai.sse import DONE, Template, error_event, event
 from services.gateway.openai.transcript import Piece, TokenEntry
 from services.gateway.openai.usage import usage_of
-from services.gateway.session.codec import ModelFacts
 
 
 class Shape(ABC):

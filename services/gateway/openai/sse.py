@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import Internal, TokaError
-from services.gateway.http import while_connected
-from services.gateway.openai.errors import to_body
+from services.gateway.http.errors import to_body
+from services.gateway.http.request import while_connected
 
 log = structlog.get_logger(__name__)
 

@@ -7,16 +7,16 @@ import orjson
 from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest
-from services.gateway.batch.chats import ChatFilter
-from services.gateway.batch.queries import Query
-from services.gateway.batch.service import opened
-from services.gateway.batch.shapes import page
-from services.gateway.batch.tables import StoredChat
-from services.gateway.http import read_body, read_caller
+from services.gateway.http.errors import response
+from services.gateway.http.request import read_body, read_caller
 from services.gateway.openai.body import Body
-from services.gateway.openai.errors import response
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import MAX_METADATA, Metadata
+from services.gateway.store.chats import ChatFilter
+from services.gateway.store.queries import Query
+from services.gateway.store.service import opened
+from services.gateway.store.shapes import page
+from services.gateway.store.tables import StoredChat
 
 MAX_PAGE = 100
 _LABEL = re.compile(r"metadata\[(.+)\]")

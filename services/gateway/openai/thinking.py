@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from services.common.errors import InvalidRequest
 from services.common.text.thinking import BEGINS, ENDS
-from services.gateway.job import Settings
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.job import Settings
 from services.gateway.openai.grammar.answer import Thoughts
 from services.gateway.openai.output.formats import OutputFormats
-from services.gateway.session.codec import ModelFacts
 
 FIELD = "thinking_token_budget"
 # What chat templates and other engines call it.

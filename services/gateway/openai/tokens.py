@@ -11,10 +11,10 @@ from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_v
 from services.common.errors import InvalidRequest
 from services.common.json_scan import Bulk, Raw
 from services.common.text.encoder import MAX_TOKENS
-from services.gateway.gateway import Gateway
-from services.gateway.http import read_body, while_connected
+from services.gateway.http.request import read_body, while_connected
 from services.gateway.openai.body import Body
 from services.gateway.openai.conversation import render
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES, ConversationBody, Message
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.schemas import TokenId

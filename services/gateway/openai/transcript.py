@@ -9,8 +9,8 @@ import numpy as np
 
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.vocabulary import TokenIds, Vocabulary
+from services.gateway.engine.codec import Ending, TokenLogprob
 from services.gateway.openai.packed_logprobs import Packed
-from services.gateway.session.codec import Ending, TokenLogprob
 
 
 class TokenEntry(NamedTuple):

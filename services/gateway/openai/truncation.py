@@ -5,12 +5,12 @@ from functools import partial
 
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
-from services.gateway.gateway import Gateway
+from services.gateway.engine.codec import ModelFacts
 from services.gateway.openai.conversation import Prompt, render
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import DEFAULT_ANSWER_TOKENS, check_max_tokens, default_max_tokens
 from services.gateway.openai.messages import Message
 from services.gateway.openai.schemas import ChatBody
-from services.gateway.session.codec import ModelFacts
 
 
 async def render_prompt(

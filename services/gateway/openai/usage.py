@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.generation import Choice
-from services.gateway.session.codec import Ending
+from services.gateway.engine.codec import Ending
+from services.gateway.engine.generation import Choice
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

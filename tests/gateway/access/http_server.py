@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from services.common.config import GatewayConfig
 from services.common.handover import listen
-from services.gateway.access.server import Server
+from services.gateway.http.server import Server
 
 PATIENCE_S = 60.0
 HEAD = b"POST / HTTP/1.1\r\nhost: test\r\n"

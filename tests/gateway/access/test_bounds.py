@@ -8,14 +8,14 @@ import pytest
 from services.common.errors import DeadlineExceeded, Unavailable
 from services.common.keys import Key
 from services.common.limits import UNSAID_TOKENS, Limits
-from services.gateway.access.bounds import Bounds
-from services.gateway.failover import Failover
-from services.gateway.generation import Generation
-from services.gateway.http import Caller
-from services.gateway.job import Job, Settings
-from services.gateway.metrics import RequestMetrics
-from services.gateway.session import codec
-from services.gateway.session.client import Session, Timings
+from services.gateway.engine import codec
+from services.gateway.engine.failover import Failover
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.session import Session, Timings
+from services.gateway.http.bounds import Bounds
+from services.gateway.http.request import Caller
 
 RATE, PROMPT = 10_000, 7
 KEY = Key("thrifty", frozenset(), tokens_per_minute=RATE)

@@ -9,10 +9,10 @@ from starlette.responses import PlainTextResponse
 
 from services.common.errors import TooManyBodies
 from services.common.keys import Key
-from services.gateway.access.bodies import HeldBodies
-from services.gateway.access.guard import KEY
-from services.gateway.http import read_body
-from services.gateway.openai.errors import to_response
+from services.gateway.http.bodies import HeldBodies
+from services.gateway.http.errors import to_response
+from services.gateway.http.guard import KEY
+from services.gateway.http.request import read_body
 from tests.gateway.access.http_server import Client, serving
 
 KIB = 1024

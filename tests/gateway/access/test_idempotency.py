@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from services.common.errors import ReusedIdempotencyKey
-from services.gateway.access.idempotency import seed_of_retries
-from services.gateway.batch import tries
-from services.gateway.batch.store import Store
-from services.gateway.batch.tries import Tries
+from services.gateway.http.idempotency import seed_of_retries
+from services.gateway.store import tries
+from services.gateway.store.database import Store
+from services.gateway.store.tries import Tries
 from tests.gateway.deployment import PATIENCE_S, eventually
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 2}}\n'

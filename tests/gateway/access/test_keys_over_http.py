@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.common.config import GatewayConfig
-from services.gateway.access.guard import exposure
+from services.gateway.http.guard import exposure
 from tests.gateway.access.conftest import start
 from tests.gateway.deployment import PATIENCE_S, Process, eventually
 

@@ -7,8 +7,8 @@ import pytest
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, Overloaded, Unauthenticated
 from services.common.limits import Limits
-from services.gateway.access.guard import Guard
-from services.gateway.access.lines import MAX_UNFUNDED, Displaced, Lines
+from services.gateway.http.guard import Guard
+from services.gateway.http.lines import MAX_UNFUNDED, Displaced, Lines
 from tests.fakes.clock import Clock
 from tests.gateway.access.conftest import KeysFile
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from services.gateway.access import reading
+from services.gateway.http import reading
 from tests.gateway.access.http_server import HEAD, PATIENCE_S, Client, serving, until
 
 BODY = b"x" * 20_000_000  # of which the kernel holds 4 MB at most

@@ -7,12 +7,12 @@ import pytest
 from sqlalchemy import update
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, Unavailable
-from services.gateway.batch import background as module
-from services.gateway.batch.background import Background, Running
-from services.gateway.batch.conversations import Addition, Conversations
-from services.gateway.batch.responses import ABANDONED, Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import StoredResponse
+from services.gateway.store import background as module
+from services.gateway.store.background import Background, Running
+from services.gateway.store.conversations import Addition, Conversations
+from services.gateway.store.database import Store
+from services.gateway.store.responses import ABANDONED, Responses
+from services.gateway.store.tables import StoredResponse
 
 
 @pytest.fixture

@@ -14,20 +14,20 @@ from sqlalchemy import select
 from sqlalchemy.engine import make_url
 
 from services.common.config import GatewayConfig
-from services.gateway.access.guard import Guard
-from services.gateway.access.lines import Lines
-from services.gateway.batch import leases
-from services.gateway.batch.blobs import Blobs
 from services.gateway.batch.executor import Executor
-from services.gateway.batch.files import Files
-from services.gateway.batch.leases import Leases
 from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Requests
-from services.gateway.batch.responses import Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import StoredBatch
-from services.gateway.batch.tries import Tries
-from services.gateway.http import read_caller
+from services.gateway.http.guard import Guard
+from services.gateway.http.lines import Lines
+from services.gateway.http.request import read_caller
+from services.gateway.store import leases
+from services.gateway.store.blobs import Blobs
+from services.gateway.store.database import Store
+from services.gateway.store.files import Files
+from services.gateway.store.leases import Leases
+from services.gateway.store.responses import Responses
+from services.gateway.store.tables import StoredBatch
+from services.gateway.store.tries import Tries
 from tests.gateway.batch.requests import COMPLETIONS, line
 from tests.gateway.batch.test_store import new_batch, owner
 from tests.gateway.deployment import PATIENCE_S

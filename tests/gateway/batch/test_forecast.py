@@ -3,11 +3,11 @@
 import pytest
 from sqlalchemy import update
 
-from services.gateway.batch import batches
-from services.gateway.batch.batches import Batches
-from services.gateway.batch.forecast import Forecast, forecast
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import Chunk, StoredBatch
+from services.gateway.store import batches
+from services.gateway.store.batches import Batches
+from services.gateway.store.database import Store
+from services.gateway.store.forecast import Forecast, forecast
+from services.gateway.store.tables import Chunk, StoredBatch
 
 BEGUN = 1000
 

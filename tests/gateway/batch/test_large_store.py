@@ -8,16 +8,16 @@ from sqlalchemy import event, func, insert, select, update
 from sqlalchemy.engine import Engine
 
 from services.common.errors import Overloaded
-from services.gateway.batch import batches as batches_module
-from services.gateway.batch.batches import Batches
-from services.gateway.batch.chats import ChatFilter, Chats
-from services.gateway.batch.conversations import Conversations
-from services.gateway.batch.expiry import AT_ONCE
-from services.gateway.batch.files import Files, new_file
-from services.gateway.batch.leases import Leases
-from services.gateway.batch.responses import Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import (
+from services.gateway.store import batches as batches_module
+from services.gateway.store.batches import Batches
+from services.gateway.store.chats import ChatFilter, Chats
+from services.gateway.store.conversations import Conversations
+from services.gateway.store.database import Store
+from services.gateway.store.expiry import AT_ONCE
+from services.gateway.store.files import Files, new_file
+from services.gateway.store.leases import Leases
+from services.gateway.store.responses import Responses
+from services.gateway.store.tables import (
     Chunk,
     StoredBatch,
     StoredConversation,
@@ -26,7 +26,7 @@ from services.gateway.batch.tables import (
     StoredResponse,
     StoredTry,
 )
-from services.gateway.batch.tries import Tries
+from services.gateway.store.tries import Tries
 from tests.gateway.batch.test_store import new_batch
 
 

@@ -9,14 +9,14 @@ import structlog
 from fastapi import Response
 
 from services.common.config import GatewayConfig
-from services.gateway.access.guard import Guard
-from services.gateway.access.lines import Lines
-from services.gateway.batch.blobs import Blobs
-from services.gateway.batch.leases import ChunkLease
 from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Requests
-from services.gateway.batch.tables import StoredBatch
-from services.gateway.http import read_caller
+from services.gateway.http.guard import Guard
+from services.gateway.http.lines import Lines
+from services.gateway.http.request import read_caller
+from services.gateway.store.blobs import Blobs
+from services.gateway.store.leases import ChunkLease
+from services.gateway.store.tables import StoredBatch
 from tests.gateway.batch.requests import COMPLETIONS, line
 
 LINES = 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.gateway.batch.blobs import BLOCK_BYTES, Blobs
 from services.gateway.batch.lines import LineTooLong, read_lines
+from services.gateway.store.blobs import BLOCK_BYTES, Blobs
 
 CONTENTS = {
     "no newline at the end": b"a\nbc",

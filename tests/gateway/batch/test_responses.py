@@ -6,9 +6,9 @@ import sqlite3
 import pytest
 
 from services.common.errors import NotFound, Overloaded
-from services.gateway.batch.responses import RESPONSES_EXPIRE_S, Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import SchemaVersion, StoredResponse
+from services.gateway.store.database import Store
+from services.gateway.store.responses import RESPONSES_EXPIRE_S, Responses
+from services.gateway.store.tables import SchemaVersion, StoredResponse
 from tests.gateway.deployment import Deployment, eventually_async
 
 
@@ -32,7 +32,7 @@ async def test_a_response_is_forgotten_when_its_time_is_over(store_url, monkeypa
     try:
         responses = Responses(store)
         await responses.keep({"id": "resp_new", "output": []}, b"[]")
-        monkeypatch.setattr("services.gateway.batch.responses.RESPONSES_EXPIRE_S", -1)
+        monkeypatch.setattr("services.gateway.store.responses.RESPONSES_EXPIRE_S", -1)
         await responses.keep({"id": "resp_old", "output": []}, b'[{"id": "msg_1"}]')
         with pytest.raises(Exception, match="resp_old"):
             await responses.get("resp_old")
@@ -91,7 +91,7 @@ async def test_what_nobody_waits_for_is_not_kept_later(held):
 
 
 async def test_no_more_waits_for_a_store_than_there_is_room_for(held, monkeypatch):
-    monkeypatch.setattr("services.gateway.batch.responses.MAX_WAITING_BYTES", 3000)
+    monkeypatch.setattr("services.gateway.store.responses.MAX_WAITING_BYTES", 3000)
     responses, let_go = held
     kept = [asyncio.create_task(responses.keep({"id": f"resp_{n}", "output": []}, b"x" * 1000)) for n in range(2)]
     await asyncio.sleep(0)

@@ -10,17 +10,17 @@ import pytest
 from sqlalchemy import inspect, select, text, update
 
 from services.common.errors import FailedPrecondition, NotFound
-from services.gateway.batch import files, leases
-from services.gateway.batch.batches import Batches
-from services.gateway.batch.chats import ChatFilter, Chats
-from services.gateway.batch.conversations import Conversations
-from services.gateway.batch.files import Files, new_file
-from services.gateway.batch.ids import new_id, now
-from services.gateway.batch.leases import LeaseLost, Leases, Outcome
-from services.gateway.batch.responses import Responses
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import Chunk, LineResult, SchemaVersion, StoredBatch, StoredFile
-from services.gateway.batch.tries import Tries
+from services.gateway.store import files, leases
+from services.gateway.store.batches import Batches
+from services.gateway.store.chats import ChatFilter, Chats
+from services.gateway.store.conversations import Conversations
+from services.gateway.store.database import Store
+from services.gateway.store.files import Files, new_file
+from services.gateway.store.ids import new_id, now
+from services.gateway.store.leases import LeaseLost, Leases, Outcome
+from services.gateway.store.responses import Responses
+from services.gateway.store.tables import Chunk, LineResult, SchemaVersion, StoredBatch, StoredFile
+from services.gateway.store.tries import Tries
 
 
 @pytest.fixture

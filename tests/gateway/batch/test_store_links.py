@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bench.chaos.proxy import Proxy
 from services.common.errors import NotFound, StoreUnavailable
-from services.gateway.batch import engines
-from services.gateway.batch.responses import Responses
-from services.gateway.batch.store import MIGRATION_LOCK, Store
+from services.gateway.store import engines
+from services.gateway.store.database import MIGRATION_LOCK, Store
+from services.gateway.store.responses import Responses
 
 DEADLINE_S = 60.0  # on a machine with other work
 CONNECTIONS = 3

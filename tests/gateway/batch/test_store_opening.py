@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.gateway.batch import engines
-from services.gateway.batch.store import Store
+from services.gateway.store import engines
+from services.gateway.store.database import Store
 
 OPEN = """
 import asyncio, sys
-from services.gateway.batch.store import Store
+from services.gateway.store.database import Store
 asyncio.run(asyncio.wait_for(Store.open(sys.argv[1]), 60))
 """
 

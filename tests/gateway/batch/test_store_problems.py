@@ -11,11 +11,11 @@ import structlog
 from sqlalchemy import text
 
 from services.common.errors import NotFound, StoreUnavailable
-from services.gateway.batch.blobs import Blobs
-from services.gateway.batch.files import Files, new_file
-from services.gateway.batch.health import StoreHealth, diagnose
-from services.gateway.batch.responses import Responses
-from services.gateway.batch.store import Store
+from services.gateway.store.blobs import Blobs
+from services.gateway.store.database import Store
+from services.gateway.store.files import Files, new_file
+from services.gateway.store.health import StoreHealth, diagnose
+from services.gateway.store.responses import Responses
 from tests.gateway.access.conftest import start
 from tests.gateway.deployment import Deployment, eventually
 

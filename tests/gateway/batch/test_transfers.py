@@ -11,9 +11,9 @@ import pytest
 
 from services.common.config import GatewayConfig
 from services.common.errors import Overloaded, Unavailable
-from services.gateway.batch.transfers import Transfers
-from services.gateway.gateway import Gateway
-from services.gateway.session.client import Timings
+from services.gateway.engine.session import Timings
+from services.gateway.openai.gateway import Gateway
+from services.gateway.store.transfers import Transfers
 from tests.gateway.deployment import PATIENCE_S
 
 DOWNLOADS = 200
@@ -52,15 +52,14 @@ async def test_the_limit_follows_from_the_file_limit_at_the_start_of_the_gateway
     gateway = Gateway.make(GatewayConfig(store_dir=str(tmp_path)), Timings(), None)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # for a while, such as by prlimit
-        gateway.batches.start(gateway)
-        opened = await gateway.batches.opened()
+        gateway.store.start(gateway.metrics.count_store_problem)
+        opened = await gateway.store.opened()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         for _ in range(20):  # 8 in a gateway that was started with 256
             await stack.enter_async_context(opened.transfers.running(""))
-    await gateway.batches.stop()
-    await gateway.batches.close()
+    await gateway.store.close()
     gateway.text.stop()
 
 

@@ -7,12 +7,12 @@ import pytest
 from sqlalchemy import event, func, select, update
 from sqlalchemy.engine import Engine
 
-from services.gateway.batch.leases import Leases
 from services.gateway.batch.slots import Slots
-from services.gateway.batch.store import Store
-from services.gateway.batch.tables import StoredBatch
-from services.gateway.batch.turns import Turns
-from services.gateway.batch.work import MAX_ACTIVE_OF_KEY
+from services.gateway.store.database import Store
+from services.gateway.store.leases import Leases
+from services.gateway.store.tables import StoredBatch
+from services.gateway.store.turns import Turns
+from services.gateway.store.work import MAX_ACTIVE_OF_KEY
 from tests.gateway.batch.test_executor import SLOTS, running, until
 from tests.gateway.batch.test_store import new_batch, owner, running_batch
 from tests.gateway.deployment import PATIENCE_S

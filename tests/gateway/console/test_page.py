@@ -6,11 +6,13 @@ import httpx
 import pytest
 
 from services.common.config import GatewayConfig
-from services.gateway.access.admin import make_admin_app
-from services.gateway.app import make_app
+from services.gateway.app.admin import make_admin_app
+from services.gateway.app.app import make_app
+from services.gateway.batch.service import BatchService
 from services.gateway.console import assets
-from services.gateway.gateway import Gateway
-from services.gateway.session.client import Timings
+from services.gateway.console.observer import Observer
+from services.gateway.engine.session import Timings
+from services.gateway.openai.gateway import Gateway
 from tests.gateway.access.conftest import KeysFile
 
 STATIC = assets._DIRECTORY
@@ -23,7 +25,9 @@ class Ports:
 
     def __init__(self, **flags) -> None:
         self.gateway = Gateway.make(GatewayConfig(**flags), Timings(wait_for_ready=0.0))
-        self.public, self.admin = map(_client, (make_app(self.gateway), make_admin_app(self.gateway)))
+        observer = Observer(self.gateway.fleet)
+        public = make_app(self.gateway, BatchService(self.gateway), observer)
+        self.public, self.admin = _client(public), _client(make_admin_app(self.gateway, observer))
 
 
 def _client(app) -> httpx.AsyncClient:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.common.errors import InvalidRequest
-from services.gateway.job import Grammar, GrammarKind
+from services.gateway.engine.job import Grammar, GrammarKind
+from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import json_size
-from services.gateway.text import INLINE_BYTES, TextEngine
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # of one line: it takes as long as that is
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)

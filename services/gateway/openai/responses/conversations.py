@@ -7,18 +7,18 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from services.common.errors import InvalidRequest
-from services.gateway.batch.queries import Query
-from services.gateway.batch.service import opened
-from services.gateway.batch.shapes import page
-from services.gateway.batch.tables import StoredConversation
-from services.gateway.http import read_body, read_caller
+from services.gateway.http.errors import response
+from services.gateway.http.request import read_body, read_caller
 from services.gateway.openai.body import Body
-from services.gateway.openai.errors import response
 from services.gateway.openai.parse import B, ignored_header, parse_large
 from services.gateway.openai.responses.input_items import Item, ItemReference
 from services.gateway.openai.responses.stored_items import all_stored
 from services.gateway.openai.responses.stored_routes import MAX_PAGE, check_include_query
 from services.gateway.openai.schemas import Metadata
+from services.gateway.store.queries import Query
+from services.gateway.store.service import opened
+from services.gateway.store.shapes import page
+from services.gateway.store.tables import StoredConversation
 
 MAX_ADDED = 20  # items of a request, as OpenAI has it
 

@@ -8,13 +8,13 @@ import orjson
 from fastapi import Response
 
 from services.common.errors import AlreadyExists
-from services.gateway.batch.background import Background, Running, to_its_end
-from services.gateway.gateway import Gateway
-from services.gateway.http import Caller
+from services.gateway.http.request import Caller
 from services.gateway.openai.answer import Answer
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.responses.keeping import Keeper
 from services.gateway.openai.responses.shape import ResponseShape
 from services.gateway.openai.sse import EventStream
+from services.gateway.store.background import Background, Running, to_its_end
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ async def respond_in_background(
 
     Raises what a request in the foreground does before its first token, and ``Overloaded`` if too many run.
     """
-    background = (await gateway.batches.opened()).background
+    background = (await gateway.store.opened()).background
     background.check_room(caller.owner)
     accepted = await answer.respond(stream=True)
     assert isinstance(accepted, EventStream)

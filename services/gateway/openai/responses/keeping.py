@@ -10,16 +10,16 @@ import structlog
 from pydantic import TypeAdapter
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
-from services.gateway.batch.background import to_its_end
-from services.gateway.batch.conversations import Addition, Conversations
-from services.gateway.batch.responses import RUNNING, Responses
-from services.gateway.batch.service import Opened
-from services.gateway.gateway import Gateway
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.input_items import Item, ItemReference
 from services.gateway.openai.responses.items import response_of
 from services.gateway.openai.responses.stored_items import all_stored, loaded, outputs, without_logprobs
+from services.gateway.store.background import to_its_end
+from services.gateway.store.conversations import Addition, Conversations
+from services.gateway.store.responses import RUNNING, Responses
+from services.gateway.store.service import OpenStore
 
 log = structlog.get_logger(__name__)
 
@@ -213,8 +213,8 @@ async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size:
     )
 
 
-async def _opened(gateway: Gateway, field: str) -> Opened:
+async def _opened(gateway: Gateway, field: str) -> OpenStore:
     try:
-        return await gateway.batches.opened()
+        return await gateway.store.opened()
     except NotFound as error:  # there never will be a store
         raise InvalidRequest(f"{field}: {error.message}", field=field, reason="UNSUPPORTED_PARAMETER") from None

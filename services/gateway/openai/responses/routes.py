@@ -8,15 +8,14 @@ from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest, NotFound
 from services.common.json_scan import Raw
-from services.gateway.access.idempotency import fingerprint
-from services.gateway.batch.ids import new_id
-from services.gateway.batch.service import NO_STORE
-from services.gateway.gateway import Gateway
-from services.gateway.http import Caller, read_body, read_caller, while_connected
+from services.gateway.engine.text import INLINE_BYTES
+from services.gateway.http.errors import response
+from services.gateway.http.idempotency import fingerprint
+from services.gateway.http.request import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat import Asked, ask
 from services.gateway.openai.conversation import check_tools
-from services.gateway.openai.errors import response
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.responses.body import InputTokensBody, ResponsesBody
 from services.gateway.openai.responses.in_background import respond_in_background
@@ -25,7 +24,8 @@ from services.gateway.openai.responses.shape import ResponseShape
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.sse import EventStream
 from services.gateway.openai.truncation import render_prompt
-from services.gateway.text import INLINE_BYTES
+from services.gateway.store.ids import new_id
+from services.gateway.store.service import NO_STORE
 
 CREATE = "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"
@@ -61,7 +61,7 @@ async def _respond(gateway: Gateway, raw: Raw, caller: Caller, started_at: float
     ignored = ignored_header(body, body.left_out)
     response_id = new_id("resp_")
     if caller.idempotency_key and body.store is not False and gateway.config.store_url != NO_STORE:
-        place = await gateway.batches.opened()
+        place = await gateway.store.opened()
         same = fingerprint(CREATE, raw)
         response_id = "resp_" + await place.tries.name(caller.owner, caller.idempotency_key, same)
         if body.background or not body.stream:

@@ -6,7 +6,8 @@ from typing import Any
 import orjson
 
 from services.common.errors import InvalidRequest, Overloaded, TokaError
-from services.gateway.generation import Choice
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.generation import Choice
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Content, Delta
@@ -17,7 +18,6 @@ from services.gateway.openai.responses.keeping import Keeper
 from services.gateway.openai.responses.tools import HostedTool, offered
 from services.gateway.openai.transcript import Piece
 from services.gateway.openai.usage import usage_of
-from services.gateway.session.codec import ModelFacts
 
 
 class ResponseShape(ChatShape):

@@ -6,7 +6,6 @@ from typing import Any
 import orjson
 
 from services.common.errors import FailedPrecondition
-from services.gateway.batch.ids import new_id
 from services.gateway.openai.responses.input_items import (
     InputCall,
     InputCallOutput,
@@ -17,6 +16,7 @@ from services.gateway.openai.responses.input_items import (
     InputShellCall,
     InputShellCallOutput,
 )
+from services.gateway.store.ids import new_id
 
 _PREFIXES = {
     "message": "msg_",

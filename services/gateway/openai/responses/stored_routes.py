@@ -4,13 +4,13 @@ import orjson
 from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest
-from services.gateway.batch.queries import Query
-from services.gateway.batch.service import opened
-from services.gateway.batch.shapes import page
-from services.gateway.http import read_caller
-from services.gateway.openai.errors import response
+from services.gateway.http.errors import response
+from services.gateway.http.request import read_caller
 from services.gateway.openai.responses.body import check_includes
 from services.gateway.openai.sse import EventStream
+from services.gateway.store.queries import Query
+from services.gateway.store.service import opened
+from services.gateway.store.shapes import page
 
 MAX_PAGE = 100
 _MOST_EVENTS = 2**31 - 2

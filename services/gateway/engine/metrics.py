@@ -1,0 +1,273 @@
+"""What ``/metrics`` shows of requests and gateways. (What schedulers report is in ``replica_metrics``.)
+
+Histograms are our own: a step brings the same gap for hundreds of samples, which is one observation with a weight here.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from math import inf
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.common.metrics.registry import registry_of
+from services.gateway.engine.codec import FINISH_REASONS, Ending
+from services.gateway.engine.numbers import Numbers, counting_process
+
+# What can be wrong with a gateway's store; ``store.health`` says of each how an operator solves it.
+StoreProblem = Literal["damaged", "locked", "full", "read_only", "missing", "newer", "error"]
+
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKENS = tuple(float(2**power) for power in range(18))
+# The bounds of what operators of vLLM know, under the names that it has there.
+_KNOWN_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_KNOWN_INTER_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_KNOWN_LATENCY = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_KNOWN_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
+_KNOWN_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_KNOWN_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
+OTHER_ROUTE = "other"
+ROUTES = (
+    "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
+    "/v1/embeddings", "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
+    "/v1/responses/{response_id}/cancel", "/v1/responses/input_tokens",
+    "/v1/conversations", "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items",
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    "/tokenize", "/detokenize", "/version",
+    "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
+    "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/chat/completions/batch",
+    "/v1/chat/completions/{completion_id}", "/v1/chat/completions/{completion_id}/messages",
+    "/health", "/ready", "/ping", "/metrics", OTHER_ROUTE,
+)  # fmt: skip
+_STATUSES = range(100, 600)
+# Why a sample goes on at another scheduler, or at the same one again: the connection to it ended; it did not answer; it
+# drained; its worker was away for long; it said that it cannot take it, or not go on with it, now.
+FailoverReason = Literal["lost", "hung", "drained", "worker", "refused"]
+
+
+class Histogram:
+    """Counts of observed values by upper bound. ``known_as``: further names, under which only ``known_bounds`` are
+    shown, which are among ``bounds``."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        bounds: tuple[float, ...] = _SECONDS,
+        numbers: Numbers | None = None,
+        known_as: tuple[str, ...] = (),
+        known_bounds: tuple[float, ...] = (),
+    ) -> None:
+        self.name, self.documentation, self.bounds = name, documentation, bounds
+        self.known_as, self._known_bounds = known_as, known_bounds
+        numbers = numbers or Numbers()
+        self.counts = numbers.take(len(bounds) + 1)  # the last: beyond all bounds
+        self._total = numbers.take(1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """``times`` observations of ``value``."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self._total[0] += value * times
+
+    def family(self) -> HistogramMetricFamily:
+        """As Prometheus wants it: cumulative."""
+        family = HistogramMetricFamily(self.name, self.documentation)
+        family.add_metric([], self._buckets(self.bounds), self._total[0])
+        return family
+
+    def known_families(self, model: str) -> Iterator[HistogramMetricFamily]:
+        """The same under its further names."""
+        for name in self.known_as:
+            family = HistogramMetricFamily(name, self.documentation, labels=["model_name"])
+            family.add_metric([model], self._buckets(self._known_bounds), self._total[0])
+            yield family
+
+    def _buckets(self, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
+        upto = dict(zip((*self.bounds, inf), accumulate(self.counts), strict=True))
+        return [("+Inf" if bound == inf else str(bound), upto[bound]) for bound in (*bounds, inf)]
+
+
+class RequestMetrics:
+    """Fed on the gateway's event loop. It keeps what it counts in ``numbers``."""
+
+    def __init__(self, numbers: Numbers | None = None) -> None:
+        numbers = numbers or Numbers()
+
+        def histogram(
+            name: str,
+            documentation: str,
+            known_bounds: tuple[float, ...] = _KNOWN_LATENCY,
+            bounds: tuple[float, ...] = _SECONDS,
+            older: tuple[str, ...] = (),
+        ) -> Histogram:
+            bounds = tuple(sorted({*bounds, *known_bounds}))
+            return Histogram(f"toka_{name}", documentation, bounds, numbers, (f"vllm:{name}", *older), known_bounds)
+
+        def tokens(name: str, documentation: str) -> Histogram:
+            return histogram(name, documentation, _KNOWN_TOKENS, _TOKENS)
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From the HTTP request to its first token", _KNOWN_FIRST_TOKEN
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Between two tokens of a sample",
+            _KNOWN_INTER_TOKEN,
+            older=("vllm:time_per_output_token_seconds",),
+        )
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From the HTTP request to its last token")
+        self.queue_time = histogram("request_queue_time_seconds", "A sample's wait for its first plan")
+        self.prefill_time = histogram("request_prefill_time_seconds", "From a sample's first plan to first token")
+        self.decode_time = histogram("request_decode_time_seconds", "From a sample's first token to its last")
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "From a sample's first plan to its last token"
+        )
+        self.prompt_tokens = tokens("request_prompt_tokens", "Tokens in a prompt")
+        self.generation_tokens = tokens("request_generation_tokens", "Tokens in a sample's answer")
+        self.params_n = histogram("request_params_n", "Samples asked for of a prompt", _KNOWN_SAMPLES, _TOKENS[:15])
+        self.params_max_tokens = tokens("request_params_max_tokens", "Most tokens of an answer, as asked for")
+        self.preemptions = histogram(
+            "request_num_preemptions", "Times a sample was preempted", _KNOWN_PREEMPTIONS, _KNOWN_PREEMPTIONS
+        )
+        self._finished = {reason: numbers.take(1) for reason in FINISH_REASONS}
+        self._responses = {route: numbers.take(len(_STATUSES)) for route in ROUTES}
+        self._disconnects = numbers.take(1)
+        self._failovers = {reason: numbers.take(1) for reason in get_args(FailoverReason)}
+        self._store_problems = {problem: numbers.take(1) for problem in get_args(StoreProblem)}
+
+    def sample_finished(self, ending: Ending) -> None:
+        """A sample ended that somebody still waited for."""
+        self._finished[ending.reason][0] += 1
+        if ending.error is None:
+            self.queue_time.observe(ending.queued_s)
+            self.prefill_time.observe(ending.prefill_s)
+            self.decode_time.observe(ending.decode_s)
+            self.inference_time.observe(ending.prefill_s + ending.decode_s)
+            self.prompt_tokens.observe(ending.prompt_tokens)
+            self.generation_tokens.observe(ending.completion_tokens)
+            self.preemptions.observe(ending.preemptions)
+
+    def request_began(self, samples: int, max_tokens: int, prompts: int = 1) -> None:
+        """Count ``prompts`` that are sent to a scheduler. ``samples`` of each; ``max_tokens`` of each sample."""
+        self.params_n.observe(samples, prompts)
+        self.params_max_tokens.observe(max_tokens, prompts)
+
+    def count_response(self, route: str, status: int) -> None:
+        """An HTTP response begins."""
+        self._responses.get(route, self._responses[OTHER_ROUTE])[status - _STATUSES.start] += 1
+
+    def count_disconnect(self) -> None:
+        """A client went away before its answer was complete."""
+        self._disconnects[0] += 1
+
+    def count_failovers(self, reason: FailoverReason, samples: int) -> None:
+        """Samples were sent again."""
+        self._failovers[reason][0] += samples
+
+    def count_store_problem(self, problem: StoreProblem) -> None:
+        """Count an access to the store that failed."""
+        self._store_problems[problem][0] += 1
+
+    def families(self, model: str) -> Iterator[Metric]:
+        """What a scrape gets. ``model``: what is served; empty while it is not known, and then names that come with
+        their model are left out."""
+        for metric in vars(self).values():
+            if isinstance(metric, Histogram):
+                yield metric.family()
+                if model:
+                    yield from metric.known_families(model)
+        finished = CounterMetricFamily("toka_request_success", "Samples that ended", labels=["finished_reason"])
+        for reason, count in self._finished.items():
+            finished.add_metric([reason], count[0])
+        yield finished
+        if model:
+            known = CounterMetricFamily(
+                "vllm:request_success",
+                "Samples that ended; abort: requests whose client went away",
+                labels=["model_name", "finished_reason"],
+            )
+            for ended, count in (*self._finished.items(), ("abort", self._disconnects)):
+                known.add_metric([model, ended], count[0])
+            yield known
+        responses = CounterMetricFamily("toka_http_requests", "HTTP responses", labels=["route", "status"])
+        for route, counts in self._responses.items():
+            for index in np.flatnonzero(counts).tolist():
+                responses.add_metric([route, str(_STATUSES[index])], counts[index])
+        yield responses
+        yield CounterMetricFamily(
+            "toka_http_disconnects", "Requests whose client went away", value=self._disconnects[0]
+        )
+        failovers = CounterMetricFamily(
+            "toka_failovers", "Samples sent to a scheduler again, to go on where they were", labels=["reason"]
+        )
+        for reason, count in self._failovers.items():
+            failovers.add_metric([reason], count[0])
+        yield failovers
+        problems = CounterMetricFamily(
+            "toka_store_errors", "Accesses to the store of files and batches that failed", labels=["problem"]
+        )
+        for problem, count in self._store_problems.items():
+            problems.add_metric([problem], count[0])
+        yield problems
+
+
+class OwnMetrics:
+    """A Prometheus collector over a gateway that is alone. ``model``: names what is served."""
+
+    def __init__(self, metrics: RequestMetrics, model: Callable[[], str]) -> None:
+        self._metrics, self._model = metrics, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for each scrape."""
+        return self._metrics.families(self._model())
+
+
+class GatewayMetrics:
+    """A Prometheus collector over all gateways of a deployment, each of which counts in one of ``paths``: the sums of
+    their ``RequestMetrics``, and facts about each process."""
+
+    def __init__(self, paths: Sequence[Path], model: Callable[[], str]) -> None:
+        self._paths, self._model = paths, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for each scrape."""
+        yield from RequestMetrics(Numbers.sum_of(self._paths)).families(self._model())
+        families: dict[str, Metric] = {}
+        for index, path in enumerate(self._paths):
+            pid = counting_process(path)
+            for found in ProcessCollector(pid=partial(int, pid), registry=None).collect() if pid else ():
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                for sample in found.samples:
+                    family.add_sample(sample.name, {"gateway": str(index)}, sample.value)
+        yield from families.values()
+
+
+def make_registry(
+    metrics: RequestMetrics, replicas: Collector, paths: Sequence[Path], model: Callable[[], str] = str
+) -> CollectorRegistry:
+    """What ``/metrics`` shows. ``paths``: where the gateways of the deployment count, if there are several: whichever
+    of them is asked answers for all. ``model``: names what is served; empty while it is not known."""
+    if not paths:
+        return registry_of([replicas, OwnMetrics(metrics, model)])
+    registry = CollectorRegistry()
+    registry.register(replicas)
+    registry.register(GatewayMetrics(paths, model))
+    return registry

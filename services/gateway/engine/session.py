@@ -1,0 +1,384 @@
+"""An open Session stream to one scheduler. It carries many requests, and has a reader, a writer and heartbeats."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+import numpy as np
+
+from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
+from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
+from services.common.rpc.status import from_rpc_error, from_status
+from services.gateway.engine import codec
+from services.gateway.engine.generation import Call, Choice, Generation
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.seats import Seats
+from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
+
+MAX_OUTBOX = 65_536
+MOST_BACKLOG = 512  # messages to be written; with more, further requests wait
+# Requests in one message. A larger message would delay heartbeats and cancellations.
+_MOST_TOGETHER, _MOST_BYTES_TOGETHER = 64, 64 * 1024
+SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Timeouts and intervals of a session, in seconds."""
+
+    open_timeout: float = 10.0  # from the start of the stream to SessionOpened
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 10.0  # without an answer for this time, the scheduler counts as hung
+    first_backoff: float = 0.1
+    last_backoff: float = 2.0
+    wait_for_ready: float = 10.0  # a request waits at most this long for the first scheduler, or without failover
+    failover: float = 120.0  # a new or lost request waits at most this long for a scheduler; 0: no failover
+    # Requests stay this long with a scheduler that is not ready while another one is ready. What its worker had
+    # computed is lost anyway, so the time is only for a new connection to the worker.
+    move_after: float = 3.0
+
+
+class Owner(Protocol):
+    """The object that opened a session and receives its events."""
+
+    def loaded(self, load: observe_pb2.Load) -> None:
+        """Take in the load of the scheduler."""
+
+    def refused(self, call: Call, error: TokaError) -> None:
+        """Take in that the scheduler refused ``call``."""
+
+    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError) -> None:
+        """Take in unfinished choices that the scheduler gave up, with their tokens (uint32) of this session."""
+
+
+class Session:
+    """A stream of a ``Replica``, its ``owner``. All methods run on the gateway's event loop.
+
+    ``run`` does not return: it raises the reason for the end of the stream. The session sends no events after that.
+    ``abandon`` returns the choices that were on it.
+    """
+
+    def __init__(
+        self,
+        stream: SessionStream,
+        metrics: RequestMetrics,
+        owner: Owner,
+        timings: Timings,
+        *,
+        takes_submits: bool = False,
+    ) -> None:
+        """``takes_submits``: the scheduler accepts several requests in one message."""
+        self.unreported_tokens = 0  # submitted since the last Load
+        self._stream = stream
+        self._metrics = metrics
+        self._owner = owner
+        self._timings = timings
+        self._takes_submits = takes_submits
+        self._outbox: deque[session_pb2.SessionRequest] = deque()
+        self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
+        self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
+        self._ended = False
+        self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: cancelled or abandoned
+        self._unaccepted: dict[int, Call] = {}  # by first handle
+        self._seats = Seats()
+        self._beats_answered = 0
+        self._written = self._received = 1  # messages; both sides have sent their first
+        self._last_step_at = -1.0
+
+    def submit(self, call: Call) -> None:
+        """Send ``call``. Its generation receives the acceptance, the tokens and the endings.
+
+        Raises ``Overloaded``. Raises ``PayloadTooLarge`` for a message that the scheduler would not read, since such a
+        message ends the session with all its requests.
+        """
+        if len(self._outbox) >= MAX_OUTBOX:
+            raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
+        message = codec.encode_submit(call.part)
+        if (size := message.ByteSize()) > MAX_PUBLIC_MESSAGE_BYTES:
+            raise PayloadTooLarge(f"the request is {size} bytes for the scheduler: at most {MAX_PUBLIC_MESSAGE_BYTES}")
+        handle = message.submit.handle = self._seats.take(len(call.choices), fed=call.generation.fed)
+        self._samples.update(enumerate(call.choices, handle))
+        self._unaccepted[handle] = call
+        call.holder, call.handle, call.sent = self, handle, call.choices
+        self.unreported_tokens += call.part.most_tokens
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    async def room(self) -> None:
+        """Wait until at most ``MOST_BACKLOG`` messages are to be written, or the session has ended."""
+        while len(self._outbox) > MOST_BACKLOG and not self._ended:
+            self._has_room.clear()
+            await self._has_room.wait()
+        await asyncio.sleep(0)  # the owner notices the end of its session
+
+    async def run(self) -> None:
+        """Serve the stream until it ends, and raise the reason as a ``TokaError``."""
+        tasks = [asyncio.create_task(work()) for work in (self._read, self._write, self._beat)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            raise next(error for task in done if (error := task.exception()) is not None)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.InvalidStateError as error:  # written to after its end
+            raise Unavailable("the connection to the scheduler ended") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._ended = True
+            self._has_room.set()
+
+    @property
+    def backlog(self) -> int:
+        """Number of messages that are to be written."""
+        return len(self._outbox)
+
+    def begun(self) -> set[Generation]:
+        """Return the generations that have tokens of this session."""
+        handles = {handle: choice for handle, choice in self._samples.items() if choice is not None}
+        return {choice.generation for handle, choice in handles.items() if len(self._seats.tokens(handle))}
+
+    def abandon(self, *, all_of_it: bool = True) -> dict[Choice, np.ndarray]:
+        """Give up all unfinished choices, and return them with their tokens (uint32).
+
+        If ``all_of_it`` is False, keep choices that were lost before and have received no token since.
+        """
+        unfinished = {handle: choice for handle, choice in self._samples.items() if choice is not None}
+        leaving = {handle: choice for handle, choice in unfinished.items() if all_of_it or not choice.setbacks}
+        self._cancel_samples(list(leaving))
+        return {choice: self._seats.tokens(handle) for handle, choice in leaving.items()}
+
+    def cancel(self, call: Call) -> None:
+        """End the choices of ``call`` that still run here."""
+        self._cancel_samples(self._running(call))
+
+    def count_tokens(self, call: Call) -> int:
+        """Return the number of tokens that the running choices of ``call`` have received here."""
+        return sum(len(self._seats.tokens(handle)) for handle in self._running(call))
+
+    def _running(self, call: Call) -> list[int]:
+        """Return the handles of the choices of ``call`` that have not ended, here or elsewhere."""
+        return [handle for handle, choice in enumerate(call.sent, call.handle) if self._samples.get(handle) is choice]
+
+    def _cancel_samples(self, handles: Sequence[int]) -> None:
+        """Cancel the samples of ``handles``, and ignore their further tokens."""
+        if handles:
+            cancelled = dict.fromkeys(handles)
+            self._samples |= cancelled
+            self._cancels |= cancelled
+            self._has_mail.set()
+
+    # The three tasks of ``run``.
+
+    async def _read(self) -> None:
+        while True:
+            message: Any = await self._stream.read()  # a SessionResponse, or the end
+            if message is grpc.aio.EOF:
+                raise Unavailable("the scheduler closed the session")
+            if message is None:  # gRPC could not decode the message
+                raise Unavailable("the scheduler sent a message that cannot be read", reason=codec.MESSAGES_LOST)
+            match message.WhichOneof("payload"):
+                case "outputs":
+                    self._on_outputs(codec.decode_outputs(message.outputs))
+                case "load":
+                    self.unreported_tokens = 0
+                    self._owner.loaded(message.load)
+                case "acceptance":
+                    self._on_acceptance(message.acceptance.handle)
+                case "acceptances":
+                    for acceptance in message.acceptances.acceptances:
+                        self._on_acceptance(acceptance.handle)
+                case "rejection":
+                    self._on_rejection(message.rejection)
+                case "heartbeat":
+                    codec.check_count(message.heartbeat, self._received)
+                    self._beats_answered = max(self._beats_answered, message.heartbeat.nonce)
+            self._received += 1
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            while self._outbox:
+                message = self._next()
+                if len(self._outbox) <= MOST_BACKLOG:
+                    self._has_room.set()
+                if message.HasField("heartbeat"):
+                    message.heartbeat.messages_before = self._written
+                await self._stream.write(message)
+                self._written += 1
+            if self._cancels:  # after the requests that they cancel
+                cancels, self._cancels = list(self._cancels), {}
+                await self._stream.write(codec.encode_cancel(cancels))
+                self._written += 1
+
+    def _next(self) -> session_pb2.SessionRequest:
+        """Take the next message from the outbox. Consecutive short requests become one message."""
+        first = self._outbox.popleft()
+        if not self._takes_submits or not first.HasField("submit"):
+            return first
+        requests, size = [first], first.ByteSize()
+        while self._outbox and len(requests) < _MOST_TOGETHER and self._outbox[0].HasField("submit"):
+            size += self._outbox[0].ByteSize()
+            if size > _MOST_BYTES_TOGETHER:
+                break
+            requests.append(self._outbox.popleft())
+        return codec.join_submits(requests)
+
+    async def _beat(self) -> None:
+        """Send heartbeats. Raises ``Unavailable`` if the scheduler does not answer them.
+
+        Silence is counted in intervals, not in wall time, so a gateway that was suspended does not blame the scheduler.
+        """
+        sent, answered, silent_s = 0, 0, 0.0
+        while silent_s < self._timings.heartbeat_timeout:
+            sent += 1
+            self._outbox.appendleft(codec.encode_heartbeat(sent))  # before the requests, which may be thousands
+            self._has_mail.set()
+            await asyncio.sleep(self._timings.heartbeat_interval)
+            silent_s = 0.0 if self._beats_answered > answered else silent_s + self._timings.heartbeat_interval
+            answered = self._beats_answered
+        raise Unavailable(f"the scheduler has not answered for {silent_s:.0f} s", reason="SCHEDULER_HUNG")
+
+    # Events from the reader.
+
+    def _on_acceptance(self, handle: int) -> None:
+        call = self._unaccepted.pop(handle, None)
+        if call is not None and not call.accepted and self._wanted(handle, call):
+            call.accepted = True
+            try:
+                call.generation.accepted()
+            except Exception as error:  # an error of one request must not end the session
+                call.generation.break_off("an acceptance could not be taken in", error)
+
+    def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
+        call = self._unaccepted.pop(rejection.handle, None)
+        if call is None:
+            return
+        wanted = self._wanted(rejection.handle, call)
+        for handle in range(rejection.handle, rejection.handle + len(call.choices)):
+            self._end(handle)
+        if not wanted:
+            return
+        try:
+            self._owner.refused(call, from_status(rejection.status))
+        except Exception as error:
+            call.generation.break_off("a rejection could not be taken in", error)
+
+    def _wanted(self, first: int, call: Call) -> bool:
+        """Return whether ``call`` is neither closed nor abandoned."""
+        return self._samples.get(first) is call.choices[0]
+
+    def _on_outputs(self, step: codec.StepTokens) -> None:
+        for handle, scores in step.prompts:
+            choice = self._samples.get(handle)
+            if choice is None:
+                continue
+            try:
+                choice.generation.score(choice.prompt_index, scores)
+            except Exception as error:
+                choice.generation.break_off("log-probabilities of a prompt could not be taken in", error)
+        seats, handles = self._seats, step.handles
+        if len(handles):
+            if handles.max() >= len(seats.taken) or not seats.taken[handles].all():
+                raise Unavailable("the scheduler sent tokens for a handle that no sample has")
+            self._note_times(handles, step.counts)
+            self._store(step)
+            fed = seats.fed[handles]
+            if fed.any():
+                self._feed(step, fed)
+        lost: dict[Choice, np.ndarray] = {}
+        incomplete: Unavailable | None = None
+        for handle, ending in step.endings:
+            choice, ids = self._end(handle)
+            if choice is None:
+                continue
+            if isinstance(ending.error, Unavailable):  # another scheduler may continue it
+                lost[choice], reason = ids, ending.error
+                continue
+            if ending.error is None and ending.completion_tokens > (count := len(choice.held) + len(ids)):
+                incomplete = Unavailable(
+                    f"{count} of {ending.completion_tokens} tokens were received from the scheduler; send the request"
+                    " again",
+                    reason=codec.MESSAGES_LOST,
+                )
+                choice.generation.fail(incomplete)
+                continue
+            try:
+                self._finish(choice, ids, ending)
+            except Exception as error:
+                choice.generation.break_off("an ending could not be taken in", error)
+        if lost:
+            self._owner.lose(lost, reason)
+        if incomplete is not None:
+            raise incomplete
+
+    def _finish(self, choice: Choice, ids: np.ndarray, ending: codec.Ending) -> None:
+        if not choice.generation.fed:
+            choice.new_ids = np.concatenate((choice.held, ids)) if len(choice.held) else ids
+        self._metrics.sample_finished(ending)
+        choice.generation.finish(choice, ending)
+
+    def _end(self, handle: int) -> tuple[Choice | None, np.ndarray]:
+        """Free a handle. Return its choice, or None if that was cancelled, and the tokens stored for it."""
+        self._cancels.pop(handle, None)  # a late cancel would end the handle's next sample
+        return self._samples.pop(handle, None), self._seats.give(handle)
+
+    def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
+        """Observe latencies. Several tokens in one message count as evenly spaced."""
+        now, last_step_at, seats = time.perf_counter(), self._last_step_at, self._seats
+        last = seats.last_at[handles]
+        seats.last_at[handles] = now
+        self._last_step_at = now
+        in_step = last == last_step_at
+        if counts is not None:
+            in_step &= counts == 1
+        usual = int(np.count_nonzero(in_step))
+        if usual:
+            self._metrics.inter_token.observe(now - last_step_at, usual)
+        if usual == len(handles):
+            return
+        tokens = np.ones(len(handles), np.int64) if counts is None else counts
+        others = np.flatnonzero(~in_step)
+        for handle, before, count in zip(*(a[others].tolist() for a in (handles, last, tokens)), strict=True):
+            choice = self._samples.get(handle)
+            if choice is None or not count:
+                continue
+            if before:
+                self._metrics.inter_token.observe((now - before) / count, count)
+                continue
+            choice.setbacks = choice.strikes = 0
+            if choice.generation.first_token_at is None:
+                choice.generation.first_token_at = now
+
+    def _store(self, step: codec.StepTokens) -> None:
+        """Store all tokens. An answer that is not streamed consists of them, and failover continues from them."""
+        seats = self._seats
+        if step.counts is None:
+            seats.store(step.handles, step.token_ids)
+            return
+        starts = np.cumsum(step.counts) - step.counts
+        for index in range(int(step.counts.max())):  # each handle's first token, then each handle's second
+            rows = step.counts > index
+            seats.store(step.handles[rows], step.token_ids[starts[rows] + index])
+
+    def _feed(self, step: codec.StepTokens, fed: np.ndarray) -> None:
+        """Pass the tokens of the handles in the mask ``fed`` to their generations, one sample after the other."""
+        ids, logprobs = step.token_ids.tolist(), step.logprobs
+        counts = np.ones(len(step.handles), np.int64) if step.counts is None else step.counts
+        ends = np.cumsum(counts)
+        rows = np.flatnonzero(fed)
+        columns = (step.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
+        for handle, start, end in zip(*columns, strict=True):
+            choice = self._samples.get(handle)
+            if choice is None:
+                continue
+            entries = logprobs[start:end] if logprobs is not None else None
+            try:
+                choice.generation.feed(choice, ids[start:end], entries)
+            except Exception as error:
+                choice.generation.break_off("tokens could not be taken in", error)

@@ -1,0 +1,43 @@
+"""Cross-origin requests: which web pages' scripts may call the API (``cors_origins=``)."""
+
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.http.guard import CONSOLE
+
+# Headers of answers that a page's script may read.
+_EXPOSED = (
+    "request-id", "retry-after", "x-request-id", "x-should-retry", "x-toka-ignored-params",
+    "x-ratelimit-limit-requests", "x-ratelimit-limit-tokens", "x-ratelimit-remaining-requests",
+    "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens",
+)  # fmt: skip
+_PREFLIGHT_S = 600  # a browser asks again after this time
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return ``app`` with CORS headers and preflight answers for ``origins``, or ``app`` itself if there are none."""
+    return _CrossOrigin(app, origins) if origins else app
+
+
+class _CrossOrigin:
+    """Lets pages of the allowed origins call everything but the console.
+
+    The console is a page of this server's own: another page could end requests through it.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._cors = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+            max_age=_PREFLIGHT_S,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = scope["type"] == "http" and scope["path"].startswith(CONSOLE)
+        await (self._app if own else self._cors)(scope, receive, send)

@@ -1,0 +1,170 @@
+"""Records of batches: made, shown, cancelled. What is done about them is in ``leases``."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound, Overloaded
+from services.gateway.store.database import Store
+from services.gateway.store.files import find_file
+from services.gateway.store.forecast import RECENT_CHUNKS, Forecast, forecast
+from services.gateway.store.ids import now
+from services.gateway.store.tables import (
+    ACTIVE,
+    CANCELLING,
+    IN_PROGRESS,
+    VALIDATING,
+    Chunk,
+    StoredBatch,
+)
+
+MAX_UNFINISHED = 10_000  # batches of a key; ``work.MAX_ACTIVE_OF_KEY`` of them are in progress
+COUNTS = ("completed", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+
+
+class Counts(NamedTuple):
+    """Of a batch, now."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion's
+
+
+class Shown(NamedTuple):
+    """A batch with what is counted elsewhere while it runs."""
+
+    batch: StoredBatch
+    counts: Counts
+    forecast: Forecast | None
+
+
+class Batches:
+    """The records in ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(self, batch: StoredBatch) -> Shown:
+        """Add ``batch``. Raises ``NotFound`` or ``InvalidRequest`` for its input file, ``AlreadyExists`` if there is a
+        batch with its id, and ``Overloaded`` if its key has ``MAX_UNFINISHED`` batches."""
+        try:
+            await self._add(batch)
+        except IntegrityError:
+            raise AlreadyExists(f"there is a batch {batch.id}") from None
+        return Shown(batch, Counts(), None)
+
+    async def _add(self, batch: StoredBatch) -> None:
+        async with self._store.writing() as session:
+            await _check_room(session, batch.fairness_key)
+            file = await find_file(
+                session, batch.input_file_id, batch.key_name, field="input_file_id", locked=True, shared=True
+            )
+            if file.purpose != "batch":
+                raise InvalidRequest(
+                    f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
+                    field="input_file_id",
+                    reason="INVALID_VALUE",
+                )
+            batch.input_blob = file.blob
+            session.add(batch)
+
+    async def get(self, batch_id: str, key_name: str) -> Shown:
+        """Raises ``NotFound``, also for one that another key made."""
+        async with self._store.reading() as session:
+            [shown] = await _shown(session, [await _find(session, batch_id, key_name)])
+            return shown
+
+    async def page(self, *, key_name: str, after: str | None, limit: int) -> tuple[Sequence[Shown], bool]:
+        """At most ``limit`` batches of a key behind ``after``, the newest first, and whether there are more."""
+        own = StoredBatch.key_name == key_name
+        query = select(StoredBatch).where(own).order_by(StoredBatch.seq.desc()).limit(limit + 1)
+        async with self._store.reading() as session:
+            if after is not None:
+                last = await session.scalar(select(StoredBatch.seq).where(StoredBatch.id == after, own))
+                if last is None:
+                    raise InvalidRequest(f"after={after[:100]!r}: there is no such batch", field="after")
+                query = query.where(StoredBatch.seq < last)
+            found = (await session.scalars(query)).all()
+            return await _shown(session, found[:limit]), len(found) > limit
+
+    async def cancel(self, batch_id: str, key_name: str) -> Shown:
+        """Let no more of its lines begin. Raises ``NotFound``, or ``FailedPrecondition`` when it is too late."""
+        async with self._store.writing() as session:
+            batch = await _find(session, batch_id, key_name, locked=True)
+            if batch.status in (VALIDATING, IN_PROGRESS):
+                batch.status, batch.cancelling_at = CANCELLING, now()
+            elif batch.status != CANCELLING:
+                raise FailedPrecondition(
+                    f"the batch {batch_id} is {batch.status}; only one that is validating or in_progress can be"
+                    " cancelled",
+                    reason="BATCH_NOT_CANCELLABLE",
+                )
+            await session.flush()
+            [shown] = await _shown(session, [batch])
+            return shown
+
+
+async def _check_room(session: AsyncSession, key: str) -> None:
+    """Raise ``Overloaded`` if the fairness key has as many unfinished batches as it may have."""
+    unfinished = StoredBatch.fairness_key == key, StoredBatch.status.in_(ACTIVE)
+    some = select(StoredBatch.seq).where(*unfinished).limit(MAX_UNFINISHED).subquery()
+    if await session.scalar(select(func.count()).select_from(some)) == MAX_UNFINISHED:
+        raise Overloaded(
+            f"{MAX_UNFINISHED} batches of this caller have not ended; wait for some, or put more lines into one",
+            retry_after_s=60.0,
+            reason="TOO_MANY_BATCHES",
+        )
+
+
+async def counts_of(session: AsyncSession, batch: StoredBatch) -> Counts:
+    """Return the counts of ``batch`` as committed so far."""
+    return (await _counts(session, [batch]))[batch.seq]
+
+
+async def _counts(session: AsyncSession, batches: Sequence[StoredBatch]) -> dict[int, Counts]:
+    """Return the counts of each batch, by ``seq``. Of active ones the chunks have them."""
+    counts = {batch.seq: Counts(batch.total, *(getattr(batch, name) for name in COUNTS)) for batch in batches}
+    active = {batch.seq: batch for batch in batches if batch.status in ACTIVE}
+    if active:
+        counts |= {seq: Counts(batch.total) for seq, batch in active.items()}
+        sums = (func.sum(getattr(Chunk, name)) for name in COUNTS)
+        query = select(Chunk.batch_seq, *sums).where(Chunk.batch_seq.in_(active)).group_by(Chunk.batch_seq)
+        for seq, *values in await session.execute(query):
+            counts[seq] = Counts(active[seq].total, *map(int, values))
+    return counts
+
+
+async def _shown(session: AsyncSession, batches: Sequence[StoredBatch]) -> list[Shown]:
+    counts = await _counts(session, batches)
+    recent: dict[int, list[tuple[int, float]]] = {batch.seq: [] for batch in batches if batch.status == IN_PROGRESS}
+    if recent:
+        place = func.row_number().over(partition_by=Chunk.batch_seq, order_by=Chunk.done_at.desc()).label("place")
+        done = Chunk.batch_seq.in_(recent), Chunk.done.is_(True), Chunk.done_at.is_not(None)
+        found = select(Chunk.batch_seq, Chunk.count, Chunk.done_at, place).where(*done).subquery()
+        query = select(found.c.batch_seq, found.c.count, found.c.done_at).where(found.c.place <= RECENT_CHUNKS)
+        for seq, count, at in await session.execute(query.order_by(found.c.batch_seq, found.c.place)):
+            recent[seq].append((count, at))
+    return [Shown(batch, counts[batch.seq], _forecast(batch, counts[batch.seq], recent)) for batch in batches]
+
+
+def _forecast(batch: StoredBatch, counts: Counts, recent: Mapping[int, list[tuple[int, float]]]) -> Forecast | None:
+    if batch.seq not in recent:
+        return None
+    done, at = counts.completed + counts.failed, now()
+    began_at = batch.in_progress_at or at
+    return forecast(counts.total - done, recent[batch.seq], at, lines_done=done, began_at=began_at)
+
+
+async def _find(session: AsyncSession, batch_id: str, key_name: str, *, locked: bool = False) -> StoredBatch:
+    query = select(StoredBatch).where(StoredBatch.id == batch_id, StoredBatch.key_name == key_name)
+    batch = await session.scalar(query.with_for_update() if locked else query)
+    if batch is None:
+        raise NotFound(f"there is no batch {batch_id[:100]!r}", field="batch_id", reason="BATCH_NOT_FOUND")
+    return batch

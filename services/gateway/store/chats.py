@@ -1,0 +1,110 @@
+"""Chat completions in the store: those that were asked for with ``store: true``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+
+from services.common.errors import InvalidRequest, NotFound
+from services.gateway.store.database import Store
+from services.gateway.store.expiry import delete_some
+from services.gateway.store.ids import now
+from services.gateway.store.inserts import Inserts
+from services.gateway.store.responses import MAX_WAITING_BYTES
+from services.gateway.store.tables import StoredChat
+
+CHATS_EXPIRE_S = 30 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class ChatFilter:
+    """A filter of stored chat completions. None matches all."""
+
+    model: str | None = None
+    labels: Mapping[str, str] | None = None
+
+
+class Chats:
+    """The chat completions in ``store``. One is visible to the API key that made it only."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._inserts = Inserts(store, StoredChat)
+
+    async def keep(
+        self, chat_id: str, body: bytes, messages: bytes, model: str, labels: dict[str, str] | None, key_name: str
+    ) -> None:
+        """Keep a chat completion. ``body``, ``messages``: its JSON, and that of the messages it answers. Raises
+        ``AlreadyExists``, ``Overloaded`` if too much waits for the store, and the store's errors."""
+        created_at = now()
+        row = {
+            "id": chat_id,
+            "body": body,
+            "items": messages,
+            "model": model,
+            "labels": labels,
+            "created_at": created_at,
+            "expires_at": created_at + CHATS_EXPIRE_S,
+            "key_name": key_name,
+        }
+        await self._inserts.add(row, len(body) + len(messages), MAX_WAITING_BYTES)
+
+    async def get(self, chat_id: str, key_name: str) -> StoredChat:
+        """Return a chat completion. Raises ``NotFound``, also for another key's."""
+        async with self._store.reading() as session:
+            return _found(await session.scalar(select(StoredChat).where(*_own(chat_id, key_name))), chat_id)
+
+    async def update(self, chat_id: str, labels: dict[str, str] | None, key_name: str) -> StoredChat:
+        """Replace the labels of a chat completion. Raises ``NotFound``."""
+        async with self._store.writing() as session:
+            query = select(StoredChat).where(*_own(chat_id, key_name)).with_for_update()
+            chat = _found(await session.scalar(query), chat_id)
+            chat.labels = labels
+            return chat
+
+    async def delete(self, chat_id: str, key_name: str) -> None:
+        """Delete a chat completion. Raises ``NotFound``."""
+        async with self._store.writing() as session:
+            chat = _found(await session.scalar(select(StoredChat).where(*_own(chat_id, key_name))), chat_id)
+            await session.delete(chat)
+
+    async def page(
+        self, key_name: str, wanted: ChatFilter, *, after: str | None, limit: int, newest_first: bool
+    ) -> tuple[Sequence[StoredChat], bool]:
+        """Return at most ``limit`` chat completions behind ``after``, and whether there are more. Raises
+        ``InvalidRequest`` if there is no chat completion ``after``."""
+        query = select(StoredChat).where(StoredChat.key_name == key_name, StoredChat.expires_at > now())
+        if wanted.model is not None:
+            query = query.where(StoredChat.model == wanted.model)
+        for name, value in (wanted.labels or {}).items():
+            query = query.where(StoredChat.labels[name].as_string() == value)
+        async with self._store.reading() as session:
+            if after is not None:
+                last = await session.scalar(select(StoredChat.seq).where(*_own(after, key_name)))
+                if last is None:
+                    raise InvalidRequest(f"after={after[:100]!r}: there is no such chat completion", field="after")
+                query = query.where(StoredChat.seq < last if newest_first else StoredChat.seq > last)
+            order = StoredChat.seq.desc() if newest_first else StoredChat.seq
+            found = (await session.scalars(query.order_by(order).limit(limit + 1))).all()
+            return found[:limit], len(found) > limit
+
+    async def forget_expired(self) -> bool:
+        """Delete some of the chat completions that have expired. Returns whether there may be more."""
+        async with self._store.writing() as session:
+            return await delete_some(session, StoredChat, StoredChat.seq, StoredChat.expires_at <= now())
+
+
+def _own(chat_id: str, key_name: str) -> tuple[Any, ...]:
+    return StoredChat.id == chat_id, StoredChat.key_name == key_name, StoredChat.expires_at > now()
+
+
+def _found(chat: StoredChat | None, chat_id: str) -> StoredChat:
+    if chat is None:
+        raise NotFound(
+            f"there is no chat completion {chat_id[:100]!r}: it was not stored with store=true, was deleted, or is"
+            " older than 30 days",
+            field="completion_id",
+            reason="CHAT_COMPLETION_NOT_FOUND",
+        )
+    return chat

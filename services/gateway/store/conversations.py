@@ -1,0 +1,215 @@
+"""Conversations in the store: their items, in order, which responses read and add to."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import orjson
+from sqlalchemy import delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.common.errors import InvalidRequest, NotFound
+from services.gateway.store.database import Store
+from services.gateway.store.expiry import delete_some
+from services.gateway.store.ids import new_id, now
+from services.gateway.store.tables import StoredConversation, StoredItem
+
+CONVERSATIONS_EXPIRE_S = 30 * 24 * 3600  # after the last change
+MAX_ITEMS = 65_536  # of a conversation
+MAX_BYTES = 4 * 1024 * 1024  # of their JSON
+_LONGEST_ID = 64
+_FORGOTTEN_AT_ONCE = 100
+_ASKED_AT_ONCE = 500  # ids in a statement
+
+
+class Addition(NamedTuple):
+    """The items that a response adds to its conversation: those of its input and of its output."""
+
+    conversation_id: str
+    items: Sequence[dict[str, Any]]
+
+
+class Conversations:
+    """The conversations in ``store``. A conversation is visible to the API key that made it only."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(
+        self, labels: dict[str, str] | None, items: Sequence[dict[str, Any]], key_name: str
+    ) -> StoredConversation:
+        """Create a conversation. Raises ``InvalidRequest`` for too many or too large items."""
+        created_at = now()
+        conversation = StoredConversation(
+            id=new_id("conv_"), labels=labels, items=0, bytes=0, created_at=created_at, key_name=key_name,
+            expires_at=created_at + CONVERSATIONS_EXPIRE_S,
+        )  # fmt: skip
+        async with self._store.writing() as session:
+            session.add(conversation)
+            await session.flush()
+            await _add(session, conversation, items, bounded=True)
+        return conversation
+
+    async def get(self, conversation_id: str, key_name: str) -> StoredConversation:
+        """Return a conversation. Raises ``NotFound``."""
+        async with self._store.reading() as session:
+            return await _find(session, conversation_id, key_name)
+
+    async def update(self, conversation_id: str, labels: dict[str, str] | None, key_name: str) -> StoredConversation:
+        """Replace the labels of a conversation. Raises ``NotFound``."""
+        async with self._store.writing() as session:
+            conversation = await _find(session, conversation_id, key_name, locked=True)
+            conversation.labels = labels
+            _postpone(conversation)
+            return conversation
+
+    async def delete(self, conversation_id: str, key_name: str) -> None:
+        """Delete a conversation and its items. Raises ``NotFound``."""
+        async with self._store.writing() as session:
+            conversation = await _find(session, conversation_id, key_name, locked=True)
+            await _delete(session, [conversation.seq])
+
+    async def add(self, conversation_id: str, items: Sequence[dict[str, Any]], key_name: str) -> list[dict[str, Any]]:
+        """Append items. Returns them with the ids they have now. Raises ``NotFound`` and ``InvalidRequest``."""
+        async with self._store.writing() as session:
+            conversation = await _find(session, conversation_id, key_name, locked=True)
+            return await _add(session, conversation, items, bounded=True)
+
+    async def append(self, addition: Addition, key_name: str) -> None:
+        """Add the items of a response that is not stored itself. Raises ``NotFound``."""
+        async with self._store.writing() as session:
+            await append(session, addition, key_name)
+
+    async def items(self, conversation_id: str, key_name: str) -> list[bytes]:
+        """Return the JSON of all items, in order. Raises ``NotFound``."""
+        async with self._store.reading() as session:
+            conversation = await _find(session, conversation_id, key_name)
+            own = StoredItem.conversation_seq == conversation.seq
+            return list(await session.scalars(select(StoredItem.body).where(own).order_by(StoredItem.seq)))
+
+    async def page(
+        self, conversation_id: str, key_name: str, *, after: str | None, limit: int, newest_first: bool
+    ) -> tuple[list[bytes], bool]:
+        """Return the JSON of at most ``limit`` items behind ``after``, and whether there are more. Raises ``NotFound``,
+        and ``InvalidRequest`` if there is no item ``after``."""
+        async with self._store.reading() as session:
+            conversation = await _find(session, conversation_id, key_name)
+            query = select(StoredItem.body).where(StoredItem.conversation_seq == conversation.seq)
+            if after is not None:
+                last = await session.scalar(_item(conversation, after).with_only_columns(StoredItem.seq))
+                if last is None:
+                    raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
+                query = query.where(StoredItem.seq < last if newest_first else StoredItem.seq > last)
+            order = StoredItem.seq.desc() if newest_first else StoredItem.seq
+            found = list(await session.scalars(query.order_by(order).limit(limit + 1)))
+            return found[:limit], len(found) > limit
+
+    async def item(self, conversation_id: str, item_id: str, key_name: str) -> bytes:
+        """Return the JSON of an item. Raises ``NotFound``."""
+        async with self._store.reading() as session:
+            conversation = await _find(session, conversation_id, key_name)
+            item: StoredItem | None = await session.scalar(_item(conversation, item_id))
+            if item is None:
+                raise _no_item(item_id)
+            return item.body
+
+    async def delete_item(self, conversation_id: str, item_id: str, key_name: str) -> StoredConversation:
+        """Delete an item. Returns its conversation. Raises ``NotFound``."""
+        async with self._store.writing() as session:
+            conversation = await _find(session, conversation_id, key_name, locked=True)
+            item = await session.scalar(_item(conversation, item_id))
+            if item is None:
+                raise _no_item(item_id)
+            conversation.items -= 1
+            conversation.bytes -= len(item.body)
+            _postpone(conversation)
+            await session.delete(item)
+            return conversation
+
+    async def forget_expired(self) -> bool:
+        """Delete some of the conversations that have expired, and of their items. Returns whether there may be more."""
+        expired = select(StoredConversation.seq).where(StoredConversation.expires_at <= now())
+        async with self._store.writing() as session:
+            found = (await session.scalars(expired.limit(_FORGOTTEN_AT_ONCE).with_for_update())).all()
+            if not found:
+                return False
+            if await delete_some(session, StoredItem, StoredItem.seq, StoredItem.conversation_seq.in_(found)):
+                return True
+            await _delete(session, found)
+        return len(found) == _FORGOTTEN_AT_ONCE
+
+
+async def append(session: AsyncSession, addition: Addition, key_name: str) -> None:
+    """Add the items of a response to its conversation. Raises ``NotFound`` if it was deleted.
+
+    The bounds are not checked: they were before the response was generated.
+    """
+    conversation = await _find(session, addition.conversation_id, key_name, locked=True)
+    await _add(session, conversation, addition.items, bounded=False)
+
+
+async def _add(
+    session: AsyncSession, conversation: StoredConversation, items: Sequence[dict[str, Any]], *, bounded: bool
+) -> list[dict[str, Any]]:
+    own = StoredItem.conversation_seq == conversation.seq
+    given, taken = [item["id"] for item in items if _fits(item["id"])], set[str]()
+    for first in range(0, len(given), _ASKED_AT_ONCE):
+        some = StoredItem.id.in_(given[first : first + _ASKED_AT_ONCE])
+        taken.update(await session.scalars(select(StoredItem.id).where(own, some)))
+    added, rows = [], []
+    for item in items:
+        name = item["id"]
+        if name in taken or not _fits(name):
+            name = new_id(f"{name.partition('_')[0][:8]}_") if _fits(name) else new_id("item_")
+        taken.add(name)
+        added.append(item | {"id": name})
+        rows.append({"conversation_seq": conversation.seq, "id": name, "body": orjson.dumps(added[-1])})
+    conversation.items += len(rows)
+    conversation.bytes += sum(len(row["body"]) for row in rows)
+    if bounded and (conversation.items > MAX_ITEMS or conversation.bytes > MAX_BYTES):
+        raise InvalidRequest(
+            f"items: a conversation has at most {MAX_ITEMS} items and {MAX_BYTES} bytes of JSON; begin a new one with"
+            " what is still needed",
+            field="items",
+            reason="INVALID_VALUE",
+        )
+    _postpone(conversation)
+    await session.flush()
+    if rows:
+        await session.execute(insert(StoredItem), rows)
+    return added
+
+
+def _fits(name: str) -> bool:
+    return len(name) <= _LONGEST_ID and "\0" not in name
+
+
+def _postpone(conversation: StoredConversation) -> None:
+    conversation.expires_at = now() + CONVERSATIONS_EXPIRE_S
+
+
+async def _delete(session: AsyncSession, seqs: Sequence[int]) -> None:
+    await session.execute(delete(StoredItem).where(StoredItem.conversation_seq.in_(seqs)))
+    await session.execute(delete(StoredConversation).where(StoredConversation.seq.in_(seqs)))
+
+
+def _item(conversation: StoredConversation, item_id: str) -> Any:
+    return select(StoredItem).where(StoredItem.conversation_seq == conversation.seq, StoredItem.id == item_id)
+
+
+async def _find(
+    session: AsyncSession, conversation_id: str, key_name: str, *, locked: bool = False
+) -> StoredConversation:
+    own = StoredConversation.id == conversation_id, StoredConversation.key_name == key_name
+    query = select(StoredConversation).where(*own, StoredConversation.expires_at > now())
+    conversation = await session.scalar(query.with_for_update() if locked else query)
+    if conversation is None:
+        raise NotFound(
+            f"there is no conversation {conversation_id[:100]!r}: it was deleted, or not used for 30 days",
+            field="conversation_id",
+            reason="CONVERSATION_NOT_FOUND",
+        )
+    return conversation
+
+
+def _no_item(item_id: str) -> NotFound:
+    return NotFound(f"there is no item {item_id[:100]!r} in it", field="item_id", reason="ITEM_NOT_FOUND")

@@ -1,0 +1,286 @@
+"""The database of files, batches and stored responses: its schema, its migrations and its transactions."""
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from sqlalchemy import Connection, CursorResult, Table, UpdateBase, insert, inspect, select, text, update
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+
+from services.common.errors import FailedPrecondition, StoreUnavailable
+from services.gateway.store.engines import LOCK_TIMEOUT_S, make_engine
+from services.gateway.store.health import StoreHealth, diagnose
+from services.gateway.store.tables import (
+    COMPLETED,
+    Base,
+    Chunk,
+    SchemaVersion,
+    StoredBatch,
+    StoredChat,
+    StoredConversation,
+    StoredEvents,
+    StoredFile,
+    StoredItem,
+    StoredResponse,
+    StoredTry,
+)
+
+# SQL states of errors that may pass: lost connections, deadlocks, a full or stopping server.
+_PASSING = ("08", "40", "53", "57")
+MIGRATION_LOCK = 0x746F6B61  # number of the advisory lock of PostgreSQL that a migration holds
+
+
+def _version_1(connection: Connection) -> None:
+    Base.metadata.create_all(connection)
+
+
+def _version_2(connection: Connection) -> None:
+    StoredResponse.__table__.create(connection, checkfirst=True)  # a new store has it
+
+
+def _version_3(connection: Connection) -> None:
+    StoredTry.__table__.create(connection, checkfirst=True)
+    for table in (StoredFile.__table__, StoredResponse.__table__, StoredBatch.__table__):
+        _add_column(connection, table, "key_name", "''")
+        for index in table.indexes:
+            if "key_name" in index.columns:  # other indexes may need columns of a later version
+                index.create(connection, checkfirst=True)
+
+
+def _version_4(connection: Connection) -> None:
+    for table in (StoredBatch.__table__, Chunk.__table__):
+        _add_column(connection, table, "reasoning_tokens", "0")
+
+
+def _version_5(connection: Connection) -> None:
+    for table in (StoredEvents, StoredConversation, StoredItem, StoredChat):
+        table.__table__.create(connection, checkfirst=True)
+    responses = StoredResponse.__table__
+    _add_column(connection, responses, "status", f"'{COMPLETED}'")
+    _add_column(connection, responses, "owner", None)
+    _add_column(connection, responses, "lease_until", None)
+    for index in responses.indexes:
+        index.create(connection, checkfirst=True)
+
+
+def _version_6(connection: Connection) -> None:
+    for table in (StoredFile.__table__, StoredChat.__table__, StoredBatch.__table__):
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
+
+
+def _add_column(connection: Connection, table: Table, name: str, default: str | None) -> None:
+    """Add a column unless the table has it. It is NOT NULL with ``default``, or may be NULL if ``default`` is None."""
+    if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
+        kind = table.c[name].type.compile(connection.dialect)
+        rest = "" if default is None else f" DEFAULT {default} NOT NULL"
+        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind}{rest}"))
+
+
+# The n-th function migrates the schema from version n - 1 to version n. Append only.
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
+    _version_1,
+    _version_2,
+    _version_3,
+    _version_4,
+    _version_5,
+    _version_6,
+)
+
+
+class Store:
+    """A database that is open. ``open`` creates it. All methods run on the gateway's event loop."""
+
+    def __init__(self, url: str, engine: AsyncEngine, health: StoreHealth) -> None:
+        self._url = url
+        self._engine = engine
+        self._health = health
+        self._path = _path_of(engine)
+        self._file: tuple[int, int] | None = None  # identity of the file at ``_path``, once it is open
+        self._reopening = asyncio.Lock()
+        # SQLite has one writer at a time, and a second one polls. Writers of this process queue instead.
+        self._writer_lock = asyncio.Lock() if engine.dialect.name == "sqlite" else None
+        self._read = async_sessionmaker(engine, expire_on_commit=False)
+        self._write = async_sessionmaker(engine.execution_options(toka_writes=True), expire_on_commit=False)
+
+    @classmethod
+    async def open(cls, url: str, health: StoreHealth | None = None) -> "Store":
+        """Open the database at ``url`` and migrate its schema. Several processes may do so at once.
+
+        Raises StoreUnavailable for an error that may pass, and other TokaErrors for a database that can never be used.
+        """
+        health = health or StoreHealth()
+        store = cls(url, make_engine(url, health), health)
+        try:
+            await store._migrate()
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncSession]:
+        """Run a transaction that only reads. Raises StoreUnavailable."""
+        async with self._watched(writing=False):
+            await self._follow_file()
+            async with self._read() as session:
+                yield session
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncSession]:
+        """Run a transaction that is committed unless the block raises. Raises StoreUnavailable."""
+        async with self._watched(writing=True):
+            await self._follow_file()
+            async with self._writer(), self._write.begin() as session:
+                yield session
+
+    async def _migrate(self) -> None:
+        """Migrate the schema, if it is older than this program. Raises StoreUnavailable and FailedPrecondition."""
+        async with self._watched(writing=True):
+            if self._engine.dialect.name == "sqlite":
+                await self._migrate_with(self._engine)
+            elif not await self._is_current():
+                # A broken link must not block a store that needs no migration for the timeout of a migration.
+                engine = make_engine(self._url, self._health, migrating=True)
+                try:
+                    await self._migrate_with(engine)
+                finally:
+                    await engine.dispose()
+
+    async def _is_current(self) -> bool:
+        async with self._engine.begin() as connection:
+            return await connection.run_sync(_is_current)
+
+    async def _migrate_with(self, engine: AsyncEngine) -> None:
+        async with engine.execution_options(toka_writes=True).begin() as connection:
+            opened = _identity(self._path)
+            try:
+                await connection.run_sync(_migrate)
+            except FailedPrecondition as error:
+                self._health.failed("database", "newer", error.message, writing=True)
+                raise
+        self._file = opened
+
+    async def _follow_file(self) -> None:
+        """Open SQLite's database again if its file was replaced. Raises StoreUnavailable if the file is gone.
+
+        SQLite itself would use the deleted file, or create an empty one.
+        """
+        if self._path is None or (self._file is not None and _identity(self._path) == self._file):
+            return
+        self._file = None  # the next file may have the same inode
+        await self._engine.dispose()
+        if _identity(self._path) is None:
+            raise self._health.failed(
+                "database",
+                "missing",
+                f"the database {self._path} is gone; put it back, or start the gateway again with an empty store",
+                writing=False,
+            )
+        async with self._reopening:
+            if self._file is None:
+                try:
+                    await self._migrate()
+                except FailedPrecondition as error:
+                    raise StoreUnavailable(error.message) from error
+                self._health.replaced()
+
+    @asynccontextmanager
+    async def _watched(self, *, writing: bool) -> AsyncIterator[None]:
+        """Raise an error of the database as StoreUnavailable, if it may pass or an operator can solve it.
+
+        Records failures and successes in the health.
+        """
+        try:
+            yield
+        except (PoolTimeout, TimeoutError, OSError, sqlite3.Error, DBAPIError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            found = None if self._path is None or cause is None else diagnose(cause, self._path)
+            if found is None and not _may_pass(error):
+                raise
+            problem, message = found or ("error", f"the store does not answer: {str(cause) or 'it takes too long'}")
+            if problem == "damaged":
+                await self._engine.dispose()  # the next connections open the file that replaces it
+            raise self._health.failed("database", problem, message, writing=writing) from error
+        self._health.worked("database", writing=writing)
+
+    @asynccontextmanager
+    async def _writer(self) -> AsyncIterator[None]:
+        if self._writer_lock is None:
+            yield
+            return
+        async with asyncio.timeout(LOCK_TIMEOUT_S):
+            await self._writer_lock.acquire()
+        try:
+            yield
+        finally:
+            self._writer_lock.release()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._engine.dispose()
+
+
+async def rows_changed(session: AsyncSession, statement: UpdateBase) -> int:
+    """Run ``statement``, an update or a delete, and return the number of rows that it changed."""
+    result = await session.execute(statement)
+    return cast("CursorResult[Any]", result).rowcount  # updates and deletes have this type of result
+
+
+def _is_current(connection: Connection) -> bool:
+    """Return whether the schema has this program's version.
+
+    Locks the version's row, so that a server that takes no writes fails here and not at the first write.
+    """
+    if not inspect(connection).has_table(SchemaVersion.__tablename__):
+        return False
+    return connection.execute(select(SchemaVersion.version).with_for_update(read=True)).scalar() == len(MIGRATIONS)
+
+
+def _migrate(connection: Connection) -> None:
+    """Run the migrations that the database lacks. Raises FailedPrecondition for the schema of a newer program."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"))
+    Base.metadata.create_all(connection, tables=[SchemaVersion.__table__])
+    version = connection.execute(select(SchemaVersion.version)).scalar()
+    if version is None:
+        connection.execute(insert(SchemaVersion).values(id=1, version=0))
+        version = 0
+    if version > len(MIGRATIONS):
+        raise FailedPrecondition(
+            f"the store has schema version {version}, and this program knows {len(MIGRATIONS)}: a newer program made"
+            f" {connection.engine.url.database}; run that, or name another store with store_url="
+        )
+    for migrate in MIGRATIONS[version:]:
+        migrate(connection)
+    connection.execute(update(SchemaVersion).values(version=len(MIGRATIONS)))
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether the same statement may succeed when it is run again."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, (PoolTimeout, OSError, sqlite3.OperationalError))
+    passing = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
+    return passing or error.connection_invalidated or isinstance(error, (InterfaceError, OperationalError))
+
+
+def _path_of(engine: AsyncEngine) -> str | None:
+    """Return the path of a SQLite database, or None for a database in memory or on a server."""
+    name = engine.url.database or ""
+    if engine.dialect.name != "sqlite" or not name or name == ":memory:":
+        return None
+    return name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name
+
+
+def _identity(path: str | None) -> tuple[int, int] | None:
+    """Return device and inode of a file, or None if it does not exist."""
+    try:
+        found = None if path is None else os.stat(path)
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)

@@ -1,0 +1,41 @@
+"""Records that are deleted when they have expired."""
+
+from typing import Any, Protocol
+
+from sqlalchemy import ColumnElement, delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.gateway.store.tables import Base
+
+AT_ONCE = 500  # rows that one transaction deletes: others wait for it
+
+
+class Expiring(Protocol):
+    """Records of one kind."""
+
+    async def forget_expired(self) -> bool:
+        """Delete some of those that have expired. Returns whether there may be more."""
+
+
+class ExpiringTogether:
+    """Records of several kinds."""
+
+    def __init__(self, *kinds: Expiring) -> None:
+        self._kinds = kinds
+
+    async def forget_expired(self) -> bool:
+        """Delete some of those that have expired, of each kind. Returns whether there may be more."""
+        return any([await kind.forget_expired() for kind in self._kinds])
+
+
+async def delete_some(session: AsyncSession, table: type[Base], name: Any, condition: ColumnElement[bool]) -> bool:
+    """Delete at most ``AT_ONCE`` rows of ``table`` that fulfil ``condition``. ``name``: the columns of its primary key.
+
+    Returns whether there may be more.
+    """
+    columns = list(name.clauses) if hasattr(name, "clauses") else [name]
+    found = (await session.execute(select(*columns).where(condition).limit(AT_ONCE))).all()
+    if found:
+        names = [tuple(row) if len(columns) > 1 else row[0] for row in found]
+        await session.execute(delete(table).where(name.in_(names)))
+    return len(found) == AT_ONCE

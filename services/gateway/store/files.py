@@ -1,0 +1,153 @@
+"""Records of files: made, listed, deleted, and what became of those that nobody will ask for again."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import ColumnElement, delete, or_, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
+from services.gateway.store.database import Store
+from services.gateway.store.ids import new_id, now
+from services.gateway.store.tables import ACTIVE, DELETED, PROCESSED, UPLOADING, StoredBatch, StoredFile
+
+BATCH, BATCH_OUTPUT = "batch", "batch_output"
+# What a client may upload. Only batches are worked on; the rest is kept for those who ask for it.
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+# As OpenAI keeps what batches read and write, unless told otherwise.
+BATCH_FILES_EXPIRE_S = 30 * 24 * 3600
+_UPLOAD_MAY_TAKE_S = 24 * 3600
+_DELETED_KEPT_S = 3600  # a deleted file's place in lists, for who turns pages
+
+
+def new_file(
+    filename: str, purpose: str, *, blob: str, size: int, expires_after: int | None, key_name: str
+) -> StoredFile:
+    """A record that is complete, to be added."""
+    created_at = now()
+    if expires_after is None and purpose in (BATCH, BATCH_OUTPUT):
+        expires_after = BATCH_FILES_EXPIRE_S
+    return StoredFile(
+        id=new_id("file-"),
+        filename=filename,
+        purpose=purpose,
+        status=PROCESSED,
+        blob=blob,
+        bytes=size,
+        created_at=created_at,
+        expires_at=None if expires_after is None else created_at + expires_after,
+        key_name=key_name,
+    )
+
+
+class Files:
+    """The records in ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def begin_upload(self) -> StoredFile:
+        """A record for a blob that is about to be written: whatever happens, it can be found and deleted."""
+        record = new_file("", "", blob=new_id("blob-"), size=0, expires_after=_UPLOAD_MAY_TAKE_S, key_name="")
+        record.status = UPLOADING
+        async with self._store.writing() as session:
+            session.add(record)
+        return record
+
+    async def finish_upload(self, record: StoredFile, done: StoredFile) -> StoredFile:
+        """``record`` becomes what ``done`` says; it keeps its blob. Raises ``AlreadyExists`` when there is a file with
+        the id of ``done``."""
+        names = ("id", "filename", "purpose", "bytes", "created_at", "expires_at", "key_name")
+        values = {name: getattr(done, name) for name in names}
+        try:
+            async with self._store.writing() as session:
+                gone = StoredFile.id == done.id, StoredFile.status == DELETED  # which an earlier try had made
+                await session.execute(delete(StoredFile).where(*gone))
+                await session.execute(
+                    update(StoredFile).where(StoredFile.id == record.id).values(**values, status=PROCESSED)
+                )
+        except IntegrityError:
+            raise AlreadyExists(f"there is a file {done.id}") from None
+        return await self.get(done.id, done.key_name)
+
+    async def get(self, file_id: str, key_name: str) -> StoredFile:
+        """Raises ``NotFound``, also for one that another key made."""
+        async with self._store.reading() as session:
+            return await find_file(session, file_id, key_name)
+
+    async def page(
+        self, *, key_name: str, after: str | None, limit: int, order: str, purpose: str | None
+    ) -> tuple[Sequence[StoredFile], bool]:
+        """At most ``limit`` files of a key behind ``after``, which may have been deleted since, and whether there are
+        more. ``order``: asc or desc."""
+        query = select(StoredFile).where(_visible(), StoredFile.key_name == key_name)
+        if purpose is not None:
+            query = query.where(StoredFile.purpose == purpose)
+        query = query.order_by(StoredFile.seq if order == "asc" else StoredFile.seq.desc()).limit(limit + 1)
+        async with self._store.reading() as session:
+            if after is not None:
+                own = StoredFile.id == after, StoredFile.key_name == key_name
+                last = await session.scalar(select(StoredFile.seq).where(*own))
+                if last is None:
+                    raise InvalidRequest(f"after={after[:100]!r}: there is no such file", field="after")
+                query = query.where(StoredFile.seq > last if order == "asc" else StoredFile.seq < last)
+            found = (await session.scalars(query)).all()
+        return found[:limit], len(found) > limit
+
+    async def delete(self, file_id: str, key_name: str) -> str:
+        """Forget the file; returns its blob. Raises ``NotFound``, or ``FailedPrecondition`` while a batch reads it."""
+        async with self._store.writing() as session:
+            file = await find_file(session, file_id, key_name, locked=True)
+            reader = await session.scalar(select(StoredBatch.id).where(_reads(file_id)).limit(1))
+            if reader is not None:
+                raise FailedPrecondition(
+                    f"the file {file_id} is the input of {reader}, which still runs; cancel that first, or wait",
+                    reason="FILE_IN_USE",
+                )
+            file.status, file.expires_at = DELETED, now() + _DELETED_KEPT_S
+        return file.blob
+
+    async def discard(self, record: StoredFile) -> None:
+        """Forget an upload that came to nothing."""
+        async with self._store.writing() as session:
+            await session.execute(delete(StoredFile).where(StoredFile.id == record.id))
+
+    async def forget_expired(self) -> list[str]:
+        """Forget files whose time is over, and that no batch still reads; returns their blobs."""
+        in_use = select(StoredBatch.input_file_id).where(StoredBatch.status.in_(ACTIVE))
+        expired = select(StoredFile.seq, StoredFile.blob).where(
+            StoredFile.expires_at <= now(), StoredFile.id.not_in(in_use)
+        )
+        async with self._store.writing() as session:
+            locked = (await session.execute(expired.limit(1000).with_for_update(skip_locked=True))).all()
+            # Again, now that no batch can begin to read them: one may have done so just before they were locked.
+            over = (await session.execute(expired.where(StoredFile.seq.in_([seq for seq, _ in locked])))).all()
+            await session.execute(delete(StoredFile).where(StoredFile.seq.in_([seq for seq, _ in over])))
+        return [blob for _, blob in over]
+
+
+async def find_file(
+    session: AsyncSession,
+    file_id: str,
+    key_name: str,
+    *,
+    field: str = "file_id",
+    locked: bool = False,
+    shared: bool = False,
+) -> StoredFile:
+    """In a transaction of the caller, until whose end it may be ``locked``: ``shared`` with others, but nobody deletes
+    it. Raises ``NotFound``, which names the ``field`` that the client sent."""
+    own = StoredFile.id == file_id, StoredFile.key_name == key_name
+    query = select(StoredFile).where(*own, _visible())
+    file = await session.scalar(query.with_for_update(read=shared) if locked else query)
+    if file is None:
+        raise NotFound(f"there is no file {file_id[:100]!r}", field=field, reason="FILE_NOT_FOUND")
+    return file
+
+
+def _visible() -> ColumnElement[bool]:
+    return (StoredFile.status == PROCESSED) & or_(StoredFile.expires_at.is_(None), StoredFile.expires_at > now())
+
+
+def _reads(file_id: str) -> ColumnElement[bool]:
+    return (StoredBatch.input_file_id == file_id) & StoredBatch.status.in_(ACTIVE)

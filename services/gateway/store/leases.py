@@ -1,0 +1,321 @@
+"""Who works on what: batches to validate or finish, and chunks of lines to run, leased for a time.
+
+A lease is a name and a time in the row itself, extended by heartbeats. Whoever finds it expired may take it. Whatever
+the former owner still writes names him as the owner, and has no effect: no result is written twice or by two.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from sqlalchemy import ColumnElement, delete, insert, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.common.portions import portions
+from services.gateway.store.batches import COUNTS, Counts, counts_of
+from services.gateway.store.database import Store
+from services.gateway.store.ids import now
+from services.gateway.store.tables import (
+    ACTIVE,
+    CANCELLED,
+    FAILED,
+    IN_PROGRESS,
+    VALIDATING,
+    Chunk,
+    LineResult,
+    StoredBatch,
+    StoredFile,
+)
+from services.gateway.store.turns import Turns
+from services.gateway.store.work import Candidate, ChunkKey, candidates, free, runnable, work_to_do
+
+LEASE_S = 10.0
+HEARTBEAT_S = 3.0
+_PURGED_AT_ONCE = 500  # results, chunks, or batches without any
+_WRITTEN_AT_ONCE = 8 << 20  # bytes of results: a statement has its time
+
+
+class LeaseLost(Exception):
+    """Somebody else has it now, or nobody needs it any more."""
+
+
+@dataclass(frozen=True)
+class ChunkLease:
+    """Lines to run: those of the chunk that have no result yet. ``lines``: int64 [n, 3] as in ``Chunk``."""
+
+    batch: StoredBatch
+    number: int
+    lines: np.ndarray
+
+    @property
+    def key(self) -> ChunkKey:
+        return self.batch.seq, self.number
+
+
+class Outcome(NamedTuple):
+    """What became of a line."""
+
+    line: int
+    ok: bool
+    body: bytes
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Leases:
+    """Those of one process, which calls itself ``owner``, on the batches of ``pool``, and to finish those that nobody
+    else does."""
+
+    def __init__(self, store: Store, *, owner: str, pool: str) -> None:
+        self._store = store
+        self._owner = owner
+        self._pool = pool
+        self._phase_turns, self._chunk_turns = Turns(), Turns()
+
+    # Batches.
+
+    async def claim_batch(self, wanted: Callable[[Candidate], bool] = lambda _: True) -> StoredBatch | None:
+        """Lease a batch to validate (its status says so) or else to finish, of the ``wanted`` ones. Returns None if
+        there is none. Keys take turns."""
+        async with self._store.reading() as session:
+            found = await self._candidates(session)
+        order = self._phase_turns.order((each.key, each.seq) for each in found if wanted(each))
+        if not order:
+            return None
+        async with self._store.writing() as session:
+            for seq in order:
+                batch = await session.scalar(select(StoredBatch).where(StoredBatch.seq == seq).with_for_update())
+                if batch is None or batch.lease_until > time.time():
+                    continue
+                changes = await work_to_do(session, batch)
+                if changes is not None:
+                    for name, value in changes.items():
+                        setattr(batch, name, value)
+                    batch.owner, batch.lease_until = self._owner, time.time() + LEASE_S
+                    batch.attempt += 1
+                    self._phase_turns.served(batch.fairness_key, seq)
+                    return batch
+        return None
+
+    async def _candidates(self, session: AsyncSession) -> list[Candidate]:
+        """Return what seems to need work, without a lock."""
+        return await candidates(session, self._pool)
+
+    async def give_back(self, batch: StoredBatch) -> None:
+        """Others may validate or finish ``batch`` at once."""
+        async with self._store.writing() as session:
+            mine = _held(batch, self._owner)
+            await session.execute(update(StoredBatch).where(mine).values(owner=None, lease_until=0.0))
+
+    async def begin_validation(self, batch: StoredBatch) -> None:
+        """Forget what an earlier attempt has left. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch, VALIDATING)
+            await session.execute(delete(Chunk).where(Chunk.batch_seq == batch.seq))
+
+    async def add_chunks(self, batch: StoredBatch, first: int, chunks: Sequence[np.ndarray]) -> None:
+        """Chunks with numbers from ``first``. Raises ``LeaseLost``."""
+        rows = [
+            {"batch_seq": batch.seq, "number": number, "lines": lines.astype(np.int64).tobytes(), "count": len(lines)}
+            for number, lines in enumerate(chunks, first)
+        ]
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch, VALIDATING)
+            await session.execute(insert(Chunk), rows)
+
+    async def end_validation(
+        self, batch: StoredBatch, *, total: int, model: str | None, errors: list[dict[str, Any]] | None
+    ) -> None:
+        """The lines may run, or there are ``errors`` and none ever will. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch, VALIDATING)
+            values: dict[str, Any] = {"total": total, "model": model, "owner": None, "lease_until": 0.0}
+            if errors:
+                values |= {"status": FAILED, "failed_at": now(), "errors": errors}
+            else:
+                values |= {"status": IN_PROGRESS, "in_progress_at": now()}
+            await session.execute(update(StoredBatch).where(StoredBatch.seq == batch.seq).values(**values))
+
+    async def fail(self, batch_seq: int, message: str) -> None:
+        """The batch cannot go on, whoever works on it."""
+        values = {"status": FAILED, "failed_at": now(), "ending": None, "owner": None, "lease_until": 0.0}
+        errors = [{"code": "server_error", "message": message, "line": None, "param": None}]
+        active = (StoredBatch.seq == batch_seq) & StoredBatch.status.in_(ACTIVE)
+        async with self._store.writing() as session:
+            await session.execute(update(StoredBatch).where(active).values(**values, errors=errors))
+
+    async def close_chunks(self, batch: StoredBatch) -> Counts:
+        """From now on no result of ``batch`` is taken any more; what there is. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch)
+            await session.execute(
+                update(Chunk)
+                .where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
+                .values(owner=None, lease_until=0.0)
+            )
+            return await counts_of(session, batch)
+
+    async def finish(
+        self, batch: StoredBatch, counts: Counts, output: StoredFile | None, error: StoredFile | None
+    ) -> None:
+        """The batch ends, with its files. Raises ``LeaseLost``."""
+        async with self._store.writing() as session:
+            await self._still_mine(session, batch)
+            session.add_all(file for file in (output, error) if file is not None)
+            ending = batch.ending or CANCELLED
+            values = {"status": ending, f"{ending}_at": now(), "ending": None, "owner": None, "lease_until": 0.0}
+            values |= {name: getattr(counts, name) for name in COUNTS}
+            values |= {
+                "output_file_id": output.id if output is not None else None,
+                "error_file_id": error.id if error is not None else None,
+            }
+            await session.execute(update(StoredBatch).where(StoredBatch.seq == batch.seq).values(**values))
+
+    async def results(self, batch: StoredBatch, after: int, limit: int) -> list[tuple[int, bool, bytes]]:
+        """(line, ok, body) of lines behind ``after``, in order."""
+        query = select(LineResult.line, LineResult.ok, LineResult.body).where(
+            LineResult.batch_seq == batch.seq, LineResult.line > after
+        )
+        async with self._store.reading() as session:
+            rows = await session.execute(query.order_by(LineResult.line).limit(limit))
+            return [(line, ok, body) for line, ok, body in rows]
+
+    async def purge(self) -> bool:
+        """Delete chunks and results of some batches that have ended. Returns whether there may be more."""
+        ended = StoredBatch.status.not_in(ACTIVE) & StoredBatch.purged.is_(False)
+        async with self._store.writing() as session:
+            seqs = (await session.scalars(select(StoredBatch.seq).where(ended).limit(_PURGED_AT_ONCE))).all()
+            if not seqs:
+                return False
+            for table, number in ((LineResult, LineResult.line), (Chunk, Chunk.number)):
+                seq = await session.scalar(select(table.batch_seq).where(table.batch_seq.in_(seqs)).limit(1))
+                if seq is not None:
+                    own = table.batch_seq == seq
+                    some = (await session.scalars(select(number).where(own).limit(_PURGED_AT_ONCE))).all()
+                    await session.execute(delete(table).where(own, number.in_(some)))
+                    return True
+            await session.execute(update(StoredBatch).where(StoredBatch.seq.in_(seqs)).values(purged=True))
+        return True
+
+    # Chunks.
+
+    async def runnable(self, without: Collection[str] = (), held: Collection[ChunkKey] = ()) -> list[int]:
+        """Return batches with lines that nobody runs, in the order in which to lease chunks of them: keys take turns,
+        and so do the batches of a key. Leaves out the fairness keys ``without``. ``held``: as in ``lease_chunk``."""
+        async with self._store.reading() as session:
+            found = await runnable(session, self._pool, without, held)
+        return self._chunk_turns.order(found)
+
+    async def lease_chunk(self, batch_seq: int, held: Collection[ChunkKey] = ()) -> ChunkLease | None:
+        """The first that nobody has; None if there is none (any more). ``held``: chunks that we run, and that are ours
+        until somebody else takes them, however old their leases are."""
+        async with self._store.writing() as session:
+            # Shared with others who lease; whoever ends the batch waits for us, or we see that it has ended.
+            batch = await session.scalar(
+                select(StoredBatch)
+                .where(StoredBatch.seq == batch_seq, StoredBatch.status == IN_PROGRESS)
+                .with_for_update(read=True)
+            )
+            if batch is None:
+                return None
+            chunk = await session.scalar(
+                select(Chunk)
+                .where(Chunk.batch_seq == batch_seq, free(held))
+                .order_by(Chunk.number)
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            )
+            if chunk is None:
+                return None
+            chunk.owner, chunk.lease_until = self._owner, time.time() + LEASE_S
+            self._chunk_turns.served(batch.fairness_key, batch_seq)
+            lines = np.frombuffer(chunk.lines, np.int64).reshape(-1, 3)
+            if chunk.completed + chunk.failed:
+                lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
+            return ChunkLease(batch, chunk.number, lines)
+
+    async def commit(self, outcomes: Mapping[ChunkKey, Sequence[Outcome]]) -> set[ChunkKey]:
+        """Keep the outcomes of lines of some chunks, by chunk; returns the chunks that are not ours any more, of which
+        nothing was kept. What a line has stays: an earlier call may have had its effect though it failed, and who
+        leases a chunk again may still hear of the lines that he ran before."""
+        lost = set()
+        async with self._store.writing() as session:
+            for key in sorted(outcomes):  # everybody locks in this order
+                at_key = (Chunk.batch_seq == key[0], Chunk.number == key[1])
+                mine = (Chunk.owner == self._owner, Chunk.done.is_(False))
+                chunk = await session.scalar(select(Chunk).where(*at_key, *mine).with_for_update())
+                if chunk is None:
+                    lost.add(key)
+                    continue
+                by_line = {outcome.line: outcome for outcome in outcomes[key]}
+                for line in await _lines_done(session, key[0], [*by_line]):
+                    del by_line[line]
+                for some in portions(by_line.values(), lambda outcome: len(outcome.body), _WRITTEN_AT_ONCE):
+                    rows = [{"batch_seq": key[0], "line": o.line, "ok": o.ok, "body": o.body} for o in some]
+                    await session.execute(insert(LineResult), rows)
+                _count(chunk, by_line.values())
+        return lost
+
+    async def beat(
+        self, batches: Sequence[StoredBatch], chunks: Collection[ChunkKey]
+    ) -> tuple[dict[int, str], set[ChunkKey]]:
+        """Extend our leases of ``chunks``, and of ``batches``; what else was ours is others' when its time is over.
+        Returns those chunks that are ours, and the status of each of their batches. (Whoever validates or finishes a
+        batch that is not his any more hears it when he writes.)"""
+        until = time.time() + LEASE_S
+        async with self._store.writing() as session:
+            for batch in sorted(batches, key=lambda batch: batch.seq):
+                await session.execute(update(StoredBatch).where(_held(batch, self._owner)).values(lease_until=until))
+            mine = (
+                Chunk.owner == self._owner,
+                Chunk.done.is_(False),
+                tuple_(Chunk.batch_seq, Chunk.number).in_([*chunks]),
+            )
+            await session.execute(update(Chunk).where(*mine).values(lease_until=until))
+            kept = await session.execute(select(Chunk.batch_seq, Chunk.number).where(*mine))
+            ours = {(seq, number) for seq, number in kept}
+            query = select(StoredBatch.seq, StoredBatch.status).where(StoredBatch.seq.in_({seq for seq, _ in ours}))
+            return {row.seq: row.status for row in await session.execute(query)}, ours
+
+    async def release(self, batch_seq: int | None = None) -> None:
+        """Others may run what we have leased: of one batch, or (None) everything."""
+        async with self._store.writing() as session:
+            chunks = update(Chunk).where(Chunk.owner == self._owner, Chunk.done.is_(False))
+            if batch_seq is not None:
+                chunks = chunks.where(Chunk.batch_seq == batch_seq)
+            await session.execute(chunks.values(owner=None, lease_until=0.0))
+            if batch_seq is None:
+                batches = update(StoredBatch).where(StoredBatch.status.in_(ACTIVE), StoredBatch.owner == self._owner)
+                await session.execute(batches.values(owner=None, lease_until=0.0))
+
+    async def _still_mine(self, session: AsyncSession, batch: StoredBatch, status: str | None = None) -> None:
+        mine = _held(batch, self._owner)
+        query = select(StoredBatch.seq).where(mine, StoredBatch.status == (status or batch.status)).with_for_update()
+        if await session.scalar(query) is None:
+            raise LeaseLost
+
+
+def _held(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
+    """An attempt's own lease: the same owner may have lost it and taken it again."""
+    return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
+
+
+def _count(chunk: Chunk, outcomes: Collection[Outcome]) -> None:
+    """Add ``outcomes`` to the counts of a chunk of ours, which ends it with its last line."""
+    ok = sum(outcome.ok for outcome in outcomes)
+    chunk.lease_until = time.time() + LEASE_S
+    chunk.completed += ok
+    chunk.failed += len(outcomes) - ok
+    for name in COUNTS[2:]:
+        setattr(chunk, name, getattr(chunk, name) + sum(getattr(outcome, name) for outcome in outcomes))
+    if chunk.completed + chunk.failed == chunk.count:
+        chunk.done, chunk.done_at, chunk.owner, chunk.lease_until = True, time.time(), None, 0.0
+
+
+async def _lines_done(session: AsyncSession, batch_seq: int, lines: list[int]) -> list[int]:
+    query = select(LineResult.line).where(LineResult.batch_seq == batch_seq, LineResult.line.in_(lines))
+    return list(await session.scalars(query))

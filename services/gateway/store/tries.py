@@ -1,0 +1,59 @@
+"""Records of idempotency keys: which request one stands for, and what that made."""
+
+from sqlalchemy import delete, select, tuple_
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.common.errors import ReusedIdempotencyKey
+from services.gateway.store.database import Store
+from services.gateway.store.expiry import delete_some
+from services.gateway.store.ids import new_id, now
+from services.gateway.store.tables import StoredTry
+
+TRIES_EXPIRE_S = 24 * 3600
+
+
+class Tries:
+    """The records in ``store``. Nobody waits for another try: all of them make a thing of the same id, of which the
+    store holds one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def name(self, key_name: str, idempotency_key: str, fingerprint: str) -> str:
+        """What stands behind the prefix in the id of the thing that this request makes, whichever try it is: 128
+        random bits. Raises ``ReusedIdempotencyKey`` when the key stood for another request within 24 hours."""
+        while True:
+            try:
+                async with self._store.writing() as session:
+                    found = await self._find(session, key_name, idempotency_key)
+                    if found is None:
+                        found = StoredTry(
+                            key_name=key_name,
+                            idempotency_key=idempotency_key,
+                            fingerprint=fingerprint,
+                            name=new_id(""),
+                            created_at=now(),
+                        )
+                        session.add(found)
+                        await session.flush()
+            except IntegrityError:  # another gateway was first
+                continue
+            if found.fingerprint != fingerprint:
+                raise ReusedIdempotencyKey(
+                    "this idempotency key stands for another request; send a new one with each new request",
+                    field="Idempotency-Key",
+                )
+            return found.name
+
+    async def forget_expired(self) -> bool:
+        """Delete some of the records that have expired. Returns whether there may be more."""
+        name = tuple_(StoredTry.key_name, StoredTry.idempotency_key)
+        expired = StoredTry.created_at <= now() - TRIES_EXPIRE_S
+        async with self._store.writing() as session:
+            return await delete_some(session, StoredTry, name, expired)
+
+    async def _find(self, session: AsyncSession, key_name: str, idempotency_key: str) -> StoredTry | None:
+        mine = StoredTry.key_name == key_name, StoredTry.idempotency_key == idempotency_key
+        await session.execute(delete(StoredTry).where(*mine, StoredTry.created_at <= now() - TRIES_EXPIRE_S))
+        return await session.scalar(select(StoredTry).where(*mine))

@@ -1,0 +1,116 @@
+"""Queries that find batches to work on: one for each look at the store, however many batches there are."""
+
+import time
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, func, or_, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from services.gateway.store.ids import now
+from services.gateway.store.tables import (
+    ACTIVE,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    FINALIZING,
+    IN_PROGRESS,
+    VALIDATING,
+    Chunk,
+    StoredBatch,
+)
+
+MAX_ACTIVE_OF_KEY = 64  # batches in progress; further ones of the key stay in ``validating`` until one of them ends
+_FOUND_OF_KEY = 4  # batches in a look, of each key and phase: another gateway may claim the first ones meanwhile
+_ORPHANED_S = 60  # after it should have ended, gateways of every pool may finish a batch
+
+ChunkKey = tuple[int, int]  # batch_seq, number of a chunk
+
+
+class Candidate(NamedTuple):
+    """A batch that can be claimed now."""
+
+    key: str  # fairness key
+    seq: int
+    validating: bool  # False: it is to be finished
+
+
+async def candidates(session: AsyncSession, pool: str) -> list[Candidate]:
+    """Return batches to validate or to finish, the oldest few of each key.
+
+    Gateways of ``pool`` work on its batches. A batch that they leave alone for a minute after it should have ended is
+    finished by any gateway of the store.
+    """
+    late = now() - _ORPHANED_S
+    times = (StoredBatch.expires_at, StoredBatch.cancelling_at, StoredBatch.finalizing_at)
+    ours = or_(StoredBatch.pool == pool, *(at <= late for at in times))
+    validating = StoredBatch.status == VALIDATING
+    phase = validating & (StoredBatch.expires_at > now())
+    full = (
+        select(StoredBatch.fairness_key)
+        .where(StoredBatch.status == IN_PROGRESS, StoredBatch.pool == pool)
+        .group_by(StoredBatch.fairness_key)
+        .having(func.count() >= MAX_ACTIVE_OF_KEY)
+    )
+    place = func.row_number().over(partition_by=(StoredBatch.fairness_key, validating), order_by=StoredBatch.seq)
+    found = (
+        select(StoredBatch.fairness_key, StoredBatch.seq, phase.label("validating"), place.label("place"))
+        .where(StoredBatch.status.in_(ACTIVE), StoredBatch.lease_until <= time.time(), ours)
+        .where(or_(phase & StoredBatch.fairness_key.not_in(full), _to_finish()))
+        .subquery()
+    )
+    columns = (found.c.fairness_key, found.c.seq, found.c.validating)
+    query = select(*columns).where(found.c.place <= _FOUND_OF_KEY).order_by(found.c.seq)
+    return [Candidate(*row) for row in await session.execute(query)]
+
+
+def _to_finish() -> ColumnElement[bool]:
+    left = select(Chunk.number).where(Chunk.batch_seq == StoredBatch.seq, Chunk.done.is_(False))
+    status = StoredBatch.status
+    return or_(
+        status == FINALIZING,
+        # Results that arrive within a chunk's lease still count.
+        (status == CANCELLING) & ~left.where(Chunk.lease_until > time.time()).exists(),
+        status.in_((VALIDATING, IN_PROGRESS)) & (StoredBatch.expires_at <= now()),
+        (status == IN_PROGRESS) & ~left.exists(),
+    )
+
+
+async def work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any] | None:
+    """Return the columns of ``batch`` that change if it is validated or finished now, or None if it is neither."""
+    if batch.status not in ACTIVE:  # another gateway was faster, and the batch has ended
+        return None
+    if batch.status == FINALIZING or (batch.status == VALIDATING and batch.expires_at > now()):
+        return {}
+    chunks = select(Chunk.number).where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
+    if batch.status == CANCELLING:
+        live = await session.scalar(chunks.where(Chunk.lease_until > time.time()).limit(1))
+        return {} if live is None else None
+    if batch.expires_at <= now():
+        ending = EXPIRED
+    elif await session.scalar(chunks.limit(1)) is None:
+        ending = COMPLETED
+    else:
+        return None
+    return {"status": FINALIZING, "ending": ending, "finalizing_at": now()}
+
+
+async def runnable(
+    session: AsyncSession, pool: str, without: Collection[str], held: Collection[ChunkKey]
+) -> list[tuple[str, int]]:
+    """Return the batches with a free chunk, except those of the keys ``without``, as pairs of key and batch."""
+    chunks = select(Chunk.number).where(Chunk.batch_seq == StoredBatch.seq, free(held))
+    query = select(StoredBatch.fairness_key, StoredBatch.seq).where(
+        StoredBatch.status == IN_PROGRESS,
+        StoredBatch.pool == pool,
+        StoredBatch.expires_at > now(),
+        StoredBatch.fairness_key.not_in(without),
+        chunks.exists(),
+    )
+    return [(key, seq) for key, seq in await session.execute(query)]
+
+
+def free(held: Collection[ChunkKey]) -> ColumnElement[bool]:
+    """Return the condition of chunks that a process which runs the chunks ``held`` can lease."""
+    unleased = Chunk.done.is_(False) & (Chunk.lease_until <= time.time())
+    return unleased & tuple_(Chunk.batch_seq, Chunk.number).not_in([*held])
