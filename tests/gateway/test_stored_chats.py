@@ -1,6 +1,7 @@
 """Chat completions that are stored, through the official SDK. The model says what the user said."""
 
 import json
+from itertools import islice
 
 import openai
 import pytest
@@ -86,6 +87,15 @@ def test_the_messages_of_a_chat_completion_are_listed(client, name):
     assert [message.id for message in newest] == [message.id for message in told[::-1]]
     with pytest.raises(openai.BadRequestError, match="no such message"):
         client.chat.completions.messages.list(made.id, after="x")
+
+
+def test_an_id_that_the_client_gives_a_message_does_not_replace_the_stored_id(client, name):
+    own = {"id": "same", "content_parts": "none"}
+    messages = [{"role": role, "content": "Hi"} | own for role in ("user", "assistant", "user")]
+    made = client.chat.completions.create(model=name, messages=messages, store=True)
+    told = list(islice(client.chat.completions.messages.list(made.id, limit=1), 4))  # equal ids would never end
+    assert [message.id for message in told] == [f"{made.id}-{number}" for number in range(3)]
+    assert [message.content_parts for message in told] == [None] * 3
 
 
 def test_chat_completions_are_listed_by_model_and_metadata(client, name):

@@ -172,11 +172,12 @@ def _join_message(message: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _dumped(body: ChatBody, chat_id: str) -> bytes:
-    """Return the messages of ``body`` as they are listed."""
+    """Return the messages of ``body`` as JSON, in the form in which they are listed."""
     told = []
     for number, message in enumerate(body.messages):
         given = message.content
-        dumped = message.model_dump(exclude_none=True)
+        # A message may have unknown members: one named ``id`` must not take the place of the listed id.
+        dumped = message.model_dump(exclude_none=True, exclude={"id"})
         parts = [part.model_dump() for part in given] if isinstance(given, list) else None
         more = {"content": None if given is None else message.text, "content_parts": parts}
         told.append({"id": f"{chat_id}-{number}", "refusal": None, **dumped, **more})
