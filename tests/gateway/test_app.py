@@ -25,10 +25,9 @@ def gateway():
     made.text.stop()
 
 
-def client(gateway: Gateway) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(
-        make_app(gateway, BatchService(gateway), Observer(gateway.fleet)), raise_app_exceptions=False
-    )
+def client(gateway: Gateway, observer: Observer) -> httpx.AsyncClient:
+    app = make_app(gateway, BatchService(gateway), observer)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from services.common.errors import Unavailable
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.engine import codec
 from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.job import Job, Settings
@@ -271,6 +272,50 @@ async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(t
         assert {choice.index for choice in other._session._samples.values() if choice} <= {0, 2, 4}
         engines.schedulers[fleet.replicas.index(owner)].kill()
         await ends([running])
+
+
+@pytest.fixture
+def joined(monkeypatch) -> list[int]:
+    """The number of requests in each message that sessions took from their outbox, in order."""
+    sizes, join = [], codec.join_submits
+
+    def counted(messages):
+        sizes.append(len(messages))
+        return join(messages)
+
+    monkeypatch.setattr(codec, "join_submits", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("failover_s", [120.0, 0.0])
+async def test_joined_requests_of_a_killed_scheduler_each_end_once(tmp_path, fingerprint, joined, failover_s):
+    """When the scheduler is killed, some of its requests run, some are in messages that it has not read, and some are
+    in the outbox. Without failover each of them ends with an error."""
+    engines = Engines(tmp_path, 2, worker={"step_ms": 10})
+    async with fleet_of(engines, fingerprint, failover=failover_s) as fleet:
+        running = await some(fleet, 4, tokens=200)
+        await first_tokens(running)
+        engines.schedulers[0].signal(signal.SIGSTOP)  # it reads no more
+        killed, before = fleet.replicas[0], len(joined)
+        for in_outbox in (False, True):
+            running += await some(fleet, 60, tokens=5) + await some(fleet, 60, tokens=5, streaming=False)
+            if not in_outbox:
+                await eventually_async(lambda: not killed.backlog)
+        assert max(joined[before:]) > 1
+        assert killed.backlog > 1
+        lost = [choice for choice in killed._session._samples.values() if choice]
+        engines.schedulers[0].kill()
+        failed = {}
+        for each in running:
+            try:
+                await ends([each])
+            except Unavailable as error:
+                failed[each] = error.message
+        assert failovers(fleet) == ({"lost": len(lost)} if failover_s else {})
+        assert failed.keys() == (set() if failover_s else {choice.generation for choice in lost})
+        assert all("the scheduler was lost" in message for message in failed.values())
+        answered = sum(len(each.choices) for each in running if each not in failed)
+        assert sum(fleet._failover._metrics.generation_tokens.counts) == answered
 
 
 async def test_schedulers_that_cannot_resume_are_not_asked_to(tmp_path, fingerprint):
