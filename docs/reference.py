@@ -20,6 +20,8 @@ from services.common.config import DeploymentConfig, GatewayConfig, SchedulerCon
 from services.common.config.flag import as_text
 from services.common.config.original import ORIGINAL
 from services.gateway.app.app import make_app
+from services.gateway.batch.service import BatchService
+from services.gateway.console.observer import Observer
 from services.gateway.engine.session import Timings
 from services.gateway.openai.gateway import Gateway
 
@@ -127,7 +129,8 @@ def http_page() -> str:
 
 
 async def _document() -> dict[str, Any]:
-    app = make_app(Gateway.make(GatewayConfig(), Timings()))
+    gateway = Gateway.make(GatewayConfig(), Timings())
+    app = make_app(gateway, BatchService(gateway), Observer(gateway.fleet))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         return (await client.get("/openapi.json")).json()
 

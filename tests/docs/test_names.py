@@ -140,7 +140,8 @@ OF_GRPC = {"failed to connect to all addresses"}
 def test_metrics_are_told(page: Path):
     """By the part of their names that is in the sources; the console's and Grafana's are held elsewhere."""
     sources = [
-        ROOT / "services" / path for path in ("gateway/metrics.py", "gateway/replica_metrics.py", "worker/metrics.py")
+        ROOT / "services" / path
+        for path in ("gateway/engine/metrics.py", "gateway/engine/replica_metrics.py", "worker/metrics.py")
     ]
     said = "".join(path.read_text() for path in [*sources, *(ROOT / "services" / "common" / "metrics").glob("*.py")])
     for name in re.findall(r"\b(?:toka|vllm)[_:]([a-z_]+[a-z])\b", page.read_text()):

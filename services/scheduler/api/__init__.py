@@ -1,1 +1,4 @@
-"""The gRPC side: requests in, news out. Runs on the asyncio loop, never on the step loop's thread."""
+"""The gRPC side of the scheduler: requests in, events out.
+
+Threads: the event loop, never the step loop. ``text_N`` renders chats and detokenizes; ``asyncio_N`` renders metrics.
+"""

@@ -1,1 +1,4 @@
-"""The scheduler's decisions: pure code without I/O or a clock, driven by the step loop's thread."""
+"""The scheduler's decisions: pure code without I/O or a clock.
+
+Threads: the step loop's alone. Before the core has a request, the event loop that makes it owns it.
+"""

@@ -1,1 +1,5 @@
-"""Grammars of requests: from the contract to llguidance's text, and the proof that it compiles."""
+"""Grammars of requests: from the contract to llguidance's text, and the proof that a grammar compiles.
+
+Threads: the event loop, which starts child processes; ``asyncio_N`` for large grammars. ``child`` and ``walk`` run in
+a child process.
+"""

@@ -1,1 +1,5 @@
-"""What was sent to the worker and what came back: kept in files, checked, fed to a worker again, looked into."""
+"""Recordings of plans and results: written, checked, replayed and inspected.
+
+Threads: ``step-loop`` hands messages to ``recorder``, which writes. ``toka-replay`` and ``toka-inspect`` read on their
+main thread.
+"""

@@ -1,1 +1,4 @@
-"""The link to the replica's worker."""
+"""The link to the workers of one replica.
+
+Threads: ``worker-link`` connects; ``step-loop`` and gRPC's sender send plans; ``worker-answers`` reads results.
+"""

@@ -1,0 +1,4 @@
+"""Paged attention: the KV cache, and a backend for each kind of device.
+
+Threads: ``compute``; ``shard-N`` on CPUs.
+"""

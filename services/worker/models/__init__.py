@@ -1,0 +1,4 @@
+"""Decoder layers and their weights.
+
+Threads: ``compute``; ``shard-N`` on CPUs.
+"""

@@ -1,1 +1,4 @@
-"""What an answer has to match: how clients say it, and the grammar that comes of it."""
+"""Structured output: how clients ask for it, and the grammar that an answer must follow.
+
+Threads: the event loop; ``text_N`` composes large grammars.
+"""
