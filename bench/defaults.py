@@ -21,8 +21,8 @@ from bench import latency, mixed, monkeys
 from bench.server import Server, report, serve
 from bench.target import Target
 from services.common.config import from_command_line
-from services.common.descriptors import raise_limit
 from services.common.flags import Bool, Config, Float, Int, Strings
+from services.common.host.descriptors import raise_limit
 
 WORKLOADS = ("monkeys", "mixed", "latency", "live")
 # Figures for which less is better.

@@ -28,8 +28,8 @@ from services.cli.bench.clients import failures, makespan, send_all
 from services.cli.bench.problems import few_shot_prompts
 from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int
-from services.common.handover import Handover, listen
-from services.common.model_files import read_card
+from services.common.model.files import read_card
+from services.common.process.handover import Handover, listen
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.numbers import Numbers
 from services.launcher.deployment import ChildSpec

@@ -26,7 +26,7 @@ from bench.server import START_TIMEOUT_S, free_port, report
 from bench.traces import mix
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
-from services.common.model_files import ModelCard, read_card
+from services.common.model.files import ModelCard, read_card
 from services.common.rpc.channel import PLAIN
 from services.launcher.readiness import grpc_ready
 from services.scheduler.__main__ import main as run_scheduler

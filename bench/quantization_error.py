@@ -16,10 +16,10 @@ from pydantic import Field
 
 from bench.problems import read_problems
 from bench.server import report
-from services.common import model_files
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.common.model_json import read_json
+from services.common.model import files as model_files
+from services.common.model.json_object import read_json
 from services.common.text.tokenizer import Tokenizer
 from services.worker.attention.base import AttentionBatch, AttentionStep
 from services.worker.attention.kv_cache import KvCache

@@ -28,7 +28,7 @@ from bench.problems import read_problems
 from bench.server import Server, report, serve
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.common.model_files import read_card
+from services.common.model.files import read_card
 
 
 class BenchConfig(Config):

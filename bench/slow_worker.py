@@ -4,7 +4,7 @@ import os
 import time
 
 from services.common.config import WorkerConfig
-from services.common.process import Stop, run_service
+from services.common.process.service import Stop, run_service
 from services.worker.boot.common import Booted, boot
 from services.worker.boot.progress import BootProgress
 from services.worker.server import serve

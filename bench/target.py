@@ -11,8 +11,8 @@ from pydantic import Field, field_validator
 
 from bench.server import serve
 from services.cli.bench.server import served_model, without_version
-from services.common.descriptors import raise_limit
 from services.common.flags import Config, Int, Strings
+from services.common.host.descriptors import raise_limit
 
 # One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance.md.
 # Throughput in output tokens per second; latency in milliseconds per output token, at so many concurrent streams.

@@ -23,10 +23,10 @@ from bench.plan_stream import PAGE_SIZE, MadeUp, RecordedStream
 from bench.server import report
 from bench.step_sizes import SizeTracker, StepSizes
 from bench.windows import HEADINGS, Windows
-from services.common import model_files
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
-from services.common.model_json import read_json
+from services.common.model import files as model_files
+from services.common.model.json_object import read_json
 from services.worker.step.plan import Plan
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from pydantic import Field
 from bench.server import free_port, report
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Int
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.workers.codec import encode_plan
 from services.scheduler.workers.link import WorkerLink

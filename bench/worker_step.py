@@ -18,9 +18,9 @@ import transformers
 from pydantic import Field
 
 from bench.server import report
-from services.common import model_files
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Float, Int, Ints
+from services.common.model import files as model_files
 from services.worker.boot.common import boot
 from services.worker.runner.runner import StepRunner
 from services.worker.step.plan import Admission, Batch, Plan, SamplingSettings

@@ -25,4 +25,4 @@ ENV TOKA_HOST=0.0.0.0 HF_HOME=/tmp/huggingface PYTHONUNBUFFERED=1 PYTHONSAFEPATH
 EXPOSE 10210
 HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-c", "import os, urllib.request as r; port = os.environ.get('TOKA_ADMIN_PORT') or 10210; r.urlopen(f'http://127.0.0.1:{port}/ready', timeout=3)"]
-ENTRYPOINT ["python", "-m", "services.common.init", "toka-gateway"]
+ENTRYPOINT ["python", "-m", "services.common.process.init", "toka-gateway"]

@@ -25,4 +25,4 @@ ENV TOKA_SCHEDULER_LISTEN=0.0.0.0:10310 HF_HOME=/tmp/huggingface PYTHONUNBUFFERE
 EXPOSE 10310
 HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10310"]
-ENTRYPOINT ["python", "-m", "services.common.init", "toka-scheduler"]
+ENTRYPOINT ["python", "-m", "services.common.process.init", "toka-scheduler"]

@@ -48,4 +48,4 @@ ENV TOKA_WORKER_LISTEN=0.0.0.0:10410 TOKA_COMPILE_CACHE_DIR=/cache HF_HOME=/cach
 EXPOSE 10410
 HEALTHCHECK --interval=5s --timeout=15s --start-period=180s --retries=5 \
     CMD ["python", "-m", "services.common.rpc.probe", "127.0.0.1:10410"]
-ENTRYPOINT ["python", "-m", "services.common.init", "toka-worker"]
+ENTRYPOINT ["python", "-m", "services.common.process.init", "toka-worker"]

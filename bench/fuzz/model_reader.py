@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from services.common.errors import InvalidRequest, TokaError
-from services.common.model_files import read_card
-from services.common.model_json import read_json
+from services.common.model.files import read_card
+from services.common.model.json_object import read_json
 from services.common.text.grammar import Grammars
 from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from bench.fuzz.canary import random_of
 from bench.fuzz.config import FuzzConfig
 from bench.fuzz.findings import Findings, Wrong
 from bench.fuzz.values import broken, mutated, write
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 
 _LONGEST_MESSAGE = 1500

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from services.common.children import use_safe_paths
+from services.common.process.children import use_safe_paths
 
 
 def run(program: str, module: str) -> None:

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.children import module_command, module_environment
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.flags import ENV_PREFIX, FlagError, load
-from services.common.process import PARENT_PID
+from services.common.process.children import module_command, module_environment
+from services.common.process.service import PARENT_PID
 
 _ADDRESSES = "scheduler_addresses="
 _STOP_S = 30.0

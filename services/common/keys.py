@@ -31,7 +31,7 @@ import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
-from services.common.watched import Watched
+from services.common.host.watched import Watched
 
 log = structlog.get_logger(__name__)
 

@@ -11,9 +11,9 @@ import structlog
 
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
-from services.common.handover import Handover, listen
-from services.common.process import Stop, collect_every, collect_seldom, run_service
-from services.common.pulse import Pulse
+from services.common.process.handover import Handover, listen
+from services.common.process.pulse import Pulse
+from services.common.process.service import Stop, collect_every, collect_seldom, run_service
 from services.gateway.app.admin import make_admin_app
 from services.gateway.app.app import make_app
 from services.gateway.batch.service import BatchService

@@ -119,7 +119,7 @@ def _worker(config: ComposeConfig, replica: int) -> str:
     environment = {"TOKA_DEVICE": config.device, "TOKA_DP_RANK": f'"{replica}"'}
     ports = range(WORKER_PORT, WORKER_PORT + config.ranks)
     if config.ranks > 1:
-        lines += ["entrypoint: [python, -m, services.common.init, toka-workers]"]
+        lines += ["entrypoint: [python, -m, services.common.process.init, toka-workers]"]
         environment |= {"TOKA_TP_SIZE": f'"{config.tp}"', "TOKA_PP_SIZE": f'"{config.pp}"'}
         environment |= {"TOKA_PP_LAYERS": "${TOKA_PP_LAYERS:-}"} if config.pp > 1 else {}
         environment |= {"TOKA_ASYNC_TP_THRESHOLD": "${TOKA_ASYNC_TP_THRESHOLD:-}"} if config.tp > 1 else {}

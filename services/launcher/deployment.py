@@ -17,8 +17,8 @@ from services.common.config import (
 from services.common.config.flag import as_text
 from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
-from services.common.handover import Handover
-from services.common.host import gpu_names
+from services.common.host.resources import gpu_names
+from services.common.process.handover import Handover
 from services.common.rpc.channel import PLAIN, Dialer
 
 Role = Literal["gateway", "scheduler", "worker"]

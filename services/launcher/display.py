@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.progress import PROGRESS_FILE, READY, Doing, ProgressFile
+from services.common.process.progress import PROGRESS_FILE, READY, Doing, ProgressFile
 from services.launcher.deployment import ChildSpec
 
 _REDRAW_S = 0.2

@@ -7,7 +7,7 @@ from pydantic import Field
 from services.common.config import from_command_line
 from services.common.errors import TokaError
 from services.common.flags import Config
-from services.common.model_files import read_card, resolve
+from services.common.model.files import read_card, resolve
 
 
 class DownloadConfig(Config):

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from services.common.batch_line import UsedIds, WrongLine, read_request
-from services.common.children import module_command, module_environment
 from services.common.config import DeploymentConfig, from_command_line
 from services.common.flags import Bool, Int
-from services.common.process import PARENT_PID
+from services.common.process.children import module_command, module_environment
+from services.common.process.service import PARENT_PID
 
 _PASSING = (429, 502, 503, 504)
 _SECONDS = re.compile(r"[0-9]{1,9}")  # a Retry-After may also be a date

@@ -21,10 +21,10 @@ from typing import Any
 
 import structlog
 
-from services.common.children import module_command, module_environment
 from services.common.errors import PEER_LOST_STATUS, Unavailable
-from services.common.private_files import usual_umask
-from services.common.process import PARENT_PID, Stop
+from services.common.host.private_files import usual_umask
+from services.common.process.children import module_command, module_environment
+from services.common.process.service import PARENT_PID, Stop
 from services.launcher.deployment import ChildSpec, child_environment
 from services.launcher.readiness import wait_until_ready
 

@@ -14,11 +14,11 @@ import structlog
 
 from services.common.config import ChosenDeploymentConfig, DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.handover import listen
-from services.common.host import has_gpus, usable_processors, visible_gpus
-from services.common.log import is_coloured, is_console
-from services.common.model_files import read_card
-from services.common.process import Stop, run_service, unless_stopped
+from services.common.host.resources import has_gpus, usable_processors, visible_gpus
+from services.common.model.files import read_card
+from services.common.process.handover import listen
+from services.common.process.log import is_coloured, is_console
+from services.common.process.service import Stop, run_service, unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.display import StartDisplay

@@ -1,7 +1,7 @@
 """``toka-scheduler``: one scheduler process."""
 
 from services.common.config import SchedulerConfig
-from services.common.process import run_service, share_arena
+from services.common.process.service import run_service, share_arena
 from services.scheduler.server import serve
 
 

@@ -12,13 +12,13 @@ from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
 from services.common.logprobs_mode import PROCESSED
 from services.common.metrics.server import serve_metrics
-from services.common.model_files import read_card
-from services.common.process import Stop, collect_seldom
-from services.common.pulse import Pulse
+from services.common.model.files import read_card
+from services.common.process.pulse import Pulse
+from services.common.process.service import Stop, collect_seldom
+from services.common.process.tracing import Tracing
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES, Dialer
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
-from services.common.tracing import Tracing
 from services.scheduler.api.access import Access, exposure
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.metrics import OwnMetrics

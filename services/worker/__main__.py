@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.common.config import WorkerConfig
-from services.common.process import Stop, end_now, run_service, unless_stopped
-from services.common.pulse import Pulse
+from services.common.process.pulse import Pulse
+from services.common.process.service import Stop, end_now, run_service, unless_stopped
 from services.worker.boot.caches import keep_compiled_code_in
 from services.worker.boot.precompile.background import KernelCompiler, can_precompile
 from services.worker.boot.progress import BootProgress

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
-from services.common.children import module_command, module_environment
 from services.common.config import WorkerConfig
 from services.common.errors import PEER_LOST_STATUS, InvalidRequest, Unavailable
-from services.common.private_files import usual_umask
-from services.common.process import PARENT_PID, Stop, run_service
+from services.common.host.private_files import usual_umask
+from services.common.process.children import module_command, module_environment
+from services.common.process.service import PARENT_PID, Stop, run_service
 
 PEER_GRACE_S = 5.0  # for those whose peer has ended to notice
 LAST_WORDS_S = 3.0  # for ranks to end by themselves behind their drain

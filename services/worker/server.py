@@ -12,10 +12,10 @@ import structlog
 from services.common.config import WorkerConfig
 from services.common.errors import Internal
 from services.common.metrics.server import serve_metrics
-from services.common.process import Stop, collect_seldom, end_now, own_name
+from services.common.process.service import Stop, collect_seldom, end_now, own_name
+from services.common.process.tracing import Tracing
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
-from services.common.tracing import Tracing
 from services.worker.api.servicer import WorkerServicer
 from services.worker.boot.common import Booted, boot
 from services.worker.boot.compilation import kernel_compilations, recompilations

@@ -21,8 +21,8 @@ from services.cli.doctor.model import find
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import build
-from services.common.model_files import BUILTIN
-from services.common.model_json import read_json
+from services.common.model.files import BUILTIN
+from services.common.model.json_object import read_json
 from services.worker.described.registry import read_model_config
 from services.worker.layers.factory import make_kernels
 from services.worker.models import weights

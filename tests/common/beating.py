@@ -14,8 +14,8 @@ import structlog
 
 from services.common.config import ServiceConfig
 from services.common.errors import Unavailable
-from services.common.process import Stop, run_service
-from services.common.pulse import Pulse
+from services.common.process.pulse import Pulse
+from services.common.process.service import Stop, run_service
 
 LINES = 6_000  # of some 200 bytes each
 

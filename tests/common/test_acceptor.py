@@ -8,8 +8,8 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
-from services.common.acceptor import Acceptor
-from services.common.descriptors import connections_within, next_number, reserve_of
+from services.common.host.descriptors import connections_within, next_number, reserve_of
+from services.common.process.acceptor import Acceptor
 
 TIMEOUT_S = 60.0
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from services.common import children
-from services.common.children import module_command, module_environment
+from services.common.process import children
+from services.common.process.children import module_command, module_environment
 
 ROOT = Path(__file__).parents[2]
 SPAWNS = """
 import multiprocessing
 import sys
 
-from services.common.children import use_safe_paths
+from services.common.process.children import use_safe_paths
 
 if __name__ == "__main__":
     use_safe_paths()

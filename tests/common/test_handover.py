@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from services.common.errors import Unavailable
-from services.common.handover import Handover, listen
-from services.common.spreading import spread
+from services.common.host.spreading import spread
+from services.common.process.handover import Handover, listen
 
 
 @pytest.fixture

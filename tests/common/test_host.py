@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common import host
+from services.common.host import resources as host
 
 GIB = 2**30
 

@@ -12,8 +12,8 @@ import pytest
 
 from bench.fuzz import model_reader
 from services.common.errors import InvalidRequest
-from services.common.model_files import BUILTIN
-from services.common.model_json import LARGEST_JSON
+from services.common.model.files import BUILTIN
+from services.common.model.json_object import LARGEST_JSON
 
 CONFIG = json.loads((BUILTIN / "config.json").read_text())
 TOKENIZER = json.loads((BUILTIN / "tokenizer.json").read_text())

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from services.common import watched
 from services.common.errors import InvalidRequest
 from services.common.flags import load
+from services.common.host import watched
 from services.common.keys import Key, KeyRing, hash_of, new_key, salted
 from services.gateway.http.new_key import NewKeyConfig
 from services.gateway.http.new_key import entry as entry_of

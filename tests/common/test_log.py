@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import sys
 import structlog
-from services.common.log import configure
+from services.common.process.log import configure
 
 def fail(prompt):
     raise ValueError("what is wrong")

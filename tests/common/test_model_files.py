@@ -3,8 +3,8 @@ import json
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.generation_config import GenerationDefaults
-from services.common.model_files import names_of, read_card, resolve, tokenizer_fingerprint
+from services.common.model.files import names_of, read_card, resolve, tokenizer_fingerprint
+from services.common.model.generation_config import GenerationDefaults
 
 
 def write_model(directory, config, generation=None):

@@ -5,11 +5,11 @@ import sys
 import pytest
 import structlog
 
-from services.common.private_files import OTHERS, WRITING, warn_if_shared
+from services.common.host.private_files import OTHERS, WRITING, warn_if_shared
 
 UMASKS = """
 import os, pathlib, sys
-from services.common.private_files import keep_files_private, usual_permissions, usual_umask
+from services.common.host.private_files import keep_files_private, usual_permissions, usual_umask
 assert usual_umask() == -1
 keep_files_private()
 keep_files_private()

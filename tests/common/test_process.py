@@ -10,8 +10,8 @@ import weakref
 import psutil
 import pytest
 
-from services.common import init
-from services.common.process import PARENT_PID, Stop, collect_every, collect_if_few
+from services.common.process import init
+from services.common.process.service import PARENT_PID, Stop, collect_every, collect_if_few
 from tests.common.test_watchdog import BEATING, PATIENCE_S, beating
 from tests.gateway.deployment import eventually
 
@@ -96,7 +96,7 @@ def test_a_signal_that_comes_while_a_service_is_loaded_is_not_lost():
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no process namespaces here")
     loading = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen([*UNSHARE, sys.executable, "-m", "services.common.init", *loading]) as namespace:
+    with subprocess.Popen([*UNSHARE, sys.executable, "-m", "services.common.process.init", *loading]) as namespace:
         descendants = psutil.Process(namespace.pid).children
         eventually(lambda: any("600" in child.cmdline()[-1:][0] for child in descendants(recursive=True)[1:]))
         descendants()[0].send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common.relay import Relay
+from services.common.process.relay import Relay
 from tests.common.beating import LINES
 from tests.common.test_watchdog import BEATING, PATIENCE_S
 

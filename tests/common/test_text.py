@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.tokenizer import Tokenizer
 from services.common.text.tokenizer_class import apply_tokenizer_class

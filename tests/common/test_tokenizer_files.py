@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import tokenizer_fingerprint
+from services.common.model.files import tokenizer_fingerprint
 from services.common.text.tiktoken_ranks import LLAMA3_WORDS, QWEN_WORDS, special_tokens
 from services.common.text.tokenizer import Tokenizer
 from services.common.text.vocabulary import byte_level_text

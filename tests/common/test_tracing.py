@@ -9,13 +9,13 @@ import pytest
 from bench.server import free_port
 from services.common.config import GatewayConfig
 from services.common.flags import FlagError, build
-from services.common.tracing import Tracing, traceparent_of
+from services.common.process.tracing import Tracing, traceparent_of
 
 NOTHING_LOADED = """
 import sys
 import services.gateway.app.app, services.scheduler.server
 from services.common.config import GatewayConfig
-from services.common.tracing import Tracing
+from services.common.process.tracing import Tracing
 assert Tracing.of(GatewayConfig(), "test") is None
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
 """

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from services.common import watchdog
-from services.common.watchdog import ENDING, PROGRESS, SERVING, STUCK, watch
+from services.common.process import watchdog
+from services.common.process.watchdog import ENDING, PROGRESS, SERVING, STUCK, watch
 from tests.gateway.deployment import eventually
 
 BEATING = [sys.executable, "-m", "tests.common.beating", "step_deadline=1"]

@@ -1,4 +1,4 @@
-"""Every child process is started without the current directory on its module path (``services/common/children.py``)."""
+"""Every child process is started without the current directory on its module path (``children.py``)."""
 
 import ast
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ STARTS = {
 OTHERS = {
     ("cli/doctor/host.py", "_run"): "docker",
     ("cli/bench/clients.py", "_start"): "cli/entry.py calls use_safe_paths",
-    ("common/init.py", "stand_in_front"): "isolated; starts the command line again that started this process",
+    ("common/process/init.py", "stand_in_front"): "isolated; starts the command line again that started this process",
     ("worker/boot/precompile/compiler.py", "__init__"): "forks: no interpreter starts",
-    ("common/init.py", "main"): "runs the command that it was given, in an image that sets PYTHONSAFEPATH",
+    ("common/process/init.py", "main"): "runs the command that it was given, in an image that sets PYTHONSAFEPATH",
 }
 
 
@@ -73,7 +73,7 @@ def unsafe_starts(source: str) -> dict[str, str]:
                 called.add(names.get(first, first) + dot + rest)
             elif isinstance(node, ast.Attribute) and name_of(node) == "sys.executable":
                 called.add("sys.executable")
-        helpers = {name.rpartition(".")[2] for name in called if name.startswith("services.common.children.")}
+        helpers = {name.rpartition(".")[2] for name in called if name.startswith("services.common.process.children.")}
         safe = {"module_command", "module_environment"} <= helpers or "script_command" in helpers
         if begun := sorted(called & starts):
             if not safe:
@@ -84,7 +84,7 @@ def unsafe_starts(source: str) -> dict[str, str]:
 
 
 SAFE = """
-from services.common.children import module_command, module_environment
+from services.common.process.children import module_command, module_environment
 def start():
     subprocess.Popen(module_command("a"), env=module_environment(os.environ))
 """
@@ -114,7 +114,7 @@ def test_every_start_of_a_child_leaves_out_the_current_directory():
     found = {
         (str(path.relative_to(ROOT)), function): start
         for path in sorted(ROOT.rglob("*.py"))
-        if path != ROOT / "common/children.py"
+        if path != ROOT / "common/process/children.py"
         for function, start in unsafe_starts(path.read_text()).items()
     }
     assert {place: start for place, start in found.items() if place not in OTHERS} == {}

@@ -33,7 +33,7 @@ from bench.fuzz.values import broken, write
 from bench.fuzz.values import mutated as mutated_value
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from tests.fakes.model import FakeModel, FakeShape, Violation
 from tokasaurus.scheduler.v1 import generate_pb2
 

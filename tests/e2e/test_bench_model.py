@@ -11,7 +11,7 @@ import bench.model
 from bench.model import SHAPES, VOCAB_SIZE, make_model
 from bench.problems import read_problems
 from services.cli.bench.problems import few_shot_prompts
-from services.common.model_files import read_card
+from services.common.model.files import read_card
 from services.common.text.tokenizer import Tokenizer
 
 

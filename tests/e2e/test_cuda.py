@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from bench.server import serve
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.e2e.samples import agreement, generate_all, random_prompt, request
 

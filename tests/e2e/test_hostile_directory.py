@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 
 ROOT = Path(__file__).parents[2]
 # Modules that the services import, modules of the standard library, and modules that Python imports by itself.

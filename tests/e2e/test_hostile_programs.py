@@ -11,7 +11,7 @@ import pytest
 from bench.server import free_port
 from services.client.llm import LLM
 from services.common.errors import Unavailable
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 
 CONFIG = json.loads((BUILTIN / "config.json").read_text())
 SETTINGS = json.loads((BUILTIN / "tokenizer_config.json").read_text())

@@ -6,7 +6,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_card
+from services.common.model.files import read_card
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from tokasaurus.worker.v1 import plan_pb2

@@ -21,8 +21,8 @@ import grpc
 
 from services.common.config import WorkerConfig
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
-from services.common.tracing import Tracing
 from services.worker.engine.traces import PrefillTraces
 from services.worker.step.plan import Timing
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script

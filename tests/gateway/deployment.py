@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.server import free_port
-from services.common.process import PARENT_PID
+from services.common.process.service import PARENT_PID
 
 PATIENCE_S = 60.0
 BOOT_S = 100.0  # processes that begin on a busy machine

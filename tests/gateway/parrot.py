@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from tests.gateway.deployment import Deployment
 
 _USER, _END, _ASSISTANT = 3, 1, 4  # of the built-in model's tokenizer

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from tests.gateway.deployment import Deployment
 
 GENERATION = {"eos_token_id": [0, 1], "max_new_tokens": 5, "no_repeat_ngram_size": 3, "num_beams": 1}

@@ -63,7 +63,7 @@ def test_there_is_time_to_drain():
 @pytest.mark.parametrize("name", OURS)
 def test_process_1_listens_to_signals_while_a_service_is_loaded(name: str):
     dockerfile = (ROOT / COMPOSE["services"][name]["build"]["dockerfile"]).read_text()
-    assert dockerfile.endswith(f'ENTRYPOINT ["python", "-m", "services.common.init", "toka-{name}"]\n')
+    assert dockerfile.endswith(f'ENTRYPOINT ["python", "-m", "services.common.process.init", "toka-{name}"]\n')
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -5,7 +5,7 @@ import pytest
 from services.common.config import ChosenDeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, load
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.launcher import toka
 from services.launcher.deployment import child_environment, choose_gpus, plan_children
 

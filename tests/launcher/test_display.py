@@ -13,7 +13,7 @@ import pytest
 
 from services.common.config import DeploymentConfig
 from services.common.flags import load
-from services.common.progress import PROGRESS_FILE, READY, ProgressFile
+from services.common.process.progress import PROGRESS_FILE, READY, ProgressFile
 from services.launcher.deployment import plan_children
 from services.launcher.display import StartDisplay
 

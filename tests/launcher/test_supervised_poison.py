@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from bench.server import free_port
 from services.common.config import ChosenDeploymentConfig
-from services.common.handover import listen
-from services.common.process import Stop
+from services.common.process.handover import listen
+from services.common.process.service import Stop
 from services.launcher import supervisor
 from services.launcher.deployment import ChildSpec, plan_children
 from services.launcher.supervisor import supervise

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.errors import Unavailable
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.launcher import supervisor
 from services.launcher.deployment import ChildSpec
 from services.launcher.supervisor import Child, Unit

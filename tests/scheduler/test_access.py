@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
-from services.common import watched
 from services.common.config import SchedulerConfig
 from services.common.errors import InvalidRequest
+from services.common.host import watched
 from services.common.keys import hash_of, new_key
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.rpc.token import TokenFile, make_token_file

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.common.rpc.status import from_rpc_error, from_status
 from services.scheduler.server import SERVICE
 from tests.fakes.model import continuation

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.common.model_files import read_card
+from services.common.model.files import read_card
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.encoding import encode_load, encode_plan_news
 from services.scheduler.api.mailbox import MergedDelta

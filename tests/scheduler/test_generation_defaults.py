@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from services.common.model_files import BUILTIN
+from services.common.model.files import BUILTIN
 from tests.scheduler.service import PROMPT, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import observe_pb2 as o

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
-from services.common.handover import listen
 from services.common.metrics.server import serve_on
+from services.common.process.handover import listen
 from services.scheduler.api.metrics import reachable
 from services.scheduler.core.step.load import Load
 from services.scheduler.engine.statsd import Statsd

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_card
+from services.common.model.files import read_card
 from services.common.rpc.status import from_rpc_error, from_status
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from services.common.config import WorkerConfig
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.worker.boot.common import boot
 from services.worker.models import fused_cpu
 from services.worker.runner.runner import StepRunner

@@ -7,8 +7,8 @@ import torch
 
 from bench.problems import read_problems
 from bench.quantization_error import load, logprobs_of
-from services.common import model_files
 from services.common.config import WorkerConfig
+from services.common.model import files as model_files
 from services.common.text.tokenizer import Tokenizer
 from services.worker.boot.common import boot
 from services.worker.boot.compilation import compilations

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common import model_files
+from services.common.model import files as model_files
 from services.worker.boot.compilation import kernel_compilations, recompilations
 from services.worker.step.plan import StepOutput
 from tests.worker.driver import Driver, admission, batch

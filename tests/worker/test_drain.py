@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import WorkerConfig
 from services.common.errors import Unavailable
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.worker.api.servicer import WorkerServicer
 from services.worker.engine.engine import Engine
 from services.worker.server import SERVICE, serve

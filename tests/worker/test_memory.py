@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.config import ChosenWorkerConfig
-from services.common.model_files import BUILTIN
-from services.common.model_json import read_json
+from services.common.model.files import BUILTIN
+from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import (

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import read_json
+from services.common.model.json_object import read_json
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
 from services.worker.attention.kv_cache import KvCache

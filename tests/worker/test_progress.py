@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.config import WorkerConfig
-from services.common.progress import READY, ProgressFile
+from services.common.process.progress import READY, ProgressFile
 from services.worker.boot.progress import BootProgress, StartTimes
 
 

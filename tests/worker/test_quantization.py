@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import read_json
+from services.common.model.json_object import read_json
 from services.worker.described.registry import read_model_config
 from services.worker.layers.factory import make_linear
 from services.worker.layers.fp8 import FP8, Fp8Linear, quantize_rows, refuse_unquantizable, scaled_product

@@ -5,9 +5,9 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
-from services.common.model_files import read_card
+from services.common.model.context_length import context_length
+from services.common.model.files import read_card
 from services.worker.described.rope import read_rope
 from services.worker.layers.rotary import Rotary
 from tests.checkpoints import LLAMA3_ROPE

@@ -3,7 +3,7 @@
 import pytest
 
 from services.common.config import WorkerConfig
-from services.common.tracing import Tracing
+from services.common.process.tracing import Tracing
 from services.worker.engine.traces import PrefillTraces
 from tests.fakes.collector import Span, collecting
 from tests.gateway.deployment import eventually_async

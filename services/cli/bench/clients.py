@@ -14,7 +14,7 @@ from types import TracebackType
 
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.sending import Body, Report, Share, send_share
-from services.common.descriptors import raise_limit
+from services.common.host.descriptors import raise_limit
 
 _START_S = 60.0  # for a client process to be there
 _SETTLE_S = 0.1  # from the last client's readiness to the moment when all begin

@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from services.cli.doctor.findings import Finding, amount, fail, ok, unknown, warn
 from services.cli.doctor.machine import Machine
 from services.common.errors import Unavailable
-from services.common.handover import listen
+from services.common.process.handover import listen
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 1 << 30  # for ranks: NCCL's and gloo's buffers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from services.cli.doctor.findings import Finding, amount, fail, ok, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import Shape
-from services.common.host import available_memory
+from services.common.host.resources import available_memory
 from services.worker.described.choices import H200_MULTIPROCESSORS, Choice, Device, choose
 from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
 from services.worker.described.ranks import Ranks

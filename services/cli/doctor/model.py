@@ -7,11 +7,11 @@ from pathlib import Path
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.nvml import Gpu
-from services.common.checkpoint_files import Broken, Shard, read_shards
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest
-from services.common.model_files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
-from services.common.model_json import read_json
+from services.common.model.checkpoint_files import Broken, Shard, read_shards
+from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
+from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from services.common.children import module_command, module_environment
+from services.common.process.children import module_command, module_environment
 
 _LIBRARY = "libnvidia-ml.so.1"
 _PATIENCE_S = 60.0

@@ -9,11 +9,11 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from services.common.acceptor import Acceptor
 from services.common.allowed_hosts import AllowedHosts
 from services.common.config import MetricsConfig
-from services.common.handover import listen
 from services.common.metrics.registry import registry_of
+from services.common.process.acceptor import Acceptor
+from services.common.process.handover import listen
 
 log = structlog.get_logger(__name__)
 

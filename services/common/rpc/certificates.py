@@ -10,8 +10,8 @@ import structlog
 
 from services.common.config import GrpcConfig
 from services.common.errors import InvalidRequest
-from services.common.secret_files import read_file, warn_if_open
-from services.common.watched import Watched
+from services.common.host.secret_files import read_file, warn_if_open
+from services.common.host.watched import Watched
 
 log = structlog.get_logger(__name__)
 

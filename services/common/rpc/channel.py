@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 
 from services.common.config import GrpcConfig
-from services.common.descriptors import connections_within, current_limit
+from services.common.host.descriptors import connections_within, current_limit
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.token import TokenFile
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.secret_files import read_file, warn_if_open
-from services.common.watched import Watched
+from services.common.host.secret_files import read_file, warn_if_open
+from services.common.host.watched import Watched
 
 log = structlog.get_logger(__name__)
 

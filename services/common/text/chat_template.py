@@ -13,7 +13,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import JsonObject, read_text
+from services.common.model.json_object import JsonObject, read_text
 from services.common.text.template_bounds import BoundedEnvironment, bounded
 from services.common.text.tokenizer_class import read_tokenizer_config
 

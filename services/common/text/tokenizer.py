@@ -7,8 +7,8 @@ from typing import Any
 import tokenizers
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import resolve, tokenizer_fingerprint
-from services.common.model_json import MOST_VOCABULARY, JsonObject, read_json
+from services.common.model.files import resolve, tokenizer_fingerprint
+from services.common.model.json_object import MOST_VOCABULARY, JsonObject, read_json
 from services.common.text.chat_template import ChatTemplate, ChatTemplates, read_chat_templates
 from services.common.text.tokenizer_class import apply_tokenizer_class
 from services.common.text.tokenizer_files import probe, read_backend, read_special_token

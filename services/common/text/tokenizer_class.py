@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-from services.common.model_json import JsonObject, read_json
+from services.common.model.json_object import JsonObject, read_json
 
 _BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Their hub repositories name other classes by mistake; transformers overrules those.

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import (
+from services.common.model.json_object import (
     LARGEST_TOKENIZER,
     MOST_VOCABULARY,
     JsonObject,

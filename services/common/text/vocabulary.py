@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import MOST_VOCABULARY
+from services.common.model.json_object import MOST_VOCABULARY
 
 _SPACE_MARK = "▁"  # SentencePiece writes a space as this
 # Some tokenizers call them special, but an answer cannot be understood without them.

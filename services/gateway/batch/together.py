@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from services.common.errors import Internal, InvalidRequest, TokaError
 from services.common.json_scan import Raw
-from services.common.turn import Turn
+from services.common.process.turn import Turn
 from services.gateway.batch.requests import Requests
 from services.gateway.http.errors import to_response
 from services.gateway.http.request import Caller, read_body, read_caller, while_connected

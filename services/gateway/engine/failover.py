@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
-from services.common.turn import Turn
+from services.common.process.turn import Turn
 from services.gateway.engine.generation import Call, Choice
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
 from services.gateway.engine.replica import Replica

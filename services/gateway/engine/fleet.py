@@ -12,8 +12,8 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
+from services.common.process.turn import Turn
 from services.common.rpc.channel import PLAIN, Dialer
-from services.common.turn import Turn
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.failover import Failover
 from services.gateway.engine.generation import Call, Generation

@@ -5,7 +5,7 @@ from types import TracebackType
 from starlette.responses import Response
 from starlette.types import Scope
 
-from services.common.tracing import HEADER, Tracing, traceparent_of
+from services.common.process.tracing import HEADER, Tracing, traceparent_of
 
 # In the scope of a request that is traced: what its spans elsewhere have as their parent.
 TRACEPARENT = "toka.traceparent"

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.common.config import GatewayConfig
 from services.common.config.gateway import MOST_CONNECTIONS
-from services.common.descriptors import connections_within, current_limit, reserve_of
+from services.common.host.descriptors import connections_within, current_limit, reserve_of
 from services.gateway.http import errors
 from services.gateway.http.reading import Backlog, Reading
 

@@ -15,7 +15,7 @@ from starlette.types import Receive
 from services.common.errors import PayloadTooLarge, TokaError, TooManyBodies, UnsupportedMediaType
 from services.common.json_scan import Raw
 from services.common.keys import Key, salted
-from services.common.tracing import HEADER
+from services.common.process.tracing import HEADER
 from services.gateway.engine.tracing import REQUEST_ID, TRACEPARENT
 from services.gateway.http.bodies import BODY, HeldBody
 from services.gateway.http.guard import KEY, presented_key

@@ -13,9 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from services.common.acceptor import Acceptor
 from services.common.config import GatewayConfig
-from services.common.handover import BACKLOG
+from services.common.process.acceptor import Acceptor
+from services.common.process.handover import BACKLOG
 from services.gateway.http.connection import Clock, Connection, Patience
 from services.gateway.http.reading import Backlog
 from services.gateway.http.tls import Certificate

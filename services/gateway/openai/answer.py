@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from fastapi import Response
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TokaError
+from services.common.process.turn import Turn
 from services.common.text.vocabulary import Vocabulary
-from services.common.turn import Turn
 from services.gateway.engine.generation import Choice, Generation
 from services.gateway.engine.job import Job, Settings
 from services.gateway.http.bounds import Bounds

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry
 
 from services.common.config import GatewayConfig
-from services.common.handover import Handover
+from services.common.process.handover import Handover
+from services.common.process.tracing import Tracing
 from services.common.rpc.channel import Dialer
 from services.common.text.tokenizer import Tokenizer
-from services.common.tracing import Tracing
 from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.metrics import RequestMetrics, make_registry
 from services.gateway.engine.numbers import Numbers

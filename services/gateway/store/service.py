@@ -13,9 +13,9 @@ from fastapi import Request
 from sqlalchemy.engine import make_url
 
 from services.common.config import GatewayConfig
-from services.common.descriptors import current_limit
 from services.common.errors import InvalidRequest, NotFound, StoreUnavailable, TokaError
-from services.common.private_files import warn_if_shared
+from services.common.host.descriptors import current_limit
+from services.common.host.private_files import warn_if_shared
 from services.gateway.engine.metrics import StoreProblem
 from services.gateway.store.background import Background
 from services.gateway.store.batches import Batches

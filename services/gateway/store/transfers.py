@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from services.common.descriptors import reserve_of
 from services.common.errors import Overloaded, TokaError, Unavailable
+from services.common.host.descriptors import reserve_of
 
 _KEY_SHARE = 4  # one key has at most one of so many
 _WAIT_S = 10.0

@@ -8,9 +8,9 @@ import structlog
 
 from services.common.errors import Internal
 from services.common.packed import fill
+from services.common.process.tracing import HEADER
 from services.common.rpc.interceptor import AnyContext
 from services.common.text.detokenizer import Detokenizer
-from services.common.tracing import HEADER
 from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta

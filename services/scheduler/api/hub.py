@@ -7,7 +7,7 @@ from itertools import count
 import structlog
 
 from services.common.errors import Internal, Overloaded, TokaError
-from services.common.tracing import Tracing
+from services.common.process.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from services.common.errors import NotFound, Unavailable
-from services.common.model_files import ModelCard
+from services.common.model.files import ModelCard
 from services.common.text.encoder import TextEncoder
 from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
-from services.common.turn import Turn
+from services.common.process.turn import Turn
 from services.scheduler.api.encoding import encode_news, encode_what_can_be
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta

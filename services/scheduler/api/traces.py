@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.common.errors import TokaError
-from services.common.tracing import Tracing, traceparent_of
+from services.common.process.tracing import Tracing, traceparent_of
 from services.scheduler.core.request import Finish, FinishReason, Request
 
 if TYPE_CHECKING:

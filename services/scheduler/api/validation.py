@@ -8,7 +8,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from services.common.errors import InvalidRequest
-from services.common.generation_config import GenerationDefaults
+from services.common.model.generation_config import GenerationDefaults
 from services.common.packed import read_fixed32, read_float
 from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
 from services.scheduler.api.model import ServedModel

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from services.common.errors import TokaError
-from services.common.process import die_with_parent
+from services.common.process.service import die_with_parent
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.grammar.frames import LENGTH, frame

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import structlog
 
-from services.common.children import module_command, module_environment
 from services.common.errors import Unavailable
-from services.common.process import PARENT_PID
+from services.common.process.children import module_command, module_environment
+from services.common.process.service import PARENT_PID
 from services.scheduler.grammar.frames import LENGTH, frame
 
 log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ import structlog
 from google.protobuf.proto import serialize_length_prefixed
 
 from services.common.errors import InvalidRequest
-from services.common.private_files import warn_if_shared
+from services.common.host.private_files import warn_if_shared
 from services.scheduler.record.message_sizes import plan_size, result_size
 from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2
 

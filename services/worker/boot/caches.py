@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from services.common.errors import InvalidRequest
-from services.common.private_files import WRITING, warn_if_shared
+from services.common.host.private_files import WRITING, warn_if_shared
 
 # Read by inductor and Triton when they compile, by FlashInfer when it is loaded.
 _VARIABLES = {

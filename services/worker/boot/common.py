@@ -12,10 +12,11 @@ import numpy as np
 import structlog
 import torch
 
-from services.common import host, model_files
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.model_json import read_json
+from services.common.host import resources as host
+from services.common.model import files as model_files
+from services.common.model.json_object import read_json
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import structlog
 
 from services.common.config import WorkerConfig
-from services.common.progress import READY, ProgressFile
+from services.common.process.progress import READY, ProgressFile
 
 log = structlog.get_logger(__name__)
 

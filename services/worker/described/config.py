@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from services.common.context_length import MOST_TOKENS, context_length
 from services.common.errors import InvalidRequest
-from services.common.model_json import MOST_VOCABULARY, JsonObject
+from services.common.model.context_length import MOST_TOKENS, context_length
+from services.common.model.json_object import MOST_VOCABULARY, JsonObject
 from services.worker.described.rope import RopeSettings, read_rope
 
 # Values that transformers takes for keys that a Qwen config leaves out.

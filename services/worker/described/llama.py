@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.model_json import JsonObject
+from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig, read_decoder
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import JsonObject
+from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig
 from services.worker.described.llama import read_llama
 from services.worker.described.mistral import read_mistral

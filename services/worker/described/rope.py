@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.context_length import MOST_TOKENS, max_positions, rope_factor, rope_parameters
 from services.common.errors import InvalidRequest
-from services.common.model_json import JsonObject
+from services.common.model.context_length import MOST_TOKENS, max_positions, rope_factor, rope_parameters
+from services.common.model.json_object import JsonObject
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _MOST = 1e12  # of every number; larger ones make frequencies that are not finite

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
-from services.common.tracing import Tracing
+from services.common.process.tracing import Tracing
 from services.worker.boot.common import Booted
 from services.worker.engine.totals import StepTotals
 from services.worker.engine.traces import Prefill, PrefillTraces

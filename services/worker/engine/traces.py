@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.common.packed import read_fixed32
-from services.common.tracing import Tracing
+from services.common.process.tracing import Tracing
 from services.worker.step.plan import Timing
 from tokasaurus.worker.v1 import plan_pb2
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import safetensors
 import torch
 
-from services.common.checkpoint_files import FLOATS, Broken, read_shards, weight_paths
 from services.common.errors import InvalidRequest
+from services.common.model.checkpoint_files import FLOATS, Broken, read_shards, weight_paths
 from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel

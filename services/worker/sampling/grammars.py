@@ -9,7 +9,7 @@ import structlog
 from llguidance import LLExecutor
 
 from services.common.errors import InvalidRequest
-from services.common.model_files import ModelCard
+from services.common.model.files import ModelCard
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.follower import Follower

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.server import free_port
 from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
-from services.common.handover import listen
 from services.common.metrics.server import serve_metrics, serve_on
+from services.common.process.handover import listen
 
 
 class One:

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from services.common import watched
 from services.common.config import GrpcConfig
 from services.common.errors import InvalidRequest
+from services.common.host import watched
 from services.common.rpc import channel
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates

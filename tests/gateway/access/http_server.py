@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.common.config import GatewayConfig
-from services.common.handover import listen
+from services.common.process.handover import listen
 from services.gateway.http.server import Server
 
 PATIENCE_S = 60.0

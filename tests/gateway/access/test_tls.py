@@ -5,8 +5,8 @@ import ssl
 
 import pytest
 
-from services.common import watched
 from services.common.errors import InvalidRequest
+from services.common.host import watched
 from services.gateway.http.tls import Certificate
 from tests.common.rpc.authority import Authority
 from tests.gateway.access.http_server import HEAD, Client, answer, serving, until

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from services.common.config import SchedulerConfig, WorkerConfig
-from services.common.process import Stop
+from services.common.process.service import Stop
 from services.scheduler.record import replay
 from services.scheduler.record.feeding import Unsuitable, feed
 from services.scheduler.record.reader import RecordedStep, Recording

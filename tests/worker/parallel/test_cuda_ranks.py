@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.common import model_files
+from services.common.model import files as model_files
 from services.worker.described.ranks import Ranks
 from services.worker.step.plan import Limits, Plan, StepOutput
 from tests.e2e.samples import Sample, agreement, random_prompt

@@ -8,7 +8,7 @@ import safetensors
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import read_json
+from services.common.model.json_object import read_json
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
 from services.worker.described.shares import local_config

@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import structlog
 
-from services.common.log import configure
-from services.common.process import die_with_parent
+from services.common.process.log import configure
+from services.common.process.service import die_with_parent
 from services.worker.boot.caches import keep_compiled_code_in
 from services.worker.boot.precompile.job import Job
 

@@ -7,10 +7,10 @@ import subprocess
 
 import structlog
 
-from services.common.children import module_command, module_environment
 from services.common.config import WorkerConfig
-from services.common.host import has_gpus
-from services.common.process import PARENT_PID
+from services.common.host.resources import has_gpus
+from services.common.process.children import module_command, module_environment
+from services.common.process.service import PARENT_PID
 from services.worker.boot.precompile.job import Job
 
 log = structlog.get_logger(__name__)

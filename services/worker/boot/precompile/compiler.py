@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from services.common import host
-from services.common.process import PARENT_PID, die_with_parent
+from services.common.host import resources as host
+from services.common.process.service import PARENT_PID, die_with_parent
 from services.worker.boot.precompile.launches import Launch
 
 _MOST_PROCESSES = 12  # more finish no sooner: a kernel takes 0.3 s, and there are fewer than a hundred

@@ -1,6 +1,8 @@
 """The watchdog of a service: its child, a process that loads next to nothing and kills it when it hangs.
 
-``services.common.pulse`` starts it, with this file alone: ``watchdog.py SERVICE PID FORMAT WHAT BOOT_S STEP_S END_S``.
+``services.common.process.pulse`` starts it, with this file alone:
+``watchdog.py SERVICE PID FORMAT WHAT BOOT_S STEP_S END_S``.
+
 Its stdin is a pipe from the service, which sends a byte whenever it has looked at itself. It ends when the pipe does,
 or with its parent, which the process PID has to be: it kills no other. FORMAT is that of its last words, json or
 console.
@@ -56,7 +58,7 @@ def watch(pipe: int, parent: int, limits: tuple[float, float, float], what: str,
 
 
 def _tell(service: str, pid: int, log_format: str, reason: str) -> None:
-    """A line as the service's own (``services.common.log``). If nobody takes it, it is lost: better than to wait."""
+    """Write a line as the service's own log does (``log.py``). It is lost if stderr would block."""
     event, now = "hung, and killed by its watchdog", time.time()
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
     fields = {"reason": reason, "pid": pid, "event": event, "service": service, "level": "error"}

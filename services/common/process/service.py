@@ -14,14 +14,14 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 
-from services.common.children import use_safe_paths
 from services.common.config import ServiceConfig, from_command_line
-from services.common.descriptors import raise_limit
 from services.common.errors import TokaError
-from services.common.init import stand_in_front
-from services.common.log import configure
-from services.common.private_files import keep_files_private
-from services.common.relay import last_words, relay_output
+from services.common.host.descriptors import raise_limit
+from services.common.host.private_files import keep_files_private
+from services.common.process.children import use_safe_paths
+from services.common.process.init import stand_in_front
+from services.common.process.log import configure
+from services.common.process.relay import last_words, relay_output
 
 PARENT_PID = "TOKA_PARENT_PID"
 _PR_SET_PDEATHSIG = 1

@@ -1,4 +1,4 @@
-"""Process 1 of a container, in front of a service that would be it: ``python -m services.common.init COMMAND...``.
+"""Process 1 of a container, in front of a service: ``python -m services.common.process.init COMMAND...``.
 
 The kernel spares process 1 all signals that its own container sends and that it does not handle, a watchdog's SIGKILL
 among them. So the service is a child of this one, which passes signals on, buries whoever died, and ends as its child

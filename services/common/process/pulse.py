@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common import watchdog
-from services.common.children import script_command
 from services.common.config import ServiceConfig
-from services.common.log import is_console
-from services.common.process import own_name
+from services.common.process import watchdog
+from services.common.process.children import script_command
+from services.common.process.log import is_console
+from services.common.process.service import own_name
 
 _BOOT_S = 300.0  # to begin; tokenizers are fetched and loaded
 _END_S = 60.0  # at least; what is loaded has to be let go

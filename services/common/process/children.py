@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]  # the directory that holds the package ``services``
+_ROOT = Path(__file__).parents[3]  # the directory that holds the package ``services``
 _SAFE_PATH = "PYTHONSAFEPATH"  # like ``-P``, for all Python programs that inherit it
 
 

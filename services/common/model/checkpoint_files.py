@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.model_json import LARGEST_JSON, check_name, parse_json, read_json
+from services.common.model.json_object import LARGEST_JSON, check_name, parse_json, read_json
 
 _INDEX = "model.safetensors.index.json"
 _ALONE = "model.safetensors"

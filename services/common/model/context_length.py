@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.model_json import JsonObject
+from services.common.model.json_object import JsonObject
 
 # The value that transformers' config classes have for ``max_position_embeddings`` if a file leaves it out.
 _DEFAULT = 2048

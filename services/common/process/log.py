@@ -7,7 +7,7 @@ import sys
 import structlog
 
 from services.common.config import LogFormat
-from services.common.relay import say_dropped_with
+from services.common.process.relay import say_dropped_with
 
 _CHATTY = ("httpx", "httpcore", "asyncio", "grpc", "huggingface_hub", "filelock", "numba")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common.descriptors import current_limit, next_number, reserve_of
+from services.common.host.descriptors import current_limit, next_number, reserve_of
 
 log = structlog.get_logger(__name__)
 

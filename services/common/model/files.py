@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.context_length import context_length
 from services.common.errors import InvalidRequest
-from services.common.generation_config import GenerationDefaults, read_generation_defaults
-from services.common.model_json import LARGEST_TOKENIZER, MOST_VOCABULARY, JsonObject, read_bytes, read_json
-from services.common.private_files import usual_permissions
+from services.common.host.private_files import usual_permissions
+from services.common.model.context_length import context_length
+from services.common.model.generation_config import GenerationDefaults, read_generation_defaults
+from services.common.model.json_object import LARGEST_TOKENIZER, MOST_VOCABULARY, JsonObject, read_bytes, read_json
 
-BUILTIN = Path(__file__).parent / "builtin_model"
+BUILTIN = Path(__file__).parents[1] / "builtin_model"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",

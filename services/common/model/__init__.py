@@ -1,0 +1,4 @@
+"""The files of a model: config, generation config, weights' headers. No torch.
+
+Threads: the caller's.
+"""
