@@ -26,6 +26,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/language.py
 
 # The tests, half as fast; what they run of each package, and of each line in htmlcov/.
 coverage: setup
