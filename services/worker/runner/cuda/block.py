@@ -87,11 +87,12 @@ def fill_in(fields: Fields[np.ndarray], where: int, slots: np.ndarray, begins: n
 
 
 def fill_in_groups(fields: Fields[np.ndarray], prefix_tokens: np.ndarray, tiles: np.ndarray) -> None:
-    """``prefix_tokens [rows]`` and the tiles of a step with groups."""
-    fields.prefix_tokens[: len(prefix_tokens)] = prefix_tokens  # type: ignore[index]  # there are groups
-    fields.prefix_tokens[len(prefix_tokens) :] = 0  # type: ignore[index]
-    fields.tiles[: len(tiles)] = tiles  # type: ignore[index]
-    fields.tiles[len(tiles) :] = 0  # type: ignore[index]
+    """Write ``prefix_tokens [rows]`` and the tiles of a step with groups. The graph must be one with groups."""
+    for field, values in ((fields.prefix_tokens, prefix_tokens), (fields.tiles, tiles)):
+        if field is None:
+            raise ValueError("this graph has no groups")
+        field[: len(values)] = values
+        field[len(values) :] = 0
 
 
 def append(fields: Fields[np.ndarray], changes: PageChanges) -> bool:

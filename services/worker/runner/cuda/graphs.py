@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,10 +48,18 @@ class Kind:
     grouped: bool  # with shared prefixes
 
 
+class WholeStep(NamedTuple):
+    """A captured step from its inputs to sampled tokens, for rows that ask for no more than a temperature."""
+
+    replay: Callable[[], None]  # tokens become the slots' last ones, and results
+    token_ids: torch.Tensor  # [size] int32, overwritten by the next step
+
+
 class DecodeGraph:
-    """A step of one kind, captured twice: through to results, where no row asks for more than a temperature, and to
-    hidden states only, all that there is where a later stage samples. Both read their inputs from one block; each step
-    in flight has its own on the host."""
+    """A step of one kind as CUDA graphs: up to hidden states and, on a stage that samples, a ``whole`` one.
+
+    Both read their inputs from one block on the device. Each step in flight has its own block on the host.
+    """
 
     def __init__(
         self,
@@ -64,8 +72,8 @@ class DecodeGraph:
         results: torch.Tensor,
         pool: "_POOL_HANDLE",
     ) -> None:
-        """``entering``: where ``forward`` finds what the stage before handed on. ``results [places, max_slots]``: in
-        pinned memory. ``pool``: the memory of all graphs."""
+        """``entering``: the input of ``forward`` behind the first stage. ``sampler``: None on a stage that does not
+        sample. ``results [places, max_slots]``: in pinned memory. ``pool``: the memory of all graphs."""
         device = state.page_table.device
         self._block, self._entering = layout.empty(device), entering
         self.size, self.grouped = layout.size, layout.tiles is not None
@@ -81,10 +89,7 @@ class DecodeGraph:
             (whole or hidden)()
         torch.cuda.synchronize()
         self._forward, self._hidden = capture(hidden, pool)
-        self._whole: Callable[[], None]
-        self.token_ids: torch.Tensor
-        # None where a later stage samples: nobody asks for them there.
-        self._whole, self.token_ids = (None, None) if whole is None else capture(whole, pool)  # type: ignore[assignment]
+        self.whole = None if whole is None else WholeStep(*capture(whole, pool))
 
     def _through(
         self,
@@ -94,10 +99,10 @@ class DecodeGraph:
         state: DeviceState,
         results: torch.Tensor,
     ) -> Callable[[], torch.Tensor]:
-        """All the way to token ids, ``[size]`` int32."""
-        inputs, nobody = self.inputs, np.empty(0, np.int64)
+        """Return a function that launches a whole step and returns its token ids, ``[size]`` int32."""
+        inputs, no_rows = self.inputs, np.empty(0, np.int64)
         device = self._block.device
-        rows = sampler.prepare(table, nobody, nobody, lambda array: torch.from_numpy(array).to(device), self.size)
+        rows = sampler.prepare(table, no_rows, no_rows, lambda array: torch.from_numpy(array).to(device), self.size)
         rows = replace(rows, scales=inputs.scales, keys=inputs.keys)
 
         def whole() -> torch.Tensor:
@@ -115,22 +120,19 @@ class DecodeGraph:
         """Copy the host's block to the device, on the current stream."""
         self._block.copy_(self._host[place], non_blocking=True)
 
-    def enter(self, entering: torch.Tensor) -> None:
-        """What the stage before handed on, ``[rows, hidden_size]``."""
-        self._entering.copy_(entering)  # type: ignore[union-attr]  # it is there where something enters
+    def enter(self, entering: torch.Tensor | None) -> None:
+        """Copy the hidden states of the previous stage, ``[rows, hidden_size]``. None on the first stage."""
+        if entering is not None and self._entering is not None:
+            self._entering.copy_(entering)
 
     def run(self) -> torch.Tensor:
-        """Hidden states ``[size, hidden_size]``, or what leaves the stage; overwritten by the next step."""
+        """Return the stage's output ``[size, hidden_size]``, which the next step overwrites."""
         self._forward()
         return self._hidden
 
-    def run_whole(self) -> None:
-        """Tokens become the slots' last ones, and results; ``token_ids [size]`` until the next step."""
-        self._whole()
-
 
 def capture(launches: Callable[[], Outcome], pool: "_POOL_HANDLE") -> tuple[Callable[[], None], Outcome]:
-    """What launches all of ``launches`` at once, and where the outcome will be then."""
+    """Capture ``launches`` as one CUDA graph. Return a function that replays it, and its output."""
     graph = torch.cuda.CUDAGraph()
     # Threads that look after collectives may ask for events meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -138,8 +140,15 @@ def capture(launches: Callable[[], Outcome], pool: "_POOL_HANDLE") -> tuple[Call
     return graph.replay, outcome
 
 
+class FoundGraph(NamedTuple):
+    """The graph for a step."""
+
+    graph: DecodeGraph
+    tiles: np.ndarray | None  # [tiles, TILE_FIELDS] int32 of the step's groups; None without groups
+
+
 class DecodeGraphs:
-    """A step runs in the smallest graph that holds it. Owned by the compute thread."""
+    """The decode graphs of all sizes. A step runs in the smallest one that holds it. Owned by the compute thread."""
 
     def __init__(
         self,
@@ -154,8 +163,8 @@ class DecodeGraphs:
         largest: int,
         peers: Peers | NoPeers,
     ) -> None:
-        """``skinny``: what runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them, too.
-        ``sampler``: None on a stage that does not sample."""
+        """``skinny`` runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them. ``sampler``: None on
+        a stage that does not sample."""
         self._skinny, self._peers = skinny, peers
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
         sizes = sizes_up_to(largest, smallest=8 if skinny is None else 1)
@@ -190,22 +199,27 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, rows: int, longest: int, groups: Spans | None, apart: bool = False) -> DecodeGraph | None:
-        """The one for ``rows`` rows of one token, of which one sees ``longest`` tokens; None = there is none, or groups
-        are better served ``apart``, where there are graphs in pieces for so many rows."""
+    def find(self, rows: int, longest: int, groups: Spans | None, pieces: bool = False) -> FoundGraph | None:
+        """Return the graph for ``rows`` rows of one token, the longest of which sees ``longest`` tokens.
+
+        None means that there is no such graph, or that reading the prefixes of ``groups`` once is faster.
+        ``pieces``: there are graphs in pieces for this step.
+        """
         if rows > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         captured = self._attention.captures_groups
-        if groups is not None and not captured and apart and self._attention.bytes_saved(groups) > _READ_MEANWHILE:
+        if groups is not None and not captured and pieces and self._attention.bytes_saved(groups) > _READ_MEANWHILE:
             return None
         if groups is None or size < _FEWEST_GROUPED or not captured:
             graphs = self._plain[size]
-            return next((graph for stage, graph in graphs if stage >= longest), graphs[-1][1])
-        return self._graphs[Kind(size, self._stages[0], True)] if len(self.tiles(groups)) <= _most_tiles(size) else None
+            return FoundGraph(next((graph for stage, graph in graphs if stage >= longest), graphs[-1][1]), None)
+        tiles = self._group_tiles(groups)
+        fits = len(tiles) <= _most_tiles(size)
+        return FoundGraph(self._graphs[Kind(size, self._stages[0], True)], tiles) if fits else None
 
-    def tiles(self, groups: Spans) -> np.ndarray:
-        """``[tiles, TILE_FIELDS]`` int32, for a graph with groups. The same groups come step after step."""
+    def _group_tiles(self, groups: Spans) -> np.ndarray:
+        """Return the tiles of ``groups``, which are the same for many steps."""
         if id(groups) not in self._tiles:
             if len(self._tiles) == _MOST_TILED:
                 del self._tiles[next(iter(self._tiles))]

@@ -1,4 +1,4 @@
-"""Keeps rows to their grammars where the host is steps ahead of the device."""
+"""Masks of rows with grammars, written while the host is steps ahead of the device."""
 
 import numpy as np
 import torch
@@ -10,26 +10,26 @@ from services.worker.step.plan import Failure, Plan
 
 
 class Guide:
-    """A mask needs the token before it. So a step of which some rows have grammars is launched up to where it samples;
-    then the host waits until those rows' last tokens have come, and writes masks while the device computes.
+    """Writes the masks of a step's rows with grammars.
 
-    Owned by the compute thread. What it waits for was launched before, by all ranks in the same order, so that no waits
-    go round in a circle.
+    A mask needs the previous token. So a step with such rows is launched up to its sampling. Then the host waits for
+    the last tokens of these rows and writes masks while the device computes. Owned by the compute thread. All ranks
+    wait for earlier steps in the same order, so they cannot wait for each other in a circle.
     """
 
     def __init__(self, grammars: SlotGrammars, masks: torch.Tensor) -> None:
-        """``masks [max_slots, words]`` int32, pinned: where the sampler finds those of a step."""
+        """``masks [max_slots, words]`` int32, pinned: the sampler reads a step's masks from it."""
         self._grammars, self._masks = grammars, masks.numpy()
-        self._sent = torch.cuda.Event()  # the device has read them
+        self._sent = torch.cuda.Event()  # the device has read the masks
         self._clear_owed()
 
     def _clear_owed(self) -> None:
-        # Results that were not looked at: whose they are, and where among the tokens of their place.
+        # Tokens that are not read yet: for each place, the followers and the rows of its results.
         self._owed: dict[Place, list[tuple[Follower, int]]] = {}
         self._owing: dict[Follower, Place] = {}
 
     def apply(self, plan: Plan) -> None:
-        """Slots are released and taken."""
+        """Apply releases and admissions of ``plan``."""
         self._grammars.apply(plan)
 
     def clear(self) -> None:
@@ -38,11 +38,11 @@ class Guide:
         self._clear_owed()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         self._grammars.close()
 
     def write(self, slots: np.ndarray) -> dict[int, Failure]:
-        """The masks of ``slots [n]``, all of which have a grammar. Returns why those fail that fail."""
+        """Write the masks of ``slots [n]``, which have grammars. Return the failures by slot."""
         followers = self._grammars.followers(slots)
         for follower in followers:
             if follower in self._owing:
@@ -52,20 +52,39 @@ class Guide:
         return self._grammars.failures(slots)
 
     def sent(self) -> None:
-        """What reads the masks is launched."""
+        """Record that the launches that read the masks were made."""
         self._sent.record()
 
     def expect(self, place: Place, slots: np.ndarray, rows: np.ndarray) -> None:
-        """The tokens of ``slots [n]`` will be at ``rows [n]`` of the results of ``place``."""
+        """Expect the tokens of ``slots [n]`` at ``rows [n]`` of the results of ``place``."""
         owed = list(zip(self._grammars.followers(slots), rows.tolist(), strict=True))
         self._owed[place] = owed
         self._owing |= {follower: place for follower, _ in owed}
 
     def catch_up(self, place: Place) -> None:
-        """Wait for what is owed of ``place``, which may be used again then."""
+        """Wait for the tokens that ``place`` owes, and read them. Then the place may be used again."""
         if (owed := self._owed.pop(place, None)) is None:
             return
         place.wait()
         self._grammars.advance([(follower, int(place.tokens[row])) for follower, row in owed])
         for follower, _ in owed:
             del self._owing[follower]
+
+
+class NoGuide:
+    """In the place of ``Guide`` if sequences have no grammars."""
+
+    def apply(self, plan: Plan) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def write(self, slots: np.ndarray) -> dict[int, Failure]:
+        return {}
+
+    def sent(self) -> None: ...
+
+    def expect(self, place: Place, slots: np.ndarray, rows: np.ndarray) -> None: ...
+
+    def catch_up(self, place: Place) -> None: ...

@@ -32,7 +32,12 @@ Replay = Callable[[PlacedAttentionStep], None]
 
 
 class StepPieces:
-    """Owned by the compute thread. All ranks of a replica have the same sizes."""
+    """Launches a forward pass as CUDA graphs between its attentions. Owned by the compute thread.
+
+    All ranks of a replica have the same sizes.
+    """
+
+    reuses_output = True  # the next step writes over the output
 
     def __init__(
         self,
@@ -64,16 +69,21 @@ class StepPieces:
         return len(self._pieces)
 
     def find(self, tokens: int) -> int | None:
-        """The size that a step of ``tokens`` tokens is padded to; None = there is none that is worth it."""
+        """Return the token count to which a step of ``tokens`` tokens is padded; None = an eager launch costs less."""
         if tokens > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, tokens)]
         return None if size > _HOST_BOUND and size - tokens > tokens * _PADDING else size
 
     def run(
-        self, size: int, entering: torch.Tensor, attention: PlacedAttentionStep, keep: torch.Tensor | None
+        self,
+        size: int,
+        entering: torch.Tensor,
+        positions: torch.Tensor,
+        attention: PlacedAttentionStep,
+        keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As the model's ``forward`` over ``size`` tokens. The next step writes over what is returned."""
+        """As ``EagerSteps.run``. ``positions`` is not read, since ``attention`` has them."""
         self._entering(size).copy_(entering)
         few = None if keep is None else self._pieces.get((size, False))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):

@@ -1,0 +1,39 @@
+"""Steps that are launched kernel by kernel."""
+
+import torch
+
+from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.cuda import CudaAttention
+from services.worker.runner.cuda.graphs import Forward
+from services.worker.runner.cuda.inputs import padded
+from services.worker.runner.cuda.peers import NoPeers, Peers
+
+
+class EagerSteps:
+    """Launches a forward pass eagerly, for any number of tokens. Owned by the compute thread."""
+
+    reuses_output = False  # each step has an output of its own
+
+    def __init__(self, forward: Forward, attention: CudaAttention, peers: Peers | NoPeers) -> None:
+        self._forward, self._attention, self._peers = forward, attention, peers
+
+    def size(self, tokens: int) -> int:
+        """Return the token count to which a step of ``tokens`` tokens is padded."""
+        return padded(tokens, self._peers.grain)
+
+    def run(
+        self,
+        size: int,
+        entering: torch.Tensor,
+        positions: torch.Tensor,
+        attention: RotatingAttentionStep,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Launch a forward pass over ``size`` tokens.
+
+        ``entering``: token ids ``[size]``, or the hidden states of the previous stage. ``positions [size]`` int32.
+        ``keep [kept]`` int32: tokens that the last layer continues with; None = all. Returns the stage's output
+        ``[kept, hidden_size]``.
+        """
+        active = self._attention.active(attention)
+        return self._forward(entering, positions, active, keep, self._peers.exchange(size))

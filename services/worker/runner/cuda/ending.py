@@ -1,0 +1,242 @@
+"""The end of a step: sample on the last stage, send hidden states to the next stage on the others."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from services.worker.runner.cuda.download import to_host
+from services.worker.runner.cuda.graphs import DecodeGraph
+from services.worker.runner.cuda.guide import Guide, NoGuide
+from services.worker.runner.cuda.inputs import Standing, StepArrays, fill_up, padded
+from services.worker.runner.cuda.peers import NoPeers, Peers
+from services.worker.runner.cuda.ring import Place
+from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
+from services.worker.runner.cuda.state import DeviceState
+from services.worker.runner.cuda.state_kernels import advance
+from services.worker.runner.cuda.step import CudaStep, Era
+from services.worker.sampling.fused import FusedSampler
+from services.worker.sampling.grammars import SlotGrammars
+from services.worker.sampling.outcome import SampledOnDevice
+from services.worker.sampling.rows import SampleRows
+from services.worker.step.plan import Failure, Plan
+from services.worker.step.slots import SlotTable
+
+# The results of a step with more rows are downloaded on a stream of their own. With fewer, the second stream costs the
+# host more than it saves the device.
+_SHORT_ROWS = 64
+_NO_SLOTS = np.empty(0, np.int64)
+
+Put = Callable[[np.ndarray], torch.Tensor]
+
+
+class DrawnRows(NamedTuple):
+    """The rows of a step that draw a token."""
+
+    settings: SampleRows
+    slots: torch.Tensor  # [rows or more] int32, on the device
+
+
+class ScoredTokens(NamedTuple):
+    """The prompt tokens of a step whose log-probabilities a request asks for."""
+
+    runs: PromptRuns
+    token_ids: torch.Tensor  # [tokens] int64, on the device
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a micro-batch samples and scores."""
+
+    slots: np.ndarray  # [samples] int64, in the order of the results
+    keep: torch.Tensor | None = None  # [kept] int32, tokens that the last layer continues with; None = all tokens
+    order: np.ndarray | None = None  # [samples] int64, which sample is first, second, ... in the batch; None = as is
+    drawn: DrawnRows | None = None
+    scored: ScoredTokens | None = None  # behind the drawn rows
+
+
+class StepEnd(ABC):
+    """Ends the micro-batches of one stage. Owned by the compute thread."""
+
+    def __init__(self, peers: Peers | NoPeers, max_slots: int, guide: Guide | NoGuide | None = None) -> None:
+        """``guide``: None if no sequence of this stage follows a grammar."""
+        self._peers, self._max_slots, self._guide = peers, max_slots, guide or NoGuide()
+        self._era = Era(max_slots)
+
+    @abstractmethod
+    def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
+        """Put into the upload what the end of an eager or piecewise step needs. ``token_slots [tokens]`` int32."""
+
+    @abstractmethod
+    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+        """Launch the end of a step, behind its forward pass.
+
+        ``leaving [kept, hidden_size]`` is the output of the forward pass. ``reused``: the next step writes over it.
+        """
+
+    @abstractmethod
+    def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:
+        """As ``prepare``, for a step of one token of each slot in ``rows``. None: ``graph.whole`` ends the step."""
+
+    def replay(
+        self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, samples: Samples | None
+    ) -> CudaStep:
+        """Launch ``graph`` and the end of its step."""
+        return self.finish(plan, place, graph.run(), samples or Samples(rows), reused=True)
+
+    def finish_empty(self, plan: Plan, place: Place) -> CudaStep:
+        """End a step without a batch."""
+        place.begin_sampling()
+        place.end(long=not self._peers.reports)
+        return self._step(plan, place)
+
+    def apply(self, plan: Plan) -> None:
+        """Apply releases and admissions of ``plan``."""
+        self._guide.apply(plan)
+
+    def catch_up(self, place: Place) -> None:
+        """Wait for the tokens that ``place`` still owes, before it is used again."""
+        self._guide.catch_up(place)
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._guide.clear()
+        self._era = Era(self._max_slots)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._guide.close()
+
+    def _step(self, plan: Plan, place: Place, slots: np.ndarray = _NO_SLOTS) -> CudaStep:
+        return CudaStep(plan, place, self._era, slots)
+
+
+class SendingEnd(StepEnd):
+    """The end of a step on every stage but the last: hidden states go to the next stage."""
+
+    def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
+        return Samples(arrays.sample_slots)
+
+    def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples:
+        return Samples(rows)
+
+    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+        place.end(long=True)
+        self._peers.hand_on(leaving.clone() if reused else leaving, samples.slots)
+        return self._step(plan, place)
+
+
+class SamplingEnd(StepEnd):
+    """The end of a step on the last stage: sampled tokens stay for the next step, and are copied to the host."""
+
+    def __init__(
+        self,
+        sampler: FusedSampler,
+        state: DeviceState,
+        table: SlotTable,
+        peers: Peers | NoPeers,
+        grammars: SlotGrammars | None,
+    ) -> None:
+        """``grammars``: None if sequences have no grammars."""
+        guide = None if grammars is None else Guide(grammars, sampler.masks)
+        super().__init__(peers, len(state.last_tokens), guide)
+        self._sampler, self._state, self._table = sampler, state, table
+        self._downloads = torch.cuda.Stream()  # its own: a download must not delay the uploads of the next step
+
+    def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
+        slots, keep, runs = arrays.sample_slots, arrays.keep, find_runs(part.batch, self._table)
+        if runs is not None:
+            keep = np.concatenate([np.arange(len(slots), dtype=np.int32) if keep is None else keep, runs.tokens])
+        drawn = None
+        if len(slots):
+            settings = self._sampler.prepare(self._table, slots, arrays.sample_positions, put)
+            drawn = DrawnRows(settings, token_slots if keep is None else put(slots.astype(np.int32)))
+        elif runs is None:
+            keep = np.zeros(padded(1), np.int32)  # the last layer needs a token to continue with
+        return Samples(
+            slots,
+            None if keep is None else put(fill_up(keep, padded(len(keep)))),
+            arrays.batch_order,
+            drawn,
+            None if runs is None else ScoredTokens(runs, put(runs.token_ids)),
+        )
+
+    def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:
+        if graph.whole is not None and self._table.are_plain(rows, positions):
+            return None
+        settings = self._sampler.prepare(self._table, rows, positions, put, graph.size)
+        return Samples(rows, drawn=DrawnRows(settings, graph.inputs.slots))
+
+    def replay(
+        self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, samples: Samples | None
+    ) -> CudaStep:
+        if samples is not None or graph.whole is None:
+            return super().replay(plan, place, graph, rows, samples)
+        peers = self._peers
+        graph.whole.replay()
+        if not peers.first:
+            peers.tell(graph.whole.token_ids[: len(rows)].clone())
+        place.end(long=len(rows) > _SHORT_ROWS or not peers.reports)
+        return self._step(plan, place, rows if peers.reports else _NO_SLOTS)
+
+    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+        peers, drawn = self._peers, samples.drawn
+        place.begin_sampling()
+        scores = self._score(leaving, samples)
+        sampled, failures = (None, {}) if drawn is None else self._sample(place, leaving, drawn)
+        place.end(long=not peers.reports)
+        if sampled is not None and not peers.first:
+            peers.tell(sampled.token_ids[: len(samples.slots)])
+        guided = drawn is not None and len(drawn.settings.masked) > 0
+        if (sampled is None and scores is None) or not (peers.reports or guided):
+            return self._step(plan, place)
+        extras, scores = self._download(place, samples.slots, sampled, scores)
+        if drawn is not None and guided:
+            masked = drawn.settings.masked
+            self._guide.expect(place, drawn.settings.slots[masked], masked)
+        if not peers.reports:
+            return self._step(plan, place)
+        settings = None if drawn is None else drawn.settings
+        return CudaStep(plan, place, self._era, samples.slots, settings, extras, samples.order, scores, failures)
+
+    def _score(self, leaving: torch.Tensor, samples: Samples) -> StepScores | None:
+        """Launch the log-probabilities of prompt tokens."""
+        if samples.scored is None:
+            return None
+        runs, token_ids = samples.scored
+        found = self._sampler.score(leaving[len(samples.slots) :], token_ids, runs.widest)
+        return StepScores(runs.runs, found)
+
+    def _sample(
+        self, place: Place, leaving: torch.Tensor, drawn: DrawnRows
+    ) -> tuple[SampledOnDevice, dict[int, Failure]]:
+        """Launch the draws, and keep their tokens as the slots' last ones. Also return failures of grammars by slot."""
+        settings, count = drawn.settings, len(drawn.settings.slots)
+        masked = settings.masked
+        failures = self._guide.write(settings.slots[masked]) if len(masked) else {}
+        sampled = self._sampler.run(leaving, settings)
+        results = place.results[:count]
+        advance(sampled.token_ids, sampled.finite, drawn.slots[:count], self._state.last_tokens, results)
+        if len(masked):
+            self._guide.sent()
+        return sampled, failures
+
+    def _download(
+        self, place: Place, slots: np.ndarray, sampled: SampledOnDevice | None, scores: StepScores | None
+    ) -> tuple[tuple[torch.Tensor | None, ...], StepScores | None]:
+        """Launch the copies of results to the host; return those that have no place of their own."""
+        short = max(len(slots), 0 if scores is None else len(scores)) <= _SHORT_ROWS
+        extras: tuple[torch.Tensor | None, ...] = ()
+        with contextlib.nullcontext() if short else torch.cuda.stream(self._downloads):
+            if not short:
+                self._downloads.wait_event(place.ended)
+            if sampled is not None:
+                place.host_results[: len(slots)].copy_(place.results[: len(slots)], non_blocking=True)
+                extras = tuple(to_host(tensor) for tensor in sampled[2:])
+            found = None if scores is None else scores.to_host()
+            place.finished(long=not short)
+        return extras, found
