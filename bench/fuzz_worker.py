@@ -22,7 +22,8 @@ from bench.random_plans import Expected, RandomPlans
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.worker.step.plan import Limits, StepOutput
+from services.common.plan.types import Limits
+from services.worker.step.output import StepOutput
 
 _MIB = 2**20
 _LOOK_EVERY = 64  # batches

@@ -84,7 +84,7 @@ class TimedWorker(FakeWorker):
         arrived = self._arrived.popleft()
         free = self.steps[-1].ended if self.steps else arrived
         began = max(arrived, free)
-        tokens = int(self.model.checker.batch[1].sum())
+        tokens = int(self.model.checker.last.batch.token_counts.sum())
         self.steps.append(Step(arrived, began, began + self._fixed_s + tokens * self._token_s, tokens))
         result.timing.device_ns = int((self.steps[-1].ended - began) * 1e9)
         result.timing.idle_ns = int((began - free) * 1e9)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, build, split_arguments
+from services.common.plan.types import Plan
 from services.worker.boot.caches import keep_compiled_code_in
 from services.worker.runner.base import Runner
-from services.worker.step.plan import Plan, StepOutput
+from services.worker.step.output import StepOutput
 
 if TYPE_CHECKING:
     from services.worker.boot.common import Booted

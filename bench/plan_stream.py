@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.local_worker import refuse
+from services.common.plan.codec import decode_plan
+from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan
 from services.scheduler.record.reader import Recording, RecordingError, find_recordings
 from services.worker.boot.rehearsal import WARM, step
-from services.worker.step.codec import decode_plan
-from services.worker.step.plan import NO_GROUPS, Admission, Batch, Groups, Limits, Plan
 from tokasaurus.worker.v1 import plan_pb2
 
 PAGE_SIZE = 16  # of a made-up stream, where the worker's flags do not say

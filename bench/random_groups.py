@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.worker.step.plan import NO_GROUPS, Batch, Groups, Limits
+from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
 
 _MOST_GROUPS = 64
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from bench.random_groups import random_groups
 from bench.random_sampling import random_settings
-from services.worker.step.plan import NO_GROUPS, NO_ROWS, Admission, Batch, Groups, Limits, Plan
+from services.common.plan.types import NO_GROUPS, NO_ROWS, Admission, Batch, Groups, Limits, Plan
 
 _POOLED_TOKENS = 1 << 16
 _SETTINGS = 2048

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.worker.step.plan import Limits, SamplingSettings
+from services.common.plan.types import Limits, SamplingSettings
 
 _NO_BIAS = np.empty(0, np.int64), np.empty(0, np.float32)
 _MOST_BIASES = 300

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.step.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan
+from services.common.plan.types import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan
 
 
 @dataclass(frozen=True)

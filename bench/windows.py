@@ -4,7 +4,7 @@ from time import perf_counter
 from typing import Any
 
 from bench.step_sizes import StepSizes
-from services.worker.step.plan import StepOutput
+from services.worker.step.output import StepOutput
 
 _NS_PER_MS = 1e6
 HEADINGS = "  step    rows  chunk tok   ms/step   device ms   idle   prepare ms   tokens/s"

@@ -27,7 +27,7 @@ from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.model import files as model_files
 from services.common.model.json_object import read_json
-from services.worker.step.plan import Plan
+from services.common.plan.types import Plan
 
 if TYPE_CHECKING:
     from bench.roofline import Rates

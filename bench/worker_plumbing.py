@@ -24,13 +24,14 @@ from pydantic import Field
 from bench.server import free_port, report
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Int
+from services.common.plan.types import Limits
+from services.common.plan.types import Plan as WorkerPlan
 from services.common.process.service import Stop
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.workers.codec import encode_plan
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import Answer, WorkerStream
-from services.worker.step.plan import Limits, Sampled, StepOutput
-from services.worker.step.plan import Plan as WorkerPlan
+from services.worker.step.output import Sampled, StepOutput
 
 _PATIENCE_S = 60.0
 

@@ -21,9 +21,9 @@ from bench.server import report
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Float, Int, Ints
 from services.common.model import files as model_files
+from services.common.plan.types import Admission, Batch, Plan, SamplingSettings
 from services.worker.boot.common import boot
 from services.worker.runner.runner import StepRunner
-from services.worker.step.plan import Admission, Batch, Plan, SamplingSettings
 
 NONE = np.empty(0, np.int64)
 

@@ -26,7 +26,7 @@ from bench.fuzz.statuses import NEVER, is_ours
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
 from bench.server import free_port
-from services.worker.step.plan import Limits
+from services.common.plan.codec import decode_limits
 from tests.gateway.deployment import Process
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
@@ -172,7 +172,7 @@ class PlanFuzzer:
 
     async def _history(self, number: int, disturbed: Worker, alone: Worker) -> None:
         random, info, self._last = random_of(self._config.seed, "plans", number), disturbed.info, b""
-        made = RandomPlans(limits_of(info), random.getrandbits(30))
+        made = RandomPlans(decode_limits(info), random.getrandbits(30))
         plans = [encode(made.next()[0]) for _ in range(_PLANS)]
         mirror = Mirror(info.max_context_tokens)
         while plans:
@@ -249,14 +249,6 @@ async def _read(call: Any) -> Any:
         return await call.read()
     except grpc.aio.AioRpcError:
         return grpc.aio.EOF
-
-
-def limits_of(info: worker_pb2.WorkerInfo) -> Limits:
-    """What plans must fit into."""
-    return Limits(
-        info.page_size, info.page_count, info.max_slots, info.max_tokens_per_step, info.max_context_tokens,
-        info.vocab_size, info.max_top_logprobs, info.hydragen,
-    )  # fmt: skip
 
 
 def _shown(result: plan_pb2.StepResult) -> str:

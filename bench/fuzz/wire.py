@@ -1,7 +1,7 @@
 """Plans as the scheduler's messages: ``services.worker.step.codec`` the other way round."""
 
 from services.common.packed import fill
-from services.worker.step.plan import Plan
+from services.common.plan.types import Plan
 from tokasaurus.worker.v1 import plan_pb2
 
 _SETTINGS = (

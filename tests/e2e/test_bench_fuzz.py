@@ -26,7 +26,6 @@ from bench.fuzz.kept import Kept
 from bench.fuzz.messages import damaged, mutated
 from bench.fuzz.mirror import Mirror
 from bench.fuzz.models import ModelFuzzer
-from bench.fuzz.plans import limits_of
 from bench.fuzz.scheduler import SchedulerFuzzer
 from bench.fuzz.target import target
 from bench.fuzz.values import broken, write
@@ -34,6 +33,7 @@ from bench.fuzz.values import mutated as mutated_value
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
 from services.common.model.files import BUILTIN
+from services.common.plan.codec import decode_limits
 from tests.fakes.model import FakeModel, FakeShape, Violation
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -244,7 +244,7 @@ SHAPE = FakeShape(page_count=128, max_slots=8, max_tokens_per_step=64, max_conte
 def test_every_kind_of_illegal_plan_is_illegal(kind):
     """By the scheduler's checker, instead of whichever legal plan it is put."""
     info, random = SHAPE.worker_info(), Random(5)
-    model, mirror, plans = FakeModel(SHAPE), Mirror(128), RandomPlans(limits_of(info), 4)
+    model, mirror, plans = FakeModel(SHAPE), Mirror(128), RandomPlans(decode_limits(info), 4)
     for _ in range(12):
         plan = encode(plans.next()[0])
         broken_plan = mirror.next(plan, plan.step)
@@ -256,7 +256,7 @@ def test_every_kind_of_illegal_plan_is_illegal(kind):
 
 def test_a_history_goes_on_where_another_stream_was_ended():
     info = SHAPE.worker_info()
-    model, mirror, plans = FakeModel(SHAPE), Mirror(128), RandomPlans(limits_of(info), 4)
+    model, mirror, plans = FakeModel(SHAPE), Mirror(128), RandomPlans(decode_limits(info), 4)
     for _ in range(40):
         plan = encode(plans.next()[0])
         again = mirror.again()

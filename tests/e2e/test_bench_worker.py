@@ -13,7 +13,7 @@ from bench.kernel_table import tabulate
 from bench.random_plans import RandomPlans
 from bench.roofline import PARTS, Rates, least_ms
 from bench.step_sizes import SizeTracker, StepSizes
-from services.worker.step.plan import NO_GROUPS, Limits
+from services.common.plan.types import NO_GROUPS, Limits
 from tests.fakes.model import FakeModel, FakeShape
 from tests.worker.small_models import small_config
 from tokasaurus.worker.v1 import record_pb2

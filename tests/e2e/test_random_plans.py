@@ -5,12 +5,11 @@ import pytest
 
 from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
-from services.worker.step.codec import decode_plan
-from services.worker.step.plan import Limits
+from services.common.plan.codec import decode_plan
 from tests.fakes.model import FakeModel, FakeShape
 
 SHAPE = FakeShape(page_count=800, max_slots=32, max_tokens_per_step=200, max_context_tokens=500, eos_token_id=-1)
-LIMITS = Limits(SHAPE.page_size, SHAPE.page_count, SHAPE.max_slots, 200, 500, SHAPE.vocab_size, 20, hydragen=True)
+LIMITS = SHAPE.limits
 
 
 @pytest.mark.parametrize("seed", range(4))

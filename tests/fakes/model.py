@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.packed import fill
+from services.common.plan.codec import decode_limits
+from services.common.plan.types import Limits
 from services.common.thinking import OPENING_TOKENS
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
@@ -53,6 +55,11 @@ class FakeShape:
         """Whether the tokens come from this rank."""
         return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0
 
+    @property
+    def limits(self) -> Limits:
+        """What plans must fit."""
+        return decode_limits(self.worker_info())
+
     def worker_info(self, incarnation_id: str = "") -> worker_pb2.WorkerInfo:
         """As a worker of this shape announces itself."""
         return worker_pb2.WorkerInfo(
@@ -93,7 +100,7 @@ class FakeModel:
     def __init__(self, shape: FakeShape, script: Script | None = None) -> None:
         self.shape = shape
         self.script = script
-        self.checker = PlanChecker(shape)
+        self.checker = PlanChecker(shape.limits)
         self.noise = np.zeros(shape.max_slots, np.uint64)
         self.logprobs = np.zeros(shape.max_slots, bool)
         self.top_logprobs = np.zeros(shape.max_slots, np.int64)
@@ -136,7 +143,8 @@ class FakeModel:
     def _admit(self, admission: plan_pb2.Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
         self.noise[slot] = _noise(sampling.temperature, sampling.seed, sampling.sample_index)
-        self.logprobs[slot], self.top_logprobs[slot] = sampling.logprobs, sampling.top_logprobs
+        self.logprobs[slot] = sampling.logprobs or sampling.top_logprobs > 0
+        self.top_logprobs[slot] = sampling.top_logprobs
         self.sample_index[slot] = sampling.sample_index
         self.grammars.admit(admission)
         self.processed[slot] = sampling.processed_logprobs
@@ -147,7 +155,7 @@ class FakeModel:
             self.tokens[slot] = list(admission.token_ids)
 
     def _sample(self, slots: np.ndarray) -> plan_pb2.StepResult:
-        shape, result = self.shape, plan_pb2.StepResult(step=self.checker.step)
+        shape, result = self.shape, plan_pb2.StepResult(step=self.checker.last.step)
         mixed = _mix(self.checker.hash[slots] ^ self.noise[slots])
         tokens = _choose(shape, mixed)
         if self.script is not None:

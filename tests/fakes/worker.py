@@ -24,7 +24,7 @@ from services.common.errors import FailedPrecondition, InvalidRequest, TokaError
 from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
 from services.worker.engine.traces import PrefillTraces
-from services.worker.step.plan import Timing
+from services.worker.step.output import Timing
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
@@ -221,7 +221,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         begun = time.perf_counter()
         result = self.model.apply(plan)
         if self.step_s:
-            lasts_s = self.step_s + self.token_s * int(self.model.checker.batch[1].sum())
+            lasts_s = self.step_s + self.token_s * int(self.model.checker.last.batch.token_counts.sum())
             await asyncio.sleep(max(0.0, lasts_s - (time.perf_counter() - begun)))
         for prefill in self.traces.see(plan, 0) if self.traces is not None else ():
             prefill.end(Timing())

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.common.plan.types import Admission, Batch, Plan, SamplingSettings
 from services.worker.runner.runner import StepRunner
-from services.worker.step.plan import Admission, Batch, Plan, SamplingSettings, StepOutput
+from services.worker.step.output import StepOutput
 
 NONE = np.empty(0, np.int64)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from services.worker.step.plan import Scored, StepOutput
+from services.worker.step.output import Scored, StepOutput
 
 
 def same_scores(expected: Sequence[StepOutput], found: Sequence[StepOutput], atol: float = 1e-4) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.plan.types import Admission
 from services.worker.boot.common import make_cache, make_limits
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.step.plan import Admission
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, ascii_grammars, ascii_tokenizer, follows
 from tests.worker.interpreter import DEVICE, needs_triton

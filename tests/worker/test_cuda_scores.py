@@ -8,7 +8,7 @@ import torch
 
 from services.common.model import files as model_files
 from services.worker.boot.compilation import kernel_compilations, recompilations
-from services.worker.step.plan import StepOutput
+from services.worker.step.output import StepOutput
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.scores import check_scores
 from tests.worker.test_cuda_runner import driver_for, texts

@@ -10,6 +10,7 @@ import torch
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.plan.types import Batch, Groups
 from services.common.thinking import ThinkingBudget
 from services.worker.boot.common import make_cache, make_limits
 from services.worker.described import memory
@@ -21,7 +22,6 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.weights import load_dummy
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import ALONE, make_exchanges
-from services.worker.step.plan import Batch, Groups
 from tests.worker.driver import NONE, Driver, admission, batch
 from tests.worker.interpreter import DEVICE, needs_triton
 from tests.worker.no_streams import device_without_streams

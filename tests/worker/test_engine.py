@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.plan.types import Plan
 from services.worker.boot.common import Booted
 from services.worker.engine.engine import Engine
 from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
-from services.worker.step.plan import Plan, Sampled, StepOutput
+from services.worker.step.output import Sampled, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
 SECONDS = 10.0  # that anything may take

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
+from services.common.plan.types import Admission
 from services.common.text import grammar as common
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.step.codec import encode_result
-from services.worker.step.plan import Admission
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, ascii_grammars, ascii_tokenizer, follows
 from tests.worker.test_generation import prompt_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.worker.step.plan import Sampled
+from services.worker.step.output import Sampled
 from tests.worker.interpreter import needs_triton
 from tests.worker.test_sampling_kernels import VOCAB, Case, assert_same, hot, told_apart
 

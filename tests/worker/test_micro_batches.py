@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.worker.step.checks import check_plan
-from services.worker.step.plan import NO_GROUPS, NO_ROWS, Groups, Limits, micro_batches
+from services.common.plan.rules import check_plan
+from services.common.plan.types import NO_GROUPS, NO_ROWS, Groups, LastPlan, Limits, micro_batches
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import Driver, admission, batch
 
@@ -42,7 +42,7 @@ def check(previous_batch=NO_ROWS, previous_groups=NO_GROUPS, previous_cut=(), **
     for slot in range(6):
         slots.admit(admission(slot, range(6), [0, slot + 1], cached_tokens=5))
     plan = Driver(None).plan(**parts)
-    check_plan(plan, 0, previous_batch, previous_groups, slots, LIMITS, previous_cut)
+    check_plan(plan, LastPlan(0, previous_batch, previous_groups, previous_cut), slots, LIMITS)
 
 
 def groups(*triples: tuple[int, int, int]) -> Groups:

@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.common.errors import FailedPrecondition, InvalidRequest
+from services.common.plan.group_rules import check_groups
+from services.common.plan.types import Admission, Batch, Groups, LastPlan, Limits
 from services.common.thinking import ThinkingBudget
-from services.worker.step.group_checks import check_groups
-from services.worker.step.plan import Admission, Batch, Groups, Limits
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission, batch
 
@@ -182,7 +182,8 @@ class Grouped:
     def check(self, groups: list[tuple[int, int, int]] | Groups) -> None:
         if not isinstance(groups, Groups):
             groups = Groups(*np.array(groups, np.int64).reshape(-1, 3).T)
-        check_groups(groups, self.batch, self.admissions, self.computed, self.slots, GROUP_LIMITS.page_size)
+        now = LastPlan(1, self.batch, groups)
+        check_groups(now, self.admissions, self.computed, self.slots, GROUP_LIMITS.page_size)
 
 
 @st.composite

@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.worker.step.plan import Sampled
+from services.worker.step.output import Sampled
 from tests.worker.interpreter import needs_triton
 from tests.worker.test_generation import prompt_of
 from tests.worker.test_masked_sampling import allow, allowed_tokens

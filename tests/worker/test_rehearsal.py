@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.plan.rules import check_plan
+from services.common.plan.types import LastPlan, Limits
 from services.worker.boot import rehearsal
 from services.worker.runner.cuda.inputs import StepArrays, build, padded
 from services.worker.sampling.rows import RowPreparer, Slice
-from services.worker.step.checks import check_plan
-from services.worker.step.plan import NO_GROUPS, NO_ROWS, Limits
 from services.worker.step.slots import SlotTable
 
 USUAL = Limits(16, 1000, 64, 256, 4096, 500, 20, hydragen=True)
@@ -31,16 +31,16 @@ def run(limits: Limits, series) -> list[tuple[StepArrays, tuple[Slice, ...]]]:
     """Every step of ``series`` as the host of a GPU prepares it."""
     found, preparer = [], RowPreparer(16, 16)
     for plans in series:
-        slots, batch, groups = SlotTable(limits, torch.device("cpu")), NO_ROWS, NO_GROUPS
-        for number, plan in enumerate(plans):
-            check_plan(plan, number, batch, groups, slots, limits)
+        slots, last = SlotTable(limits, torch.device("cpu")), LastPlan()
+        for plan in plans:
+            check_plan(plan, last, slots, limits)
             for admission in plan.admissions:
                 slots.admit(admission)
-            batch, groups = plan.batch or batch, plan.groups or groups
-            arrays = build(batch, groups, slots, limits.page_size)
+            last = last.followed_by(plan)
+            arrays = build(last.batch, last.groups, slots, limits.page_size)
             count = len(arrays.sample_slots)
             rows = preparer.prepare(slots, arrays.sample_slots, arrays.sample_positions, torch.from_numpy, count)
-            slots.advance(batch.slots, batch.token_counts, arrays.sample_slots)
+            slots.advance(last.batch.slots, last.batch.token_counts, arrays.sample_slots)
             found.append((arrays, rows.slices))
     return found
 

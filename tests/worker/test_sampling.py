@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.plan.types import Limits
 from services.worker.sampling import sampler
 from services.worker.sampling.draw import draw
 from services.worker.sampling.sampler import sample
 from services.worker.step.noise import NOISE_BLOCK, block_gumbel, gumbel, row_keys
-from services.worker.step.plan import Limits
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.plan.types import Limits
 from services.worker.sampling.grammars import RowMasks
 from services.worker.sampling.sampler import sample
 from services.worker.step.noise import gumbel, row_keys
-from services.worker.step.plan import Limits, Sampled
+from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission
 from tests.worker.interpreter import DEVICE, needs_triton

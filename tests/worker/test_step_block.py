@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
 from services.worker.runner.cuda.block import Layout, append, fill_in, fill_in_groups
 from services.worker.runner.cuda.inputs import Standing, build
 from services.worker.runner.cuda.state import NO_CHANGES, PageChanges
 from services.worker.sampling.rows import RowPreparer
-from services.worker.step.plan import NO_GROUPS, Batch, Groups, Limits
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import NONE, admission
 from tests.worker.interpreter import needs_triton

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
 from services.worker.runner.cuda.inputs import build, fill_up, padded, standing
-from services.worker.step.plan import NO_GROUPS, Batch, Groups, Limits
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission
 

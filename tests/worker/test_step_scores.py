@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.plan.types import NO_GROUPS, Admission, Batch, Limits
 from services.worker.runner.cuda.inputs import build
 from services.worker.runner.cuda.scores import StepScores, find_runs
 from services.worker.sampling.prompt_logprobs import score_rows
-from services.worker.step.plan import NO_GROUPS, Admission, Batch, Limits
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.interpreter import needs_triton

@@ -55,7 +55,7 @@ class PageView:
         plan = step.plan.plan
         for slot, page in zip(plan.append_slots, plan.append_pages, strict=True):
             if page == self._page:
-                place = state.checker.tables[slot, : state.checker.page_counts[slot]].tolist().index(page)
+                place = state.checker.slots.pages(slot).tolist().index(page)
                 self._take(_Holding(state.occupants.name(slot), slot, place, "appended", plan.step))
 
     def shown(self) -> list[RenderableType]:
@@ -81,5 +81,5 @@ class PageView:
         """The tokens of the holder whose keys and values are in the page."""
         checker = state.checker
         size = checker.limits.page_size
-        count = int(checker.computed[holding.slot]) - holding.place * size
+        count = int(checker.slots.computed[holding.slot]) - holding.place * size
         return listed(checker.page_tokens[self._page, : max(0, min(size, count))].tolist())

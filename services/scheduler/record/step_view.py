@@ -42,7 +42,12 @@ class StepView:
         if plan.append_slots:
             rows = zip(plan.append_slots, map(name, plan.append_slots), plan.append_pages, strict=True)
             self._parts.append(table("pages appended", ("slot", "sequence", "page"), rows))
-        starts, counts, pages = (array.tolist() for array in checker.groups)
+        last = checker.last
+        starts, counts, pages = (
+            last.groups.starts.tolist(),
+            last.groups.counts.tolist(),
+            last.groups.prefix_pages.tolist(),
+        )
         if starts:
             origin = "this plan's" if plan.HasField("hydragen") else "as before"
             groups = zip(starts, counts, pages, strict=True)
@@ -79,18 +84,19 @@ def _admissions(record: record_pb2.PlanRecord) -> RenderableType:
 
 def _batch(step: RecordedStep, state: WorkerState) -> RenderableType:
     plan, checker = step.plan.plan, state.checker
-    slots, counts = (array.tolist() for array in checker.batch)
+    last = checker.last
+    slots, counts = last.batch.slots.tolist(), last.batch.token_counts.tolist()
     result = step.result.result if step.result else None
     outcome: dict[int, object] = {}
     if result is not None:
         outcome = dict(zip(result.slots, result.token_ids, strict=True))
         outcome |= {failure.slot: f"failed: {failure.message}" for failure in result.failures}
-    parts = [part for part, rows in enumerate(checker.micro_batch_rows.tolist()) for _ in range(rows)]
+    parts = [part for part, rows in enumerate(last.micro_batch_rows) for _ in range(rows)]
     rows = (
-        (row, parts[row] if parts else 0, slot, state.occupants.name(slot), count, checker.computed[slot],
+        (row, parts[row] if parts else 0, slot, state.occupants.name(slot), count, checker.slots.computed[slot],
          outcome.get(slot, "-"))
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True))
     )  # fmt: skip
     origin = "this plan's" if plan.HasField("batch") else "as before"
-    title = f"batch ({origin}): {len(slots)} rows, {sum(counts)} tokens, {max(1, len(checker.micro_batch_rows))} parts"
+    title = f"batch ({origin}): {len(slots)} rows, {sum(counts)} tokens, {max(1, len(last.micro_batch_rows))} parts"
     return table(title, ("row", "part", "slot", "sequence", "computes", "computed then", "token sampled"), rows)

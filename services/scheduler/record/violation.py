@@ -1,15 +1,15 @@
-"""What is wrong with a plan or with its answer."""
+"""Violations: what is wrong with a plan or with its result."""
 
 import numpy as np
 
 
 class Violation(Exception):
-    """Says in which step, and which slot and page it is about, where there is one."""
+    """A breach of the contract, with its step, and its slot and page if there is one of each."""
 
     def __init__(self, message: str, *, slot: int | None = None, page: int | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.step: int | None = None  # the checker knows
+        self.step: int | None = None  # set by the checker
         self.slot = slot
         self.page = page
 
@@ -20,23 +20,17 @@ class Violation(Exception):
 
 
 class PlanViolation(Violation):
-    """The plan breaks the worker's contract."""
+    """The plan breaks the contract, or reads or writes pages that it must not."""
 
 
 class ResultViolation(Violation):
-    """The answer does not fit the plan."""
-
-
-def require(condition: bool | np.bool_, message: str, *, slot: int | None = None) -> None:
-    """``PlanViolation`` unless ``condition``."""
-    if not condition:
-        raise PlanViolation(message, slot=slot)
+    """The result does not fit the plan."""
 
 
 def require_each(
     good: np.ndarray, message: str, *, slots: np.ndarray | None = None, pages: np.ndarray | None = None
 ) -> None:
-    """``PlanViolation`` about the first of ``slots`` and ``pages`` whose entry in ``good`` is not true."""
+    """Raise ``PlanViolation`` about the first of ``slots`` and ``pages`` whose entry in ``good`` is not true."""
     if not good.all():
         at = int(good.argmin())
         slot, page = (None if ids is None else int(ids[at]) for ids in (slots, pages))
@@ -44,12 +38,12 @@ def require_each(
 
 
 def expect_each(good: np.ndarray, message: str, *, slots: np.ndarray) -> None:
-    """``ResultViolation`` about the first of ``slots`` whose entry in ``good`` is not true."""
+    """Raise ``ResultViolation`` about the first of ``slots`` whose entry in ``good`` is not true."""
     if not good.all():
         raise ResultViolation(message, slot=int(slots[int(good.argmin())]))
 
 
 def expect(condition: bool | np.bool_, message: str, *, slot: int | None = None) -> None:
-    """``ResultViolation`` unless ``condition``."""
+    """Raise ``ResultViolation`` unless ``condition``."""
     if not condition:
         raise ResultViolation(message, slot=slot)

@@ -1,5 +1,6 @@
 """What a worker holds after the plans of a recording so far, and whether each step keeps the contract."""
 
+from services.common.plan.codec import decode_limits
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.occupants import Occupants
 from services.scheduler.record.reader import RecordedStep, Recording
@@ -10,7 +11,7 @@ class WorkerState:
     """Plays one recording from its beginning."""
 
     def __init__(self, recording: Recording) -> None:
-        self.checker = PlanChecker(recording.info)
+        self.checker = PlanChecker(decode_limits(recording.info))
         self.occupants = Occupants()
         self._plans_in_flight = recording.connected.plans_in_flight
 

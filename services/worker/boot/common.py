@@ -17,6 +17,7 @@ from services.common.errors import InvalidRequest
 from services.common.host import resources as host
 from services.common.model import files as model_files
 from services.common.model.json_object import read_json
+from services.common.plan.types import Admission, Batch, Limits
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
@@ -53,7 +54,6 @@ from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.runner.stage_runner import StageRunner
 from services.worker.sampling.grammars import SlotGrammars, load_grammars
-from services.worker.step.plan import Admission, Batch, Limits
 
 # More parts of a step than any schedule for a pipeline has.
 _MAX_MICRO_BATCHES = 128

@@ -10,6 +10,7 @@ import torch
 
 from services.common.config import ChosenWorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.plan.types import Plan
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.factory import make_cuda_attention
 from services.worker.attention.kv_cache import KvCache
@@ -29,7 +30,6 @@ from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.step.plan import Plan
 
 # Parts of a step: each takes places for its inputs and results.
 _MAX_MICRO_BATCHES = 16

@@ -10,16 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.common.thinking import ThinkingBudget
-from services.worker.step.plan import (
-    NO_GROUPS,
-    Admission,
-    Batch,
-    Groups,
-    Limits,
-    Plan,
-    SamplingSettings,
-)
 
 _NONE = np.empty(0, np.int64)
 PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np.float32))

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
+from services.common.plan.codec import decode_plan
 from services.common.process.tracing import Tracing
 from services.worker.boot.common import Booted
 from services.worker.engine.totals import StepTotals
 from services.worker.engine.traces import Prefill, PrefillTraces
 from services.worker.parallel.group import RankGroup
 from services.worker.runner.base import DeviceLost, Runner
-from services.worker.step.codec import decode_plan, encode_result
-from services.worker.step.plan import StepOutput
+from services.worker.step.codec import encode_result
+from services.worker.step.output import StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
 log = structlog.get_logger(__name__)

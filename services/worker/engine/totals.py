@@ -1,6 +1,6 @@
 """What steps took, added up for metrics."""
 
-from services.worker.step.plan import Timing
+from services.worker.step.output import Timing
 
 
 class StepTotals:

@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from services.worker.step.plan import Limits, Plan, StepOutput
+from services.common.plan.types import Limits, Plan
+from services.worker.step.output import StepOutput
 
 
 class DeviceLost(RuntimeError):

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from services.common.plan.types import Batch
 from services.worker.attention.base import AttentionBatch
 from services.worker.sampling.prompt_logprobs import ToScore
-from services.worker.step.plan import Batch
 from services.worker.step.slots import SlotTable
 
 # Fewer tokens than this in a shard are not worth a thread of their own: each reads all the weights.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.common.plan.rules import check_plan
+from services.common.plan.types import LastPlan, Limits, Plan
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
@@ -16,19 +18,7 @@ from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
 from services.worker.sampling.sampler import NOTHING, concatenate, sample
-from services.worker.step.checks import check_plan
-from services.worker.step.plan import (
-    NO_GROUPS,
-    NO_ROWS,
-    Batch,
-    Failure,
-    Limits,
-    Plan,
-    Sampled,
-    Scored,
-    StepOutput,
-    Timing,
-)
+from services.worker.step.output import Failure, Sampled, Scored, StepOutput, Timing
 from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -57,8 +47,7 @@ class StepRunner:
         self._fused, self._grammars = fused, grammars
         self._device = model.device
         self._slots = SlotTable(limits, self._device)
-        self._step = 0
-        self._batch: Batch = NO_ROWS
+        self._last = LastPlan()
         self._barriers = {size: threading.Barrier(size) for size in range(2, threads.size + 1)}
 
     def reset(self) -> None:
@@ -66,7 +55,7 @@ class StepRunner:
         self._slots.clear()
         if self._grammars is not None:
             self._grammars.clear()
-        self._step, self._batch = 0, NO_ROWS
+        self._last = LastPlan()
         for barrier in self._barriers.values():
             barrier.reset()
 
@@ -85,25 +74,26 @@ class StepRunner:
         """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
         contract."""
         started = time.perf_counter_ns()
-        check_plan(plan, self._step, self._batch, NO_GROUPS, self._slots, self.limits)
+        check_plan(plan, self._last, self._slots, self.limits)
         self._apply(plan)
         timing = Timing()
-        if len(self._batch.slots) == 0:
+        batch = self._last.batch
+        if len(batch.slots) == 0:
             return StepOutput(plan.step, NOTHING, timing)
-        inputs = build(self._batch, self._slots, self._threads.size)
+        inputs = build(batch, self._slots, self._threads.size)
         token_ids, positions = self._to_device(inputs)
         self._keep_tokens(inputs, token_ids)
         timing.prepare = time.perf_counter_ns() - started
         parts, scored = zip(*self._compute(inputs, token_ids, positions, timing), strict=True)
         sampled = parts[0] if len(parts) == 1 else concatenate(parts)
         self._keep_sampled(sampled)
-        self._slots.advance(self._batch.slots, self._batch.token_counts, sampled.slots)
+        self._slots.advance(batch.slots, batch.token_counts, sampled.slots)
         scored = tuple(each for part in scored for each in part)
         return StepOutput(plan.step, sampled, timing, scored, self._failures(sampled))
 
     def _apply(self, plan: Plan) -> None:
         slots = self._slots
-        self._step = plan.step
+        self._last = self._last.followed_by(plan)
         if plan.releases.size:
             slots.release(plan.releases)
         for admission in plan.admissions:
@@ -115,8 +105,6 @@ class StepRunner:
         if plan.copy_sources.size:
             pages = (torch.from_numpy(array).to(self._device) for array in (plan.copy_sources, plan.copy_targets))
             self._cache.copy_pages(*pages)
-        if plan.batch is not None:
-            self._batch = plan.batch
 
     def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and positions, ``[tokens]`` int64: what the scheduler sent, and what was sampled last."""

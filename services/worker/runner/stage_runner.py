@@ -11,6 +11,8 @@ import time
 
 import torch
 
+from services.common.plan.rules import check_plan
+from services.common.plan.types import Batch, Limits, Plan, micro_batches
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
@@ -24,8 +26,7 @@ from services.worker.runner.runner import Outcome, StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.sampler import NOTHING, concatenate
-from services.worker.step.checks import check_plan
-from services.worker.step.plan import NO_GROUPS, Batch, Limits, Plan, StepOutput, Timing, micro_batches
+from services.worker.step.output import StepOutput, Timing
 
 
 class StageRunner(StepRunner):
@@ -67,7 +68,7 @@ class StageRunner(StepRunner):
     def run(self, plan: Plan) -> StepOutput:
         """Raises as ``StepRunner.run``, on all ranks alike, and ``ParallelError`` when this replica cannot go on."""
         started = time.perf_counter_ns()
-        check_plan(plan, self._step, self._batch, NO_GROUPS, self._slots, self.limits)
+        check_plan(plan, self._last, self._slots, self.limits)
         try:
             return self._run_checked(plan, started)
         except ParallelError:

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError, Future
 from llguidance import LLMatcher
 
 from services.common.errors import InvalidRequest
-from services.worker.step.plan import Failure
+from services.worker.step.output import Failure
 
 FORBIDDEN_TOKENS = "FORBIDDEN_TOKENS"  # reason of an ``InvalidRequest``: the grammar does not allow what was generated
 

@@ -10,12 +10,13 @@ from llguidance import LLExecutor
 
 from services.common.errors import InvalidRequest
 from services.common.model.files import ModelCard
+from services.common.plan.types import Plan
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.follower import Follower
 from services.worker.sampling.matchers import Matchers
 from services.worker.sampling.patience import Patience
-from services.worker.step.plan import Failure, Plan
+from services.worker.step.output import Failure
 
 # A mask of a large vocabulary takes 10 us to 1 ms, and a token that is taken in 20 us.
 _MOST_THREADS = 16

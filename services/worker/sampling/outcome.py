@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from services.worker.sampling.rows import SampleRows
-from services.worker.step.plan import Sampled
+from services.worker.step.output import Sampled
 
 
 class SampledOnDevice(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.worker.step.plan import Scored
+from services.worker.step.output import Scored
 from services.worker.step.slots import SlotTable
 
 # Logits at once, in elements: 16 MiB in float32.

@@ -12,7 +12,7 @@ from services.worker.sampling.penalties import penalise_
 from services.worker.sampling.thinking import force_, forced_tokens
 from services.worker.sampling.truncation import thresholds
 from services.worker.step.noise import COLDEST, row_keys
-from services.worker.step.plan import Sampled
+from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
 
 # Logits of one slice, in elements: 64 MiB in float32.

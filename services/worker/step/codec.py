@@ -1,41 +1,13 @@
-"""Wire messages to the runner's plain values and back."""
-
-from collections.abc import Sequence
+"""The output of a step as a wire message."""
 
 import numpy as np
 
-from services.common.packed import fill, read_fixed32, read_float
-from services.common.thinking import ThinkingBudget
-from services.worker.step.plan import (
-    Admission,
-    Batch,
-    Failure,
-    Groups,
-    Plan,
-    SamplingSettings,
-    StepOutput,
-)
+from services.common.packed import fill
+from services.worker.step.output import Failure, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
-_NONE = np.empty(0, np.int64)
 _NO_NUMBERS = Failure("the model's logits are not numbers")
 _FORBIDDEN = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS
-
-
-def decode_plan(message: plan_pb2.StepPlan) -> Plan:
-    """Values are taken over as they are: whether they make sense is for ``runner.checks``."""
-    return Plan(
-        step=message.step,
-        releases=_integers(message.release_slots),
-        admissions=tuple(_decode_admission(admission) for admission in message.admissions),
-        append_slots=_integers(message.append_slots),
-        append_pages=_integers(message.append_pages),
-        copy_sources=_integers(message.copy_source_pages),
-        copy_targets=_integers(message.copy_target_pages),
-        batch=_decode_batch(message.batch) if message.HasField("batch") else None,
-        groups=_decode_groups(message.hydragen) if message.HasField("hydragen") else None,
-        micro_batch_rows=tuple(message.micro_batch_rows),
-    )
 
 
 def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan_pb2.StepResult:
@@ -75,53 +47,3 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
         fill(scores, "top_token_ids", scored.top_token_ids.reshape(-1))
         fill(scores, "top_logprobs", scored.top_logprobs.reshape(-1))
     return message
-
-
-def _decode_admission(message: plan_pb2.Admission) -> Admission:
-    sampling = message.sampling
-    return Admission(
-        slot=message.slot,
-        token_ids=_integers(message.token_ids),
-        cached_tokens=message.cached_tokens,
-        pages=_integers(message.pages),
-        sampling=SamplingSettings(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            sample_index=sampling.sample_index,
-            logprobs=sampling.logprobs,
-            top_logprobs=sampling.top_logprobs,
-            bias_token_ids=_integers(sampling.logit_bias_token_ids),
-            bias_values=read_float(sampling.logit_bias_values),
-            repetition_penalty=sampling.repetition_penalty or 1.0,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
-            grammar=sampling.grammar,
-            processed_logprobs=sampling.processed_logprobs,
-            prompt_logprobs_start=sampling.prompt_logprobs_start,
-            thinking=_decode_thinking(sampling.thinking) if sampling.HasField("thinking") else None,
-        ),
-        prompt_tokens=message.prompt_tokens,
-    )
-
-
-def _decode_thinking(message: plan_pb2.ThinkingBudget) -> ThinkingBudget:
-    begin = message.begin_token_id if message.HasField("begin_token_id") else None
-    return ThinkingBudget(message.tokens, message.end_token_id, begin)
-
-
-def _decode_batch(message: plan_pb2.Batch) -> Batch:
-    slots, counts = _integers(message.slots), _integers(message.token_counts)
-    return Batch(slots, counts if len(counts) else np.ones_like(slots))
-
-
-def _decode_groups(message: plan_pb2.HydragenGroups) -> Groups:
-    return Groups(_integers(message.starts), _integers(message.counts), _integers(message.prefix_pages))
-
-
-def _integers(field: Sequence[int]) -> np.ndarray:
-    """Signed and wide, so that arithmetic on indices cannot wrap."""
-    return read_fixed32(field).astype(np.int64) if field else _NONE

@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
+from services.common.plan.slots import SlotState
+from services.common.plan.types import Admission, Limits
 from services.common.thinking import OPENING_TOKENS, ThinkingBudget
 from services.worker.step.noise import scales_of, stems
-from services.worker.step.plan import Admission, Limits
 
 _NONE = np.empty(0, np.int64)
 _NEVER = 2**30  # beyond every position
@@ -13,23 +14,16 @@ _NEVER = 2**30  # beyond every position
 _RETRIES = 4
 
 
-class SlotTable:
-    """Lengths and page tables on the host, the token sampled last on the device.
+class SlotTable(SlotState):
+    """Lengths, page tables and sampling settings on the host, the token sampled last on the device.
 
-    ``known`` counts a sequence's tokens, the one sampled last included; ``computed`` those whose keys and values are
-    in the cache; ``given`` those that came with the admission. So a sequence that decodes has ``computed == known - 1``
-    and its next input is in ``last_tokens``; before that its inputs are in ``prompts``.
+    The next input of a sequence that decodes is in ``last_tokens``. Before that its inputs are in ``prompts``.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
+        super().__init__(limits)
         slots = limits.max_slots
-        self.used = np.zeros(slots, bool)
         self.failed = np.zeros(slots, bool)  # logits were not numbers once: the cache is spoilt
-        self.known = np.zeros(slots, np.int64)
-        self.computed = np.zeros(slots, np.int64)
-        self.given = np.zeros(slots, np.int64)
-        self.page_counts = np.zeros(slots, np.int64)
-        self.page_table = np.zeros((slots, limits.max_pages_per_slot), np.int32)
         self.prompts = [_NONE] * slots  # [given] int64 each, as long as it is needed
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
@@ -70,9 +64,8 @@ class SlotTable:
 
     def release(self, slots: np.ndarray) -> None:
         """Free ``slots [n]``, which are in use."""
-        self.used[slots] = False
+        super().release(slots)
         self.failed[slots] = False
-        self.known[slots] = self.computed[slots] = self.given[slots] = self.page_counts[slots] = 0
         if self.budgets:
             self.budgets -= int(np.count_nonzero(self.force_until[slots]))
             self.force_until[slots] = 0
@@ -82,22 +75,18 @@ class SlotTable:
 
     def admit(self, admission: Admission) -> None:
         """Put a sequence into its slot, which is free."""
+        super().admit(admission)
         slot, settings = admission.slot, admission.sampling
-        self.used[slot] = True
-        self.known[slot] = self.given[slot] = len(admission.token_ids)
-        self.computed[slot] = admission.cached_tokens
         self.prompts[slot] = admission.token_ids
-        self.page_counts[slot] = len(admission.pages)
-        self.page_table[slot, : len(admission.pages)] = admission.pages
         self.temperature[slot] = settings.temperature
         self.top_p[slot] = settings.top_p
         self.top_k[slot] = settings.top_k
         self.min_p[slot] = settings.min_p
         self.seed[slot] = settings.seed
         self.sample_index[slot] = settings.sample_index
-        self.logprobs[slot] = settings.logprobs or settings.top_logprobs > 0
+        self.logprobs[slot] = settings.wants_logprobs
         self.top_logprobs[slot] = settings.top_logprobs
-        self.prompt_tokens[slot] = admission.prompt_tokens or len(admission.token_ids)
+        self.prompt_tokens[slot] = admission.prompt_length
         self.repetition_penalty[slot] = settings.repetition_penalty
         self.frequency_penalty[slot] = settings.frequency_penalty
         self.presence_penalty[slot] = settings.presence_penalty
@@ -143,18 +132,6 @@ class SlotTable:
         cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
         more = self.logprobs[slots] | self.penalised[slots] | self.biased[slots] | self.masked[slots]
         self.plain[slots] = ~(more | (cut & (self.temperature[slots] > 0)))
-
-    def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once. Returns where in its table
-        each of them is now, ``[n]`` int64."""
-        places: np.ndarray = self.page_counts[slots]
-        np.add.at(self.page_counts, slots, 1)
-        if (self.page_counts[slots] - places > 1).any():  # hardly ever: a sequence that grows by several pages at once
-            order = np.argsort(slots, kind="stable")
-            for second in np.flatnonzero(np.diff(slots[order]) == 0).tolist():
-                places[order[second + 1]] = places[order[second]] + 1
-        self.page_table[slots, places] = pages
-        return places
 
     def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
         """After a forward pass: tokens computed, and one more known where one was sampled."""

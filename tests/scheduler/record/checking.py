@@ -15,7 +15,7 @@ def replayed(
     steps: list[RecordedStep], step: int = 0, mutate: Mutation | None = None, shape: FakeShape = SHAPE
 ) -> Iterator[PlanChecker]:
     """The checker behind each step; the plan of ``step`` is changed first."""
-    checker = PlanChecker(shape)
+    checker = PlanChecker(shape.limits)
     for recorded in steps:
         plan = plan_pb2.StepPlan.FromString(recorded.plan.plan.SerializeToString())
         if plan.step == step:

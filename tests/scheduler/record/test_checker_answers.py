@@ -47,7 +47,7 @@ def logprobs_model(*, failing: bool = False) -> tuple[PlanChecker, plan_pb2.Step
     ]  # fmt: skip
     batch = plan_pb2.Batch(slots=range(len(wanted)))
     plan = plan_pb2.StepPlan(step=1, admissions=admissions, batch=batch)
-    model, checker = FakeModel(SHAPE), PlanChecker(SHAPE)
+    model, checker = FakeModel(SHAPE), PlanChecker(SHAPE.limits)
     model.fail_tokens[8] = "no"
     checker.apply(plan)
     return checker, model.apply(plan)
@@ -114,7 +114,7 @@ def test_where_only_a_failed_row_asked_the_arrays_may_be_there_and_are_empty_of_
     """The contract speaks of rows that asked: the built-in worker sends the arrays then, the fake one does not."""
     settings_ = [plan_pb2.SamplingSettings(top_p=1), plan_pb2.SamplingSettings(top_p=1, logprobs=True, top_logprobs=2)]
     admissions = [plan_pb2.Admission(slot=s, token_ids=[5], pages=[s], sampling=settings_[s]) for s in range(2)]
-    checker = PlanChecker(SHAPE)
+    checker = PlanChecker(SHAPE.limits)
     checker.apply(plan_pb2.StepPlan(step=1, admissions=admissions, batch=plan_pb2.Batch(slots=[0, 1])))
     answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9], failures=[plan_pb2.SlotFailure(slot=1)])
     if sent:
@@ -124,7 +124,7 @@ def test_where_only_a_failed_row_asked_the_arrays_may_be_there_and_are_empty_of_
 
 
 def test_a_slot_that_failed_has_no_token_and_runs_until_its_release(steps):
-    checker = PlanChecker(SHAPE)
+    checker = PlanChecker(SHAPE.limits)
     for recorded in steps[:4]:
         checker.apply(recorded.plan.plan)
         answer = plan_pb2.StepResult.FromString(recorded.result.result.SerializeToString())
@@ -133,12 +133,12 @@ def test_a_slot_that_failed_has_no_token_and_runs_until_its_release(steps):
             del answer.slots[at], answer.token_ids[at]
             answer.failures.add(slot=3, message="not a number")
         checker.answered(answer)
-    assert checker.known[3] == checker.known[2]
+    assert checker.slots.known[3] == checker.slots.known[2]
 
 
 def scores_model() -> tuple[PlanChecker, plan_pb2.StepResult]:
     """A checker that computed the first three of four prompt tokens in slot 0, and the right answer: three scores."""
-    checker = PlanChecker(SHAPE)
+    checker = PlanChecker(SHAPE.limits)
     sampling = plan_pb2.SamplingSettings(top_p=1, prompt_logprobs=1)
     plan = plan_pb2.StepPlan(
         step=1,
@@ -179,7 +179,7 @@ def test_wrong_scores_of_a_prompt(spoil, message):
 
 def test_scores_that_a_worker_does_not_have_are_not_asked_for(steps):
     settings = settings_of(prompt_logprobs=1)
-    with pytest.raises(PlanViolation, match="prompt_logprobs, which the worker"):
+    with pytest.raises(PlanViolation, match=r"WorkerInfo\.prompt_logprobs is false"):
         list(replayed(steps, 1, settings, replace(SHAPE, prompt_logprobs=False)))
 
 
@@ -188,7 +188,7 @@ def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
     """Those that can be drawn: one at least."""
     sampling = plan_pb2.SamplingSettings(top_p=1, logprobs=True, top_logprobs=3, processed_logprobs=True)
     admission = plan_pb2.Admission(slot=0, token_ids=[5], pages=[0], sampling=sampling)
-    checker = PlanChecker(SHAPE)
+    checker = PlanChecker(SHAPE.limits)
     checker.apply(plan_pb2.StepPlan(step=1, admissions=[admission], batch=plan_pb2.Batch(slots=[0])))
     answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9], logprobs=[-0.5], top_counts=[count])
     answer.top_token_ids.extend(range(count))
@@ -204,7 +204,7 @@ def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
 def test_scores_are_due_from_their_start(start):
     sampling = plan_pb2.SamplingSettings(top_p=1, prompt_logprobs=0, prompt_logprobs_start=start)
     admission = plan_pb2.Admission(slot=0, token_ids=[5, 6, 7, 8], pages=[0], sampling=sampling)
-    checker = PlanChecker(SHAPE)
+    checker = PlanChecker(SHAPE.limits)
     batch = plan_pb2.Batch(slots=[0], token_counts=[4])
     checker.apply(plan_pb2.StepPlan(step=1, admissions=[admission], batch=batch))
     answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9])
@@ -219,10 +219,10 @@ def test_scores_are_due_from_their_start(start):
 @pytest.mark.parametrize(
     ("settings", "without", "message"),
     [
-        ({"processed_logprobs": True}, {"processed_logprobs": False}, "processed_logprobs, which the worker lacks"),
-        ({"thinking": {"tokens": 1}}, {"thinking_budgets": False}, "a thinking budget, which the worker lacks"),
-        ({"thinking": {"end_token_id": 64}}, {}, "a thinking token outside the vocabulary"),
-        ({"prompt_logprobs_start": 99}, {}, "prompt_logprobs_start=99 of a prompt of"),
+        ({"processed_logprobs": True}, {"processed_logprobs": False}, "WorkerInfo.processed_logprobs is false"),
+        ({"thinking": {"tokens": 1}}, {"thinking_budgets": False}, "WorkerInfo.thinking_budgets is false"),
+        ({"thinking": {"end_token_id": 64}}, {}, "thinking.end_token_id: token 64 is out of range"),
+        ({"prompt_logprobs": 0, "prompt_logprobs_start": 99}, {}, "prompt_logprobs_start=99: expected less than"),
     ],
 )
 def test_settings_that_the_worker_does_not_take_are_refused(steps, settings, without, message):

@@ -82,7 +82,7 @@ def test_a_preempted_sequence_comes_back_in_the_same_life(tmp_path, inspect):
     known = [5, 6]
 
     def run(admitted: Sequence[str] = (), released: Sequence[str] = (), **parts) -> None:
-        plan = plan_pb2.StepPlan(step=model.checker.step + 1, **parts)
+        plan = plan_pb2.StepPlan(step=model.checker.last.step + 1, **parts)
         recorder.plan(plan, admitted, released)
         result = model.apply(plan)
         recorder.result(result)

@@ -155,7 +155,7 @@ async def test_a_larger_worker_will_do_and_a_smaller_one_will_not(tmp_path, fake
 async def test_a_worker_that_refuses_a_plan_says_so(tmp_path, fake_worker):
     recording = record_small_run(tmp_path)
     no_groups = FakeShape(vocab_size=64, page_size=4, hydragen=False)
-    with pytest.raises(grpc.RpcError, match="Hydragen groups, and the worker takes none"):
+    with pytest.raises(grpc.RpcError, match=r"WorkerInfo\.hydragen is false"):
         await asyncio.to_thread(feed, recording, await fake_worker(no_groups))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.common.config import ChosenWorkerConfig
+from services.common.plan.types import Groups, Plan
 from services.common.thinking import ThinkingBudget
 from services.worker.boot.common import boot, make_cache, make_limits
 from services.worker.described.ranks import Ranks
@@ -19,7 +20,7 @@ from services.worker.models.weights import load_dummy
 from services.worker.parallel import exchange
 from services.worker.parallel.group import RankGroup
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.step.plan import Groups, Plan, StepOutput
+from services.worker.step.output import StepOutput
 from tests.worker.driver import NONE, admission, batch
 from tests.worker.grammars import ascii_grammars
 from tests.worker.interpreter import interpreter_ready

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from services.common.plan.types import Limits, Plan
 from services.common.thinking import ThinkingBudget
-from services.worker.step.plan import Limits, Plan
 from tests.worker.driver import NONE, admission, batch
 
 SLOTS, PROMPT, STEPS, PARTS = 5, 40, 10, 4

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from services.common.config import WorkerConfig
+from services.common.plan.types import Limits, Plan
 from services.worker.boot.common import Booted, boot
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
 from services.worker.runner.runner import StepRunner
-from services.worker.step.plan import Limits, Plan, StepOutput
+from services.worker.step.output import StepOutput
 
 FLAGS = {
     "page_size": 16,

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.plan.types import Limits, Plan
 from services.worker.boot.common import boot
 from services.worker.described.ranks import ALONE
 from services.worker.layers import matmul_cpu
 from services.worker.runner.runner import StepRunner
-from services.worker.step.plan import Limits, Plan, StepOutput
+from services.worker.step.output import StepOutput
 from tests.worker.parallel import jobs
 from tests.worker.parallel.pool import RankPool, free_port
 

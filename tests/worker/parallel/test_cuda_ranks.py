@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from services.common.model import files as model_files
+from services.common.plan.types import Limits, Plan
 from services.worker.described.ranks import Ranks
-from services.worker.step.plan import Limits, Plan, StepOutput
+from services.worker.step.output import StepOutput
 from tests.e2e.samples import Sample, agreement, random_prompt
 from tests.worker.driver import Driver
 from tests.worker.parallel import cuda_jobs, jobs

@@ -5,7 +5,7 @@ import torch
 
 from services.worker.described.ranks import Ranks
 from services.worker.sampling import prompt_logprobs
-from services.worker.step.plan import StepOutput
+from services.worker.step.output import StepOutput
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.parallel.replica import alone
 from tests.worker.parallel.test_replicas import SIZES, prompt_of

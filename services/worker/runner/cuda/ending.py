@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from services.common.plan.types import Plan
 from services.worker.runner.cuda.download import to_host
 from services.worker.runner.cuda.graphs import DecodeGraph
 from services.worker.runner.cuda.guide import Guide, NoGuide
@@ -23,7 +24,7 @@ from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.outcome import SampledOnDevice
 from services.worker.sampling.rows import SampleRows
-from services.worker.step.plan import Failure, Plan
+from services.worker.step.output import Failure
 from services.worker.step.slots import SlotTable
 
 # The results of a step with more rows are downloaded on a stream of their own. With fewer, the second stream costs the

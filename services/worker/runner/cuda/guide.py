@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
+from services.common.plan.types import Plan
 from services.worker.runner.cuda.ring import Place
 from services.worker.sampling.follower import Follower
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.step.plan import Failure, Plan
+from services.worker.step.output import Failure
 
 
 class Guide:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.common.plan.types import Batch, Groups, micro_batches
 from services.worker.attention.spans import Spans
-from services.worker.step.plan import Batch, Groups, micro_batches
 from services.worker.step.slots import SlotTable
 
 # Numbers of tokens are multiples of it, so that compiled code has no special sizes and matrix products are aligned; and

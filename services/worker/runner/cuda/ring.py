@@ -5,8 +5,8 @@ from itertools import cycle
 
 import torch
 
+from services.common.plan.types import Limits
 from services.worker.runner.cuda.upload import Upload
-from services.worker.step.plan import Limits
 
 # Steps that may be on the device at once. The host waits for the oldest when all are: more would only be further ahead.
 _PLACES = 4

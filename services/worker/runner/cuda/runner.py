@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.common.plan.rules import check_plan
+from services.common.plan.types import NO_GROUPS, LastPlan, Limits, Plan
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.kv_cache import KvCache
 from services.worker.parallel.errors import ParallelError
@@ -27,8 +29,7 @@ from services.worker.runner.cuda.state_kernels import gather_inputs
 from services.worker.runner.cuda.step import CudaStep, CutStep
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.step.checks import check_plan
-from services.worker.step.plan import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan, StepOutput
+from services.worker.step.output import StepOutput
 from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -103,11 +104,8 @@ class CudaRunner:
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        self._step = 0
-        # The last plan's batch, and its micro-batches.
-        self._batch: Batch = NO_ROWS
-        self._groups: Groups = NO_GROUPS
-        self._cut: tuple[int, ...] = ()
+        # The last plan, and its micro-batches.
+        self._last = LastPlan()
         self._parts: list[Standing] = []
 
     def close(self) -> None:
@@ -131,7 +129,7 @@ class CudaRunner:
         without changing anything, and ``ParallelError`` if this replica cannot continue.
         """
         began = time.perf_counter_ns()
-        check_plan(plan, self._step, self._batch, self._groups, self._slots, self.limits, self._cut)
+        check_plan(plan, self._last, self._slots, self.limits)
         places: list[Place] = []
         try:
             step = self._run(plan, places)
@@ -168,7 +166,7 @@ class CudaRunner:
     def _apply(self, plan: Plan) -> PageChanges:
         """Apply the plan's changes on the host. Return those that the device must make."""
         slots, parts = self._slots, []
-        self._step = plan.step
+        self._last = last = self._last.followed_by(plan)
         if plan.releases.size:
             slots.release(plan.releases)
         for admission in plan.admissions:
@@ -182,11 +180,8 @@ class CudaRunner:
             places = slots.append_pages(plan.append_slots, plan.append_pages)
             parts.append(PageChanges(plan.append_slots, places, plan.append_pages))
         if plan.batch is not None or plan.groups is not None:
-            if plan.batch is not None:
-                self._batch, self._cut = plan.batch, plan.micro_batch_rows
-            self._groups = self._groups if plan.groups is None else plan.groups
-            groups = self._groups if self._attention.shares_prefixes else NO_GROUPS
-            self._parts = standing(self._batch, groups, self._cut, self.limits.page_size)
+            groups = last.groups if self._attention.shares_prefixes else NO_GROUPS
+            self._parts = standing(last.batch, groups, last.micro_batch_rows, self.limits.page_size)
         return PageChanges.joined(parts)
 
     def _run_empty(self, plan: Plan, place: Place, changes: PageChanges) -> CudaStep:

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.plan.types import Batch
 from services.worker.runner.cuda.download import to_host
 from services.worker.sampling.prompt_logprobs import RowScores
-from services.worker.step.plan import Batch, Scored
+from services.worker.step.output import Scored
 from services.worker.step.slots import SlotTable
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.common.plan.types import Limits, Plan
 from services.worker.attention.kv_cache import KvCache
 from services.worker.runner.cuda.state_kernels import scatter
-from services.worker.step.plan import Limits, Plan
 
 # Pages copied at once: what is read is held until it is written.
 _COPIES_AT_ONCE = 64

@@ -3,12 +3,13 @@
 import numpy as np
 import torch
 
+from services.common.plan.types import Plan
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import StepScores
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
 from services.worker.sampling.sampler import NOTHING, concatenate
-from services.worker.step.plan import Failure, Plan, Sampled, Scored, StepOutput, Timing
+from services.worker.step.output import Failure, Sampled, Scored, StepOutput, Timing
 
 _NS_PER_MS = 1_000_000
 

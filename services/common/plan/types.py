@@ -1,0 +1,151 @@
+"""A step plan: what the scheduler decided about one step. Numpy only; ``codec`` has the wire format."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from services.common.thinking import ThinkingBudget
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Sampling parameters of one sequence. All are resolved: there are no defaults on the worker's side."""
+
+    temperature: float  # 0 = greedy
+    top_p: float  # 1 = off
+    top_k: int  # 0 = off
+    min_p: float  # 0 = off
+    seed: int  # 0 to 2**64 - 1
+    sample_index: int
+    logprobs: bool
+    top_logprobs: int
+    bias_token_ids: np.ndarray  # [n] int64
+    bias_values: np.ndarray  # [n] float32
+    repetition_penalty: float = 1.0  # 1 = off
+    frequency_penalty: float = 0.0  # 0 = off
+    presence_penalty: float = 0.0  # 0 = off
+    prompt_logprobs: int | None = None  # most likely tokens listed for each prompt token; None = prompt is not scored
+    grammar: str = ""  # the generated tokens match it; empty = none
+    processed_logprobs: bool = False  # log-probabilities are of the distribution that the token was drawn from
+    prompt_logprobs_start: int = 0  # position of the first prompt token to score; 0 means 1
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether results carry the log-probability of each token."""
+        return self.logprobs or self.top_logprobs > 0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence that takes a free slot."""
+
+    slot: int
+    token_ids: np.ndarray  # [known] int64
+    cached_tokens: int  # leading tokens whose keys and values `pages` hold already
+    pages: np.ndarray  # [n] int64, in order
+    sampling: SamplingSettings
+    prompt_tokens: int = 0  # leading tokens that are the prompt; 0 = all
+
+    @property
+    def prompt_length(self) -> int:
+        """The number of leading tokens that are the prompt."""
+        return self.prompt_tokens or len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a step, in order."""
+
+    slots: np.ndarray  # [rows] int64, each once
+    token_counts: np.ndarray  # [rows] int64
+
+
+NO_ROWS = Batch(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def micro_batches(batch: Batch, rows: tuple[int, ...]) -> list[Batch]:
+    """Cut ``batch`` into parts of ``rows`` rows each, in order, and leave out empty ones. No ``rows`` = one part."""
+    if not rows:
+        return [batch] if len(batch.slots) else []
+    ends = np.cumsum(rows).tolist()
+    runs = (slice(end - count, end) for count, end in zip(rows, ends, strict=True) if count)
+    return [Batch(batch.slots[run], batch.token_counts[run]) for run in runs]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Hydragen groups. Rows [starts[i], starts[i] + counts[i]) of the batch share the first prefix_pages[i] pages of
+    their tables."""
+
+    starts: np.ndarray  # [groups] int64
+    counts: np.ndarray  # beside starts
+    prefix_pages: np.ndarray  # beside starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+NO_GROUPS = Groups(*[np.empty(0, np.int64)] * 3)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. Releases apply first, then admissions, appends and copies, then the forward pass."""
+
+    step: int
+    releases: np.ndarray  # [n] int64, slots
+    admissions: tuple[Admission, ...]
+    append_slots: np.ndarray  # [n] int64
+    append_pages: np.ndarray  # beside append_slots
+    copy_sources: np.ndarray  # [n] int64, pages
+    copy_targets: np.ndarray  # beside copy_sources
+    batch: Batch | None  # None = the previous plan's
+    groups: Groups | None = None  # None = the previous plan's
+    micro_batch_rows: tuple[int, ...] = ()  # rows of each micro-batch; empty = the step is one micro-batch
+
+
+class LastPlan(NamedTuple):
+    """The parts of the last plan that the next one may leave out."""
+
+    step: int = 0
+    batch: Batch = NO_ROWS
+    groups: Groups = NO_GROUPS
+    micro_batch_rows: tuple[int, ...] = ()  # of `batch`
+
+    def followed_by(self, plan: Plan) -> "LastPlan":
+        """Return what holds while ``plan`` runs."""
+        groups = self.groups if plan.groups is None else plan.groups
+        if plan.batch is None:
+            return LastPlan(plan.step, self.batch, groups, self.micro_batch_rows)
+        return LastPlan(plan.step, plan.batch, groups, plan.micro_batch_rows)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes and capabilities of a worker that plans must fit: the fields of the same names in ``WorkerInfo``."""
+
+    page_size: int
+    page_count: int
+    max_slots: int
+    max_tokens_per_step: int
+    max_context_tokens: int
+    vocab_size: int
+    max_top_logprobs: int
+    hydragen: bool = False
+    max_micro_batches: int = 1
+    grammars: bool = False
+    prompt_logprobs: bool = True
+    processed_logprobs: bool = True
+    thinking_budgets: bool = True
+
+    @property
+    def max_pages_per_slot(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_context_tokens // self.page_size)
+
+    @property
+    def most_top_logprobs(self) -> int:
+        """The most likely tokens that a row can ask for: no more than the vocabulary has."""
+        return min(self.max_top_logprobs, self.vocab_size)
