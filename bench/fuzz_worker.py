@@ -74,14 +74,14 @@ class Answers:
             if not np.isnan(values[~expected.logprobs]).all() or values[expected.logprobs].max() > 1e-3:
                 return "a log-probability that was not asked for, or above 0"
         if expected.top_logprobs.any():
-            if sampled.top_counts is None or not np.array_equal(sampled.top_counts, expected.top_logprobs):
+            if sampled.top is None or not np.array_equal(sampled.top.counts, expected.top_logprobs):
                 return "not as many top log-probabilities as asked for"
-            ids = sampled.top_token_ids
+            ids = sampled.top.token_ids
             if len(ids) != expected.top_logprobs.sum() or not 0 <= ids.min() <= ids.max() < vocab:
                 return "top tokens that are none"
             inside = np.ones(len(ids), bool)
             inside[np.cumsum(expected.top_logprobs[expected.top_logprobs > 0])[:-1]] = False
-            if (np.diff(sampled.top_logprobs) > 1e-6)[inside[1:]].any():
+            if (np.diff(sampled.top.logprobs) > 1e-6)[inside[1:]].any():
                 return "top log-probabilities that are not in order"
         return ""
 

@@ -223,9 +223,9 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
         assert found.slots.tolist() == expected.slots.tolist()
         assert found.token_ids.tolist() == expected.token_ids.tolist()
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
-        assert found.top_counts.tolist() == expected.top_counts.tolist()
-        assert found.top_token_ids.tolist() == expected.top_token_ids.tolist()
-        np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-4)
+        assert found.top.counts.tolist() == expected.top.counts.tolist()
+        assert found.top.token_ids.tolist() == expected.top.token_ids.tolist()
+        np.testing.assert_allclose(found.top.logprobs, expected.top.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize(("largest", "pieces", "apart"), [(0, 0, 0), (20, 0, 0), (8, 32, 0), (20, 32, 1)])

@@ -119,8 +119,8 @@ def test_most_likely_tokens_are_told_though_they_cannot_come(runner_for):
     driver.reset()
     asked = admission(0, prompt, [0], grammar=OBJECTS, logprobs=True, top_logprobs=2)
     sampled = driver.run(admissions=(asked,), batch=batch([0], [9])).sampled
-    assert sampled.top_token_ids[0] == free[0] != sampled.token_ids[0]
-    assert sampled.logprobs[0] < sampled.top_logprobs[0]
+    assert sampled.top.token_ids[0] == free[0] != sampled.token_ids[0]
+    assert sampled.logprobs[0] < sampled.top.logprobs[0]
 
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)

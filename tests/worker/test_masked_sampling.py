@@ -103,8 +103,8 @@ def test_log_probabilities_are_those_of_the_model(run):
     free.table.masked[:] = False
     found, expected = run(case), ON_CPU(free)
     apart = told_apart(expected)
-    assert found.top_token_ids[apart].tolist() == expected.top_token_ids[apart].tolist()
-    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=2e-5)
+    assert found.top.token_ids[apart].tolist() == expected.top.token_ids[apart].tolist()
+    np.testing.assert_allclose(found.top.logprobs, expected.top.logprobs, atol=2e-5)
     logprobs = case.logits.float().log_softmax(-1)
     own = [float(logprobs[row, token]) for row, token in enumerate(found.token_ids.tolist())]
     np.testing.assert_allclose(found.logprobs, own, atol=2e-5)

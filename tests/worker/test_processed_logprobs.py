@@ -61,11 +61,11 @@ def transformers_scores(
 
 def entries(sampled: Sampled) -> list[tuple[int, int, float, list[int], list[float]]]:
     """(slot, token, its log-probability, the most likely tokens, theirs) of each row."""
-    ends = np.cumsum(sampled.top_counts).tolist()
+    ends = np.cumsum(sampled.top.counts).tolist()
     starts = [0, *ends[:-1]]
     columns = sampled.slots.tolist(), sampled.token_ids.tolist(), sampled.logprobs.tolist(), starts, ends
     return [
-        (slot, token, logprob, sampled.top_token_ids[start:end].tolist(), sampled.top_logprobs[start:end].tolist())
+        (slot, token, logprob, sampled.top.token_ids[start:end].tolist(), sampled.top.logprobs[start:end].tolist())
         for slot, token, logprob, start, end in zip(*columns, strict=True)
     ]
 

@@ -175,9 +175,9 @@ def test_a_draw_does_not_depend_on_batch_slot_or_slice(monkeypatch):
     monkeypatch.setattr(sampler, "_SLICE_ELEMENTS", 2 * 300)
     sliced = sampled(rows, logits, positions)
     assert sliced.token_ids.tolist() == together.token_ids.tolist()
-    assert sliced.top_counts.tolist() == [0, 0, 0, 0, 0, 3]
+    assert sliced.top.counts.tolist() == [0, 0, 0, 0, 0, 3]
     np.testing.assert_array_equal(sliced.logprobs, together.logprobs)
-    np.testing.assert_array_equal(sliced.top_token_ids, together.top_token_ids)
+    np.testing.assert_array_equal(sliced.top.token_ids, together.top.token_ids)
 
 
 TRUNCATIONS = {
@@ -251,7 +251,7 @@ def test_bias_counts_before_everything_else():
     expected = LOGITS + torch.zeros(VOCAB).index_put((torch.tensor([2, 9]),), torch.tensor([100.0, -100.0]))
     assert result.logprobs[0] == pytest.approx(float(expected.log_softmax(-1)[2]), abs=1e-6)
     assert result.logprobs[1] == pytest.approx(float(LOGITS.log_softmax(-1)[5]), abs=1e-6)
-    assert result.top_token_ids.tolist() == [2, 5]
+    assert result.top.token_ids.tolist() == [2, 5]
 
 
 def test_logprobs_ignore_temperature_and_truncation():
@@ -260,15 +260,15 @@ def test_logprobs_ignore_temperature_and_truncation():
     expected = LOGITS.log_softmax(-1)
     assert result.logprobs[0] == pytest.approx(float(expected[result.token_ids[0]]), abs=1e-6)
     assert np.isnan(result.logprobs[1])
-    assert result.top_counts.tolist() == [4, 0]
+    assert result.top.counts.tolist() == [4, 0]
     best = expected.topk(4)
-    assert result.top_token_ids.tolist() == best.indices.tolist()
-    np.testing.assert_allclose(result.top_logprobs, best.values.numpy(), atol=1e-6)
+    assert result.top.token_ids.tolist() == best.indices.tolist()
+    np.testing.assert_allclose(result.top.logprobs, best.values.numpy(), atol=1e-6)
 
 
 def test_nothing_is_reported_that_nobody_asked_for():
     result = sampled([{}, {"temperature": 1.0}])
-    assert result.logprobs is result.top_counts is result.top_token_ids is result.top_logprobs is None
+    assert result.logprobs is result.top is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -321,7 +321,7 @@ def test_penalties_count_the_prompt_and_generated_tokens_as_they_should(penaltie
     for row, wanted in ((0, expected), (1, LOGITS.log_softmax(-1))):
         top = slice(row * VOCAB, (row + 1) * VOCAB)
         values = torch.empty(VOCAB).index_copy(
-            0, torch.from_numpy(found.top_token_ids[top]), torch.from_numpy(found.top_logprobs[top])
+            0, torch.from_numpy(found.top.token_ids[top]), torch.from_numpy(found.top.logprobs[top])
         )
         torch.testing.assert_close(values, wanted)
         assert found.token_ids[row] == wanted.argmax()

@@ -79,10 +79,10 @@ def test_log_probabilities_of_a_forced_token(run, processed):
     found, own = run(case), case.logits.float().log_softmax(-1)
     if processed:
         assert found.logprobs.tolist() == [0.0] * 4
-        assert (found.top_counts.tolist(), found.top_token_ids.tolist()) == ([1] * 4, [END] * 4)
+        assert (found.top.counts.tolist(), found.top.token_ids.tolist()) == ([1] * 4, [END] * 4)
     else:
         np.testing.assert_allclose(found.logprobs, own[:, END], atol=2e-5)
-        assert found.top_counts.tolist() == [3] * 4
+        assert found.top.counts.tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("run", RUNS)

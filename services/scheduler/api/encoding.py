@@ -6,6 +6,7 @@ import numpy as np
 
 from services.common.errors import Internal
 from services.common.packed import fill
+from services.common.plan.top_logprobs import TopLogprobs
 from services.common.rpc.status import to_status
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.future.overview import Overview
@@ -58,9 +59,8 @@ def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
     fill(message, "token_ids", delta.tokens)
     if len(delta.logprobs):
         fill(message.logprobs, "chosen", delta.logprobs)
-        fill(message.logprobs, "top_counts", delta.top_counts)
-        fill(message.logprobs, "top_token_ids", delta.top_token_ids)
-        fill(message.logprobs, "top_logprobs", delta.top_logprobs)
+        if delta.top is not None:
+            fill_top(message.logprobs, delta.top)
     for handle, scored in delta.scored:
         encode_scored(message.prompts.add(handle=handle).logprobs, scored)
     for finish in delta.finished:
@@ -83,6 +83,13 @@ def encode_what_can_be(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dic
                 end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # any number of the enum does
                 message.finished.add(handle=handle).finish.CopyFrom(end)
     return message, failures
+
+
+def fill_top(message: generate_pb2.Logprobs, top: TopLogprobs) -> None:
+    """Append the most likely tokens of each row."""
+    fill(message, "top_counts", top.counts)
+    fill(message, "top_token_ids", top.token_ids)
+    fill(message, "top_logprobs", top.logprobs)
 
 
 def encode_scored(message: generate_pb2.PromptLogprobs, scored: Scored) -> None:

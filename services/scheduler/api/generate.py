@@ -11,7 +11,7 @@ from services.common.packed import fill
 from services.common.process.tracing import HEADER
 from services.common.rpc.interceptor import AnyContext
 from services.common.text.detokenizer import Detokenizer
-from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored
+from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored, fill_top
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
@@ -21,7 +21,7 @@ from services.scheduler.api.resume import ending_of
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
-from services.scheduler.core.output import Delta, ragged_rows
+from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish
 from services.scheduler.engine.news import Accepted, Rejected
 from services.scheduler.grammar.message import keep_long_text, name_of
@@ -152,11 +152,8 @@ class Generation:
 
 def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slice) -> None:
     fill(message, "chosen", delta.logprobs[rows])
-    if len(delta.top_counts):
-        at = ragged_rows(delta.top_counts, np.arange(len(delta.tokens))[rows])
-        fill(message, "top_counts", delta.top_counts[rows])
-        fill(message, "top_token_ids", delta.top_token_ids[at])
-        fill(message, "top_logprobs", delta.top_logprobs[at])
+    if delta.top is not None:
+        fill_top(message, delta.top[rows])
 
 
 def _traceparent(context: AnyContext) -> str:

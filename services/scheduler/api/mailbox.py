@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import Overloaded, TokaError
-from services.scheduler.core.output import Delta, ragged_rows, take_logprobs
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS
+from services.common.plan.top_logprobs import TopLogprobs
+from services.scheduler.core.output import Delta
+from services.scheduler.core.plan import NO_FLOATS
 from services.scheduler.core.step.load import Load
 from services.scheduler.engine.news import Accepted
 
@@ -30,8 +31,7 @@ class MergedDelta:
         if len(deltas) == 1:
             delta = deltas[0]
             self.handles, self.counts, self.tokens = delta.handles, None, delta.tokens
-            self.logprobs, self.top_counts = delta.logprobs, delta.top_counts
-            self.top_token_ids, self.top_logprobs = delta.top_token_ids, delta.top_logprobs
+            self.logprobs, self.top = delta.logprobs, delta.top
             return
         of_token = np.concatenate([delta.handles for delta in deltas])
         order = np.argsort(of_token, kind="stable")
@@ -39,16 +39,11 @@ class MergedDelta:
         self.handles = of_token[order[starts]]
         self.counts = np.diff(starts, append=len(order))
         self.tokens = np.concatenate([delta.tokens for delta in deltas])[order]
-        self.logprobs = _join(deltas, "logprobs", NO_FLOATS, np.float32(np.nan))
-        self.top_counts = _join(deltas, "top_counts", NO_SLOTS, 0)
-        self.top_token_ids, self.top_logprobs = NO_TOKENS, NO_FLOATS
+        self.logprobs = _join_logprobs(deltas)
         if len(self.logprobs):
             self.logprobs = self.logprobs[order]
-        if len(self.top_counts):
-            at = ragged_rows(self.top_counts, order)
-            self.top_counts = self.top_counts[order]
-            self.top_token_ids = np.concatenate([delta.top_token_ids for delta in deltas])[at]
-            self.top_logprobs = np.concatenate([delta.top_logprobs for delta in deltas])[at]
+        top = TopLogprobs.join([delta.top for delta in deltas], [len(delta.tokens) for delta in deltas])
+        self.top = None if top is None else top[order]
 
     def of(self, handle: int) -> "MergedDelta":
         """What is in it for one handle."""
@@ -57,7 +52,8 @@ class MergedDelta:
         part.handles, part.tokens = self.handles[mine], self.tokens[rows]
         if self.counts is not None:
             part.counts = self.counts[mine]
-        take_logprobs(part, rows)
+        part.logprobs = self.logprobs[rows] if len(self.logprobs) else NO_FLOATS
+        part.top = None if self.top is None else self.top[rows]
         part.finished = [finish for finish in self.finished if finish.handle == handle]
         part.scored = [scored for scored in self.scored if scored[0] == handle]
         return part
@@ -156,15 +152,15 @@ def _size(item: Any) -> int:
         return 64
     tokens = len(item.tokens)
     scored = sum(8 * len(scored.logprobs) + 8 * len(scored.top_logprobs) for _, scored in item.scored)
-    return scored + 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * len(item.top_token_ids) + 64 * len(item.finished)
+    listed = 0 if item.top is None else len(item.top.token_ids)
+    return scored + 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * listed + 64 * len(item.finished)
 
 
-def _join(deltas: list[Delta], name: str, none: np.ndarray, missing: Any) -> np.ndarray:
-    """Field ``name`` of all deltas beside their tokens, ``missing`` where a delta has none; ``none`` if all do."""
-    parts = [getattr(delta, name) for delta in deltas]
-    if not any(map(len, parts)):
-        return none
-    filled = [
-        part if len(part) else np.full(len(delta.tokens), missing) for part, delta in zip(parts, deltas, strict=True)
-    ]
-    return np.concatenate(filled)
+def _join_logprobs(deltas: list[Delta]) -> np.ndarray:
+    """Return the log-probabilities of all tokens, NaN in a delta that has none; empty if no delta has any."""
+    if not any(len(delta.logprobs) for delta in deltas):
+        return NO_FLOATS
+    missing = np.float32(np.nan)
+    return np.concatenate(
+        [delta.logprobs if len(delta.logprobs) else np.full(len(delta.tokens), missing) for delta in deltas]
+    )

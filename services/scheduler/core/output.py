@@ -2,12 +2,11 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, Result, Scored, no_floats, no_slots, no_tokens
+from services.common.plan.top_logprobs import TopLogprobs
+from services.scheduler.core.plan import NO_FLOATS, Result, Scored, no_floats, no_tokens
 from services.scheduler.core.request import Finish
 
 
@@ -19,20 +18,9 @@ class Delta:
     handles: np.ndarray = field(default_factory=no_tokens)  # uint32 [samples with a new token]
     tokens: np.ndarray = field(default_factory=no_tokens)  # uint32, beside handles
     logprobs: np.ndarray = field(default_factory=no_floats)  # float32, beside handles, or empty when nobody asked
-    top_counts: np.ndarray = field(default_factory=no_slots)  # beside handles, or empty when nobody asked
-    top_token_ids: np.ndarray = field(default_factory=no_tokens)
-    top_logprobs: np.ndarray = field(default_factory=no_floats)
+    top: TopLogprobs | None = None  # beside handles; None when nobody asked
     finished: list[Finish] = field(default_factory=list)
     scored: list[tuple[int, Scored]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
-
-
-class WithLogprobs(Protocol):
-    """What ``Delta`` says of the log-probabilities of its tokens."""
-
-    logprobs: np.ndarray
-    top_counts: np.ndarray
-    top_token_ids: np.ndarray
-    top_logprobs: np.ndarray
 
 
 class Outbox:
@@ -77,33 +65,13 @@ class Outbox:
         return deltas
 
     def _add(self, sink: int, result: Result, handles: np.ndarray, rows: np.ndarray | None) -> None:
-        delta = Delta(result.step, handles, result.tokens.astype(np.uint32))
-        delta.logprobs, delta.top_counts = result.logprobs, result.top_counts
-        delta.top_token_ids, delta.top_logprobs = result.top_token_ids, result.top_logprobs
+        delta = Delta(result.step, handles, result.tokens.astype(np.uint32), result.logprobs, result.top)
         if rows is not None:
             delta.handles, delta.tokens = handles[rows], delta.tokens[rows]
-            take_logprobs(delta, rows)
+            delta.logprobs = delta.logprobs[rows] if len(delta.logprobs) else NO_FLOATS
+            delta.top = None if delta.top is None else delta.top[rows]
         if len(delta.logprobs) and np.isnan(delta.logprobs).all():
             delta.logprobs = NO_FLOATS
-        if len(delta.top_counts) and not delta.top_counts.any():
-            delta.top_counts = NO_SLOTS
+        if delta.top is not None and not delta.top.counts.any():
+            delta.top = None
         self._deltas.append((sink, delta))
-
-
-def take_logprobs(delta: WithLogprobs, rows: np.ndarray) -> None:
-    """Keep those of the tokens ``rows`` only."""
-    if len(delta.logprobs):
-        delta.logprobs = delta.logprobs[rows]
-    if len(delta.top_counts):
-        at = ragged_rows(delta.top_counts, rows)
-        delta.top_counts = delta.top_counts[rows]
-        delta.top_token_ids, delta.top_logprobs = delta.top_token_ids[at], delta.top_logprobs[at]
-
-
-def ragged_rows(counts: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where the entries of ``rows`` stand in arrays that concatenate ``counts[i]`` entries for each row ``i``."""
-    starts = np.cumsum(counts) - counts
-    chosen = counts[rows]
-    within = np.arange(chosen.sum()) - np.repeat(np.cumsum(chosen) - chosen, chosen)
-    at: npt.NDArray[np.int64] = np.repeat(starts[rows], chosen) + within
-    return at

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.plan.top_logprobs import TopLogprobs
 from services.scheduler.core.request import SamplingSettings
 
 
@@ -107,9 +108,7 @@ class Result:
     slots: np.ndarray  # int64 [rows that sampled]
     tokens: np.ndarray  # int64
     logprobs: np.ndarray = field(default_factory=no_floats)  # float32, NaN where not asked
-    top_counts: np.ndarray = field(default_factory=no_slots)
-    top_token_ids: np.ndarray = field(default_factory=no_tokens)  # concatenated
-    top_logprobs: np.ndarray = field(default_factory=no_floats)
+    top: TopLogprobs | None = None  # None when nobody asked
     failures: tuple[Failure, ...] = ()
     scored: tuple[tuple[int, Scored], ...] = ()  # (slot, prompt tokens)
     device_ns: int = 0  # the device worked on the step; 0 = not measured

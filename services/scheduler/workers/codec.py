@@ -3,7 +3,8 @@
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, NO_TOKENS, Failure, Plan, Result, Scored, SlotAdmissions
+from services.common.plan.top_logprobs import TopLogprobs
+from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, Failure, Plan, Result, Scored, SlotAdmissions
 from services.scheduler.core.request import SamplingSettings, WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
@@ -77,9 +78,7 @@ def decode_result(message: plan_pb2.StepResult) -> Result:
         slots=read_fixed32(message.slots).astype(np.int64),
         tokens=read_fixed32(message.token_ids).astype(np.int64),
         logprobs=read_float(message.logprobs) if message.logprobs else NO_FLOATS,
-        top_counts=read_fixed32(message.top_counts).astype(np.int64) if message.top_counts else NO_SLOTS,
-        top_token_ids=read_fixed32(message.top_token_ids) if message.top_token_ids else NO_TOKENS,
-        top_logprobs=read_float(message.top_logprobs) if message.top_logprobs else NO_FLOATS,
+        top=_decode_top(message),
         device_ns=message.timing.device_ns,
         idle_ns=message.timing.idle_ns,
         failures=tuple(
@@ -88,6 +87,14 @@ def decode_result(message: plan_pb2.StepResult) -> Result:
         ),
         scored=tuple((scores.slot, _decode_scores(scores)) for scores in message.prompts),
     )
+
+
+def _decode_top(message: plan_pb2.StepResult) -> TopLogprobs | None:
+    """Return the lists, or None if there are none. They may not fit each other: the core checks that."""
+    if not (message.top_counts or message.top_token_ids or message.top_logprobs):
+        return None
+    counts = read_fixed32(message.top_counts).astype(np.int64)
+    return TopLogprobs(counts, read_fixed32(message.top_token_ids), read_float(message.top_logprobs))
 
 
 def _decode_scores(message: plan_pb2.PromptScores) -> Scored:

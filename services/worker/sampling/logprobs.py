@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from services.common.plan.top_logprobs import TopLogprobs
+
 
 class RowLogprobs(NamedTuple):
-    """The last four fields of ``Sampled``: None where no row asked."""
+    """The last two fields of ``Sampled``. None = no row asked."""
 
     logprobs: np.ndarray | None  # [rows] float32, NaN where not asked
-    top_counts: np.ndarray | None  # [rows] int64
-    top_token_ids: np.ndarray | None  # [sum(top_counts)] int64
-    top_logprobs: np.ndarray | None  # beside top_token_ids
+    top: TopLogprobs | None  # [rows]
 
     @classmethod
     def of(
@@ -30,7 +30,7 @@ class RowLogprobs(NamedTuple):
         logits ``[n, vocab]`` instead: tokens of minus infinity are not among the most likely ones.
         """
         if not asked.any():
-            return cls(None, None, None, None)
+            return cls(None, None)
         rows = np.flatnonzero(asked)
         index = torch.from_numpy(rows).to(logits.device)
         own = logits[index]
@@ -42,17 +42,17 @@ class RowLogprobs(NamedTuple):
         counts = np.where(asked, top, 0)
         widest = int(counts.max())
         if widest == 0:
-            return cls(values, None, None, None)
+            return cls(values, None)
         best = chosen.topk(widest, dim=-1)
         best_values = best.values.cpu().numpy()
         wanted = (np.arange(widest) < counts[rows][:, None]) & (best_values != -np.inf)
         counts[rows] = wanted.sum(axis=1)
-        return cls(values, counts, best.indices.cpu().numpy()[wanted], best_values[wanted])
+        return cls(values, TopLogprobs(counts, best.indices.cpu().numpy()[wanted], best_values[wanted]))
 
 
 def join(parts: Sequence[RowLogprobs], sizes: Sequence[int]) -> RowLogprobs:
-    """Parts of a batch of ``sizes`` rows, in order, as one."""
-    logprobs = top_counts = top_token_ids = top_logprobs = None
+    """Return the rows of ``parts``, which have ``sizes`` rows, one after the other."""
+    logprobs = None
     if any(part.logprobs is not None for part in parts):
         logprobs = np.concatenate(
             [
@@ -60,13 +60,4 @@ def join(parts: Sequence[RowLogprobs], sizes: Sequence[int]) -> RowLogprobs:
                 for part, size in zip(parts, sizes, strict=True)
             ]
         )
-    if any(part.top_counts is not None for part in parts):
-        top_counts = np.concatenate(
-            [
-                np.zeros(size, np.int64) if part.top_counts is None else part.top_counts
-                for part, size in zip(parts, sizes, strict=True)
-            ]
-        )
-        top_token_ids = np.concatenate([part.top_token_ids for part in parts if part.top_token_ids is not None])
-        top_logprobs = np.concatenate([part.top_logprobs for part in parts if part.top_logprobs is not None])
-    return RowLogprobs(logprobs, top_counts, top_token_ids, top_logprobs)
+    return RowLogprobs(logprobs, TopLogprobs.join([part.top for part in parts], sizes))

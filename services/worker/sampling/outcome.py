@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from services.common.plan.top_logprobs import TopLogprobs
 from services.worker.sampling.rows import SampleRows
 from services.worker.step.output import Sampled
 
@@ -45,4 +46,4 @@ def collect(
     kept = (np.arange(rows.widest) < rows.top_counts[order][:, None]) & (values != -np.inf)
     counts[rows.top_rows[order]] = kept.sum(axis=1)
     top_ids = top_token_ids.numpy()[order][kept].astype(np.int64)
-    return Sampled(slots, token_ids, finite, found, counts, top_ids, values[kept])
+    return Sampled(slots, token_ids, finite, found, TopLogprobs(counts, top_ids, values[kept]))

@@ -48,19 +48,13 @@ def sample(
 
 
 def concatenate(parts: Sequence[Sampled]) -> Sampled:
-    """Several parts of a batch, in order, as one."""
-    logprobs, top_counts, top_token_ids, top_logprobs = join(
-        [RowLogprobs(part.logprobs, part.top_counts, part.top_token_ids, part.top_logprobs) for part in parts],
-        [len(part.slots) for part in parts],
-    )
+    """Return the samples of ``parts`` of a batch one after the other."""
+    found = join([RowLogprobs(part.logprobs, part.top) for part in parts], [len(part.slots) for part in parts])
     return Sampled(
-        slots=np.concatenate([part.slots for part in parts]),
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        finite=np.concatenate([part.finite for part in parts]),
-        logprobs=logprobs,
-        top_counts=top_counts,
-        top_token_ids=top_token_ids,
-        top_logprobs=top_logprobs,
+        np.concatenate([part.slots for part in parts]),
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.finite for part in parts]),
+        *found,
     )
 
 

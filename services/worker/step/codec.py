@@ -1,7 +1,5 @@
 """The output of a step as a wire message."""
 
-import numpy as np
-
 from services.common.packed import fill
 from services.worker.step.output import Failure, StepOutput
 from tokasaurus.worker.v1 import plan_pb2
@@ -35,11 +33,11 @@ def encode_result(output: StepOutput, queued_ns: int, queued_plans: int) -> plan
     fill(message, "token_ids", sampled.token_ids[good])
     if sampled.logprobs is not None:
         fill(message, "logprobs", sampled.logprobs[good])
-    if sampled.top_counts is not None and sampled.top_token_ids is not None and sampled.top_logprobs is not None:
-        kept = np.repeat(good, sampled.top_counts)
-        fill(message, "top_counts", sampled.top_counts[good])
-        fill(message, "top_token_ids", sampled.top_token_ids[kept])
-        fill(message, "top_logprobs", sampled.top_logprobs[kept])
+    if sampled.top is not None:
+        top = sampled.top[good]
+        fill(message, "top_counts", top.counts)
+        fill(message, "top_token_ids", top.token_ids)
+        fill(message, "top_logprobs", top.logprobs)
     for scored in output.scored:
         scores = message.prompts.add(slot=scored.slot, start=scored.start)
         fill(scores, "logprobs", scored.logprobs)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.plan.top_logprobs import TopLogprobs
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -15,9 +17,7 @@ class Sampled:
     token_ids: np.ndarray  # [n] int64
     finite: np.ndarray  # [n] bool; where False the logits were not numbers and the token means nothing
     logprobs: np.ndarray | None = None  # [n] float32, NaN where not asked; None when no row asked
-    top_counts: np.ndarray | None = None  # [n] int64; None when no row asked
-    top_token_ids: np.ndarray | None = None  # [sum(top_counts)] int64, most likely first
-    top_logprobs: np.ndarray | None = None  # beside top_token_ids
+    top: TopLogprobs | None = None  # [n]; None when no row asked
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from services.common.plan.top_logprobs import TopLogprobs
 from services.scheduler.core.future import outlook
 from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.plan import Failure, Result, WrongAnswer
@@ -154,7 +155,8 @@ def test_a_lost_worker_costs_nothing_but_the_time():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"slots": [64]}, {"tokens": [62]}, {"tokens": [5, 6]}, {"logprobs": [0.0, 0.0]}, {"top_counts": [1]},
+    [{"slots": [64]}, {"tokens": [62]}, {"tokens": [5, 6]}, {"logprobs": [0.0, 0.0]}, {"top": TopLogprobs.none(2)},
+     {"top": TopLogprobs(np.ones(1, np.int64), *np.zeros((2, 0)))},
      {"slots": [], "tokens": [], "failures": (Failure(64, ""),)}],
 )  # fmt: skip
 def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
@@ -163,9 +165,12 @@ def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
     driver.core.plan(1)
     fields = {"slots": [63], "tokens": [5], **wrong}
     kinds = {"logprobs": np.float32}
-    arrays = {name: np.array(value, kinds.get(name, np.int64)) for name, value in fields.items() if name != "failures"}
+    arrays = {
+        name: np.array(value, kinds.get(name, np.int64)) if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
     with pytest.raises(WrongAnswer, match=r"do not exist|not for the 1 slots"):
-        driver.core.take(Result(1, **arrays, failures=fields.get("failures", ())), 1)
+        driver.core.take(Result(1, **arrays), 1)
 
 
 @pytest.mark.parametrize("slots", [[63, 63], [63, 0], [62]])

@@ -208,6 +208,6 @@ def same(expected: Sequence[StepOutput], found: Sequence[StepOutput], atol: floa
         assert (given.logprobs is None) == (wanted.logprobs is None), step
         if wanted.logprobs is not None:
             np.testing.assert_allclose(given.logprobs, wanted.logprobs, atol=atol, err_msg=step)
-        if wanted.top_counts is not None:
-            assert given.top_counts.tolist() == wanted.top_counts.tolist(), step
-            assert given.top_token_ids.tolist() == wanted.top_token_ids.tolist(), step
+        if wanted.top is not None:
+            assert given.top.counts.tolist() == wanted.top.counts.tolist(), step
+            assert given.top.token_ids.tolist() == wanted.top.token_ids.tolist(), step

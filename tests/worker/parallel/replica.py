@@ -86,10 +86,10 @@ def same(expected: Sequence[jobs.Step], found: Sequence[jobs.Step]) -> None:
         if wanted_logits is not None:
             torch.testing.assert_close(given_logits, wanted_logits, atol=1e-4, rtol=0, msg=step)
         assert given.token_ids.tolist() == wanted.token_ids.tolist(), step
-        for name in ("logprobs", "top_logprobs"):
-            mine, theirs = getattr(given, name), getattr(wanted, name)
-            assert (mine is None) == (theirs is None), step
-            if theirs is not None:
-                np.testing.assert_allclose(mine, theirs, atol=1e-4, equal_nan=True, err_msg=step)
-        if wanted.top_counts is not None:
-            assert given.top_counts.tolist() == wanted.top_counts.tolist(), step
+        missing = given.logprobs is None, given.top is None
+        assert missing == (wanted.logprobs is None, wanted.top is None), step
+        if wanted.logprobs is not None:
+            np.testing.assert_allclose(given.logprobs, wanted.logprobs, atol=1e-4, equal_nan=True, err_msg=step)
+        if wanted.top is not None:
+            np.testing.assert_allclose(given.top.logprobs, wanted.top.logprobs, atol=1e-4, err_msg=step)
+            assert given.top.counts.tolist() == wanted.top.counts.tolist(), step

@@ -12,9 +12,8 @@ def check_answer(result: Result, sampling: np.ndarray, shape: WorkerShape) -> No
     ``sampling``: slots that were to sample, int64.
     """
     rows = len(result.slots)
-    whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows) and len(result.top_counts) in (0, rows)
-    listed = int(result.top_counts.sum()) if len(result.top_counts) else 0
-    whole = whole and len(result.top_token_ids) == listed and len(result.top_logprobs) == listed
+    whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows)
+    whole = whole and (result.top is None or (len(result.top) == rows and result.top.whole))
     whole = whole and all(_is_whole(slot, scored, shape) for slot, scored in result.scored)
     if not whole or result.tokens.max(initial=0) >= shape.vocab_size:
         raise WrongAnswer(f"step {result.step}: tokens that do not exist, or arrays of unequal length")

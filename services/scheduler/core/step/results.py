@@ -7,7 +7,6 @@ import numpy as np
 from services.common.errors import Internal, InvalidRequest, TokaError
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.lifecycle import Lifecycle
-from services.scheduler.core.output import ragged_rows
 from services.scheduler.core.plan import Failure, Result, Scored
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
@@ -133,8 +132,4 @@ def select_rows(result: Result, rows: np.ndarray) -> Result:
     chosen = {"slots": result.slots[rows], "tokens": result.tokens[rows]}
     if len(result.logprobs):
         chosen["logprobs"] = result.logprobs[rows]
-    if len(result.top_counts):
-        at = ragged_rows(result.top_counts, rows)
-        chosen["top_counts"] = result.top_counts[rows]
-        chosen["top_token_ids"], chosen["top_logprobs"] = result.top_token_ids[at], result.top_logprobs[at]
-    return dataclasses.replace(result, **chosen)
+    return dataclasses.replace(result, top=None if result.top is None else result.top[rows], **chosen)

@@ -118,20 +118,13 @@ def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
 
 
 def _reorder(sampled: Sampled, order: np.ndarray | None) -> Sampled:
-    """The samples in ``order``: first the one at ``order[0]``."""
+    """Return the samples in ``order``: first the one at ``order[0]``."""
     if order is None:
         return sampled
-    top_counts, top_ids, top_logprobs = sampled.top_counts, sampled.top_token_ids, sampled.top_logprobs
-    if top_counts is not None:
-        ends = np.cumsum(top_counts)
-        within = np.concatenate([np.arange(ends[i] - top_counts[i], ends[i]) for i in order.tolist()])
-        top_counts, top_ids, top_logprobs = top_counts[order], top_ids[within], top_logprobs[within]  # type: ignore[index]
     return Sampled(
         slots=sampled.slots[order],
         token_ids=sampled.token_ids[order],
         finite=sampled.finite[order],
         logprobs=None if sampled.logprobs is None else sampled.logprobs[order],
-        top_counts=top_counts,
-        top_token_ids=top_ids,
-        top_logprobs=top_logprobs,
+        top=None if sampled.top is None else sampled.top[order],
     )
