@@ -14,11 +14,12 @@ from pydantic import Field
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future.admission import Admission, forecast_running, running_sequences
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import MOST_CLASSES
-from services.scheduler.core.request import AdmissionMode, Request, SamplingSettings, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.state import State
 

@@ -175,7 +175,8 @@ class RandomPlans:
         self._asked[slot], self._top[slot] = settings.logprobs or settings.top_logprobs > 0, settings.top_logprobs
         self._prompts[slot] = token_ids
         prompt = int(random.integers(1, len(token_ids) + 1)) if random.random() < 0.2 else 0
-        return Admission(slot, token_ids, len(head), pages.astype(np.int64), settings, prompt), fork
+        sample = int(random.integers(0, 65536))
+        return Admission(slot, token_ids, len(head), pages.astype(np.int64), settings, prompt, sample), fork
 
     def _previous_batch(self) -> Batch | None:
         """The batch of the plan before where it may be run again and left out."""

@@ -15,21 +15,20 @@ def random_settings(random: np.random.Generator, limits: Limits) -> SamplingSett
         return random.random() < chance
 
     temperature = 0.0 if on(0.3) else float(random.choice([0.01, 0.6, 1.0, 5.0]))
-    seed, sample = (int(random.integers(0, 2**64, dtype=np.uint64)) for _ in range(2))
+    seed = int(random.integers(0, 2**64, dtype=np.uint64))
     if on(0.5):
-        return SamplingSettings(temperature, 1.0, 0, 0.0, seed, sample % 65536, False, 0, *_NO_BIAS)
-    top = min(limits.max_top_logprobs, limits.vocab_size)
+        return SamplingSettings(temperature, seed=seed)
+    top = limits.most_top_logprobs
     return SamplingSettings(
         temperature=temperature,
         top_p=float(random.choice([1e-6, 0.5, 0.95])) if on() else 1.0,
         top_k=int(random.choice([1, 2, 50, limits.vocab_size, 2 * limits.vocab_size])) if on() else 0,
         min_p=float(random.choice([1e-3, 0.05, 1.0])) if on() else 0.0,
         seed=seed,
-        sample_index=sample % 65536,
         logprobs=on(),
         top_logprobs=int(random.integers(0, top + 1)) if on(0.2) else 0,
-        bias_token_ids=(biased := _biases(random, limits) if on(0.25) else _NO_BIAS)[0],
-        bias_values=biased[1],
+        logit_bias_token_ids=(biased := _biases(random, limits) if on(0.25) else _NO_BIAS)[0],
+        logit_bias_values=biased[1],
         repetition_penalty=float(random.choice([0.5, 1.1, 2.0])) if on(0.2) else 1.0,
         frequency_penalty=float(random.uniform(-2, 2)) if on(0.2) else 0.0,
         presence_penalty=float(random.uniform(-2, 2)) if on(0.2) else 0.0,

@@ -23,16 +23,18 @@ from bench.server import START_TIMEOUT_S, free_port, report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.packed import read_fixed32
+from services.common.plan.codec import encode_plan
+from services.common.plan.types import SamplingSettings
 from services.common.rpc.channel import PLAIN
 from services.common.text.tokenizer import Tokenizer
 from services.launcher.readiness import grpc_ready
 from services.scheduler.api.encoding import encode_outputs
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import Request, SamplingSettings, WorkerShape
+from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
-from services.scheduler.workers.codec import decode_result, encode_plan
+from services.scheduler.workers.codec import decode_result
 from tests.fakes.model import FakeModel, FakeShape
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2
 
@@ -157,7 +159,7 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
         with timed("plan"):
             plan = core.plan(time.monotonic_ns())
         with timed("encode_plan"):
-            message = encode_plan(plan)
+            message = encode_plan(plan.to_plan())
         answer = model.apply(message)
         with timed("decode_result"):
             result = decode_result(answer)

@@ -5,10 +5,12 @@ from collections import deque
 import numpy as np
 
 from bench.traces import END, VOCAB_SIZE, Trace
+from services.common.plan.types import NO_ROWS, SamplingSettings
+from services.common.plan.types import Admission as SlotAdmission
 from services.scheduler.core.future.admission import Admission
-from services.scheduler.core.plan import Plan, Result, SlotAdmissions
+from services.scheduler.core.plan import PlannedStep, Result
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, SamplingSettings, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 
 SINK = 1
@@ -28,29 +30,28 @@ class SimulatedWorker:
         # By slot: known tokens that are not computed; tokens of the answer; how many it will have.
         self._missing, self._generated, self._target = np.zeros((3, slots), np.int64)
         self._stream = np.zeros(slots, np.uint64)  # what its tokens are drawn from: the same after a preemption
-        self._slots = np.zeros(0, np.int64)
-        self._counts: np.ndarray | int = 1
+        self._batch = NO_ROWS
 
-    def answer(self, plan: Plan) -> Result:
+    def answer(self, plan: PlannedStep) -> Result:
         for admission in plan.admissions:
             self._admit(admission)
-        if plan.slots is not None:
-            self._slots, self._counts = plan.slots, 1 if plan.counts is None else plan.counts
-        self._missing[self._slots] -= self._counts
-        rows = self._slots[self._missing[self._slots] <= 0]
+        if plan.batch is not None:
+            self._batch = plan.batch
+        slots = self._batch.slots
+        self._missing[slots] -= self._batch.token_counts
+        rows = slots[self._missing[slots] <= 0]
         self._missing[rows] = 0
         self._generated[rows] += 1
         tokens = np.where(self._generated[rows] == self._target[rows], END, self._ordinary_tokens(rows))
         return Result(plan.step, rows, tokens)
 
-    def _admit(self, admission: SlotAdmissions) -> None:
-        slots, number = admission.slots, admission.sampling.seed
+    def _admit(self, admission: SlotAdmission) -> None:
+        slot, number, sample = admission.slot, admission.sampling.seed, admission.sample_index
         request, known = self._trace.requests[number], len(admission.token_ids)
-        samples = np.array(admission.sample_indices)
-        self._missing[slots] = known - admission.cached_tokens
-        self._generated[slots] = known - len(request.tokens)
-        self._target[slots] = request.lengths[samples]
-        self._stream[slots] = number << 20 | samples
+        self._missing[slot] = known - admission.cached_tokens
+        self._generated[slot] = known - len(request.tokens)
+        self._target[slot] = request.lengths[sample]
+        self._stream[slot] = number << 20 | sample
 
     def _ordinary_tokens(self, rows: np.ndarray) -> np.ndarray:
         """A hash of request, sample and position: no two answers have a page in common."""
@@ -85,7 +86,7 @@ class Simulation:
             handle += request.n
             self.core.submit(request, self._now_ns)
 
-    def step(self) -> Plan | None:
+    def step(self) -> PlannedStep | None:
         """The next plan, as soon as one may be sent; None when every sample is through."""
         pool = self.core.state.pool
         while not self.finished.all():

@@ -24,11 +24,9 @@ from pydantic import Field
 from bench.server import free_port, report
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Int
-from services.common.plan.types import Limits
-from services.common.plan.types import Plan as WorkerPlan
+from services.common.plan.codec import encode_plan
+from services.common.plan.types import Batch, Limits, Plan
 from services.common.process.service import Stop
-from services.scheduler.core.plan import NO_SLOTS, Plan
-from services.scheduler.workers.codec import encode_plan
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import Answer, WorkerStream
 from services.worker.step.output import Sampled, StepOutput
@@ -58,7 +56,7 @@ class Idle:
         slots = np.arange(rows)
         self._sampled = Sampled(slots, np.ones_like(slots), np.ones(rows, bool))
 
-    def start(self, plan: WorkerPlan) -> "IdleStep":
+    def start(self, plan: Plan) -> "IdleStep":
         began = time.perf_counter()
         while time.perf_counter() - began < self._host_s:
             pass
@@ -115,8 +113,9 @@ class StepLoop:
 
     def _send(self, stream: WorkerStream) -> None:
         self._sent += 1
-        batch = np.arange(self._rows, dtype=np.uint32) if self._sent == 1 else None
-        stream.send(encode_plan(Plan(self._sent, [], [], NO_SLOTS, NO_SLOTS, [], batch, None)))
+        rows = np.arange(self._rows)
+        batch = Batch(rows, np.ones_like(rows)) if self._sent == 1 else None
+        stream.send(encode_plan(Plan(self._sent, batch=batch)))
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperat
             token_ids,
             context - 1,
             np.arange(slot * pages, (slot + 1) * pages),
-            SamplingSettings(temperature, 1.0, 0, 0.0, slot, 0, False, 0, NONE, np.empty(0, np.float32)),
+            SamplingSettings(temperature, seed=slot),
         )
         for slot in range(batch)
     )

@@ -23,10 +23,9 @@ from bench.fuzz.illegal import spoilt
 from bench.fuzz.messages import damaged, mutated
 from bench.fuzz.mirror import Mirror
 from bench.fuzz.statuses import NEVER, is_ours
-from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
 from bench.server import free_port
-from services.common.plan.codec import decode_limits
+from services.common.plan.codec import decode_limits, encode_plan
 from tests.gateway.deployment import Process
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
@@ -173,7 +172,7 @@ class PlanFuzzer:
     async def _history(self, number: int, disturbed: Worker, alone: Worker) -> None:
         random, info, self._last = random_of(self._config.seed, "plans", number), disturbed.info, b""
         made = RandomPlans(decode_limits(info), random.getrandbits(30))
-        plans = [encode(made.next()[0]) for _ in range(_PLANS)]
+        plans = [encode_plan(made.next()[0]) for _ in range(_PLANS)]
         mirror = Mirror(info.max_context_tokens)
         while plans:
             async with disturbed.stream() as stream, alone.stream() as beside:

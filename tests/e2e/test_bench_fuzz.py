@@ -30,10 +30,9 @@ from bench.fuzz.scheduler import SchedulerFuzzer
 from bench.fuzz.target import target
 from bench.fuzz.values import broken, write
 from bench.fuzz.values import mutated as mutated_value
-from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
 from services.common.model.files import BUILTIN
-from services.common.plan.codec import decode_limits
+from services.common.plan.codec import decode_limits, encode_plan
 from tests.fakes.model import FakeModel, FakeShape, Violation
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -246,7 +245,7 @@ def test_every_kind_of_illegal_plan_is_illegal(kind):
     info, random = SHAPE.worker_info(), Random(5)
     model, mirror, plans = FakeModel(SHAPE), Mirror(128), RandomPlans(decode_limits(info), 4)
     for _ in range(12):
-        plan = encode(plans.next()[0])
+        plan = encode_plan(plans.next()[0])
         broken_plan = mirror.next(plan, plan.step)
         KINDS[kind](random, broken_plan, info, mirror.used)
         with pytest.raises(Violation):
@@ -258,7 +257,7 @@ def test_a_history_goes_on_where_another_stream_was_ended():
     info = SHAPE.worker_info()
     model, mirror, plans = FakeModel(SHAPE), Mirror(128), RandomPlans(decode_limits(info), 4)
     for _ in range(40):
-        plan = encode(plans.next()[0])
+        plan = encode_plan(plans.next()[0])
         again = mirror.again()
         assert len(again.admissions) == len(mirror.used)
         assert all(each.cached_tokens < len(each.token_ids) for each in again.admissions)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.fuzz.wire import encode
 from bench.kernel_table import tabulate
 from bench.random_plans import RandomPlans
 from bench.roofline import PARTS, Rates, least_ms
 from bench.step_sizes import SizeTracker, StepSizes
+from services.common.plan.codec import encode_plan
 from services.common.plan.types import NO_GROUPS, Limits
 from tests.fakes.model import FakeModel, FakeShape
 from tests.worker.small_models import small_config
@@ -26,7 +26,7 @@ def write(path: Path, plans: int) -> None:
     model, random = FakeModel(SHAPE), RandomPlans(LIMITS, 0)
     records = [record_pb2.Record(connected=record_pb2.Connected(info=SHAPE.worker_info(), plans_in_flight=2))]
     for _ in range(plans):
-        message = encode(random.next()[0])
+        message = encode_plan(random.next()[0])
         ids = {"admitted_ids": ["x"] * len(message.admissions), "released_ids": ["x"] * len(message.release_slots)}
         records.append(record_pb2.Record(plan=record_pb2.PlanRecord(plan=message, **ids)))
         records.append(record_pb2.Record(result=record_pb2.ResultRecord(result=model.apply(message))))

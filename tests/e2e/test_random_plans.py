@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
-from services.common.plan.codec import decode_plan
+from services.common.plan.codec import decode_plan, encode_plan
 from tests.fakes.model import FakeModel, FakeShape
 
 SHAPE = FakeShape(page_count=800, max_slots=32, max_tokens_per_step=200, max_context_tokens=500, eos_token_id=-1)
@@ -22,7 +21,7 @@ def test_every_plan_keeps_the_contract(seed):
             model = FakeModel(SHAPE)
             plans.reset()
         plan, expected = plans.next()
-        message = encode(plan)
+        message = encode_plan(plan)
         assert len(decode_plan(message).admissions) == len(plan.admissions)
         result = model.apply(message)
         assert np.array_equal(np.array(result.slots), expected.slots)
@@ -39,5 +38,7 @@ def test_every_plan_keeps_the_contract(seed):
 
 
 def test_equal_seeds_give_equal_plans():
-    first, second = ([encode(plans.next()[0]) for _ in range(50)] for plans in (RandomPlans(LIMITS, 7) for _ in "ab"))
+    first, second = (
+        [encode_plan(plans.next()[0]) for _ in range(50)] for plans in (RandomPlans(LIMITS, 7) for _ in "ab")
+    )
     assert first == second

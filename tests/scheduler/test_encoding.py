@@ -13,7 +13,7 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import Plan
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
 from services.scheduler.core.step.load import Load
 from services.scheduler.engine.news import PlanNews
@@ -81,7 +81,7 @@ def test_every_counter_is_told():
 
 
 def test_a_watched_plan_shows_groups_micro_batches_preemptions_and_what_was_postponed():
-    plan = Plan(
+    plan = PlannedStep(
         step=9,
         sequences=70,
         tokens=70,
@@ -106,5 +106,5 @@ def test_a_watched_plan_shows_groups_micro_batches_preemptions_and_what_was_post
 
 
 def test_a_plain_plan_is_one_micro_batch():
-    sent = encode_plan_news(PlanNews(Plan(step=1), waiting_sequences=0, in_use_pages=0, plans_in_flight=1))
+    sent = encode_plan_news(PlanNews(PlannedStep(step=1), waiting_sequences=0, in_use_pages=0, plans_in_flight=1))
     assert (sent.micro_batches, sent.hydragen_groups, sent.postponed) == (1, 0, False)

@@ -7,8 +7,9 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import FinishReason, Request, SamplingSettings
+from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.inbox import MOST_TAKEN_IN, Inbox
 from services.scheduler.engine.loop import EngineLoop

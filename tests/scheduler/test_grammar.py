@@ -11,11 +11,12 @@ import pytest
 from grpc_status import rpc_status
 
 from services.common.errors import AlreadyExists, InvalidRequest, Unavailable
+from services.common.plan.types import SamplingSettings
 from services.common.rpc.status import from_rpc_error, from_status
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.proofs import Proofs
-from services.scheduler.core.request import Request, SamplingSettings
+from services.scheduler.core.request import Request
 from services.scheduler.grammar import child, walk
 from services.scheduler.grammar.compiler import Limits
 from services.scheduler.grammar.prover import Prover

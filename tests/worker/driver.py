@@ -12,24 +12,13 @@ NONE = np.empty(0, np.int64)
 
 
 def settings(**changes) -> SamplingSettings:
-    """Greedy, unless told otherwise."""
-    values = {
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": 0,
-        "sample_index": 0,
-        "logprobs": False,
-        "top_logprobs": 0,
-        "bias_token_ids": NONE,
-        "bias_values": np.empty(0, np.float32),
-    }
-    return SamplingSettings(**values | changes)
+    """Return ``changes`` of greedy settings."""
+    return SamplingSettings(**{"temperature": 0.0} | changes)
 
 
-def admission(slot: int, token_ids, pages, *, cached_tokens: int = 0, **sampling) -> Admission:
-    return Admission(slot, np.asarray(token_ids), cached_tokens, np.asarray(pages, np.int64), settings(**sampling))
+def admission(slot: int, token_ids, pages, *, cached_tokens: int = 0, sample_index: int = 0, **sampling) -> Admission:
+    tokens, pages = np.asarray(token_ids), np.asarray(pages, np.int64)
+    return Admission(slot, tokens, cached_tokens, pages, settings(**sampling), sample_index=sample_index)
 
 
 def batch(slots, token_counts=None) -> Batch:
@@ -53,18 +42,8 @@ class Driver:
 
     def plan(self, **parts) -> Plan:
         """The next plan; what is left out is empty."""
-        values = {
-            "step": self.steps + 1,
-            "releases": NONE,
-            "admissions": (),
-            "append_slots": NONE,
-            "append_pages": NONE,
-            "copy_sources": NONE,
-            "copy_targets": NONE,
-            "batch": None,
-        }
         arrays = {name: np.asarray(value) if isinstance(value, list) else value for name, value in parts.items()}
-        return Plan(**values | arrays)
+        return Plan(**{"step": self.steps + 1} | arrays)
 
     def run(self, **parts) -> StepOutput:
         output = self.runner.run(self.plan(**parts))

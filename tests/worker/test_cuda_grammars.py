@@ -71,7 +71,7 @@ def cuda(monkeypatch):
 
 
 PROMPTS = [[5, 6, 7], [70] * PAGE]
-ENDING = {"bias_token_ids": np.array([0]), "bias_values": np.array([20], np.float32)}
+ENDING = {"logit_bias_token_ids": np.array([0]), "logit_bias_values": np.array([20], np.float32)}
 
 
 def test_the_same_tokens_as_on_the_cpu(plain, cuda):

@@ -205,7 +205,11 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
         {"temperature": 0.7, "top_p": 0.6, "seed": 5},
         {"temperature": 1.3, "top_k": 3, "logprobs": True, "top_logprobs": 4},
         {"temperature": 0.9, "min_p": 0.2, "frequency_penalty": 1.0, "repetition_penalty": 1.4},
-        {"bias_token_ids": np.array([3, 4]), "bias_values": np.array([4.0, -9.0], np.float32), "logprobs": True},
+        {
+            "logit_bias_token_ids": np.array([3, 4]),
+            "logit_bias_values": np.array([4.0, -9.0], np.float32),
+            "logprobs": True,
+        },
         {"temperature": 1.1, "top_k": 2, "logprobs": True, "top_logprobs": 3, "processed_logprobs": True},
         {"temperature": 0.8, "logprobs": True, "thinking": ThinkingBudget(1, 7)},
     ]

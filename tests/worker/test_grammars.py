@@ -32,7 +32,7 @@ def tokenizer(checkpoint) -> Tokenizer:
 def closing(tokenizer: Tokenizer) -> dict:
     """A bias without which lists of a random model hardly ever end."""
     token_ids = np.array([*tokenizer.encode("]["), END])
-    return {"bias_token_ids": token_ids, "bias_values": np.array([5, -9, 5], np.float32)}
+    return {"logit_bias_token_ids": token_ids, "logit_bias_values": np.array([5, -9, 5], np.float32)}
 
 
 SAMPLING = {
@@ -187,7 +187,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_slot_alone(runner_for):
 def test_a_grammar_that_takes_too_much_work_in_a_step_fails_its_slot_alone(runner_for, tokenizer, monkeypatch):
     """Here with every further character, since it may be cut in more and more ways."""
     monkeypatch.setattr(common, "LIMITS", LLParserLimits(step_max_items=60, verbose_errors=False))
-    never_ends = {"bias_token_ids": np.array([END]), "bias_values": np.array([-100], np.float32)}
+    never_ends = {"logit_bias_token_ids": np.array([END]), "logit_bias_values": np.array([-100], np.float32)}
     hard = admission(1, prompt_of(4), [10, 11, 12], grammar='start: x x x x x x\nx: "a" | x x | ""', **never_ends)
     outputs = run_beside_a_good_one(runner_for(), hard, 30)
     first = next(step for step, output in enumerate(outputs) if output.failures)

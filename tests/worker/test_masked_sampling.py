@@ -11,8 +11,8 @@ ON_CPU = Case.on_cpu
 RUNS = [ON_CPU, Case.fused]
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
 ADJUSTED = {
-    "bias_token_ids": np.array([7, 1030, 2500]),
-    "bias_values": np.array([5, -5, 9], np.float32),
+    "logit_bias_token_ids": np.array([7, 1030, 2500]),
+    "logit_bias_values": np.array([5, -5, 9], np.float32),
     "repetition_penalty": 1.4,
     "presence_penalty": 0.7,
 }
@@ -67,8 +67,8 @@ def test_nothing_else_is_drawn(run, sampling):
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("vocab", [90, VOCAB])
 def test_the_kernels_draw_what_the_cpu_draws(vocab, sampling):
-    if vocab < 2600 and "bias_token_ids" in sampling:
-        sampling = sampling | {"bias_token_ids": np.array([7, 30, 89])}
+    if vocab < 2600 and "logit_bias_token_ids" in sampling:
+        sampling = sampling | {"logit_bias_token_ids": np.array([7, 30, 89])}
     case = guided(16, vocab, **sampling)
     expected = case.on_cpu()
     assert_same(case.fused(), expected)

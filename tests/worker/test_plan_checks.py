@@ -70,14 +70,17 @@ WRONG_WHATEVER_THE_STATE = {
     ),
     "top_logprobs": (new(top_logprobs=21), "top_logprobs=21: expected at most 20"),
     "bias token": (
-        new(bias_token_ids=np.array([400]), bias_values=np.ones(1, np.float32)),
+        new(logit_bias_token_ids=np.array([400]), logit_bias_values=np.ones(1, np.float32)),
         "logit_bias_token_ids: token 400 is out of range",
     ),
     "bias lengths": (
-        new(bias_token_ids=np.array([4, 5]), bias_values=np.ones(1, np.float32)),
+        new(logit_bias_token_ids=np.array([4, 5]), logit_bias_values=np.ones(1, np.float32)),
         "2 logit_bias_token_ids",
     ),
-    "bias value": (new(bias_token_ids=np.array([4]), bias_values=np.array([NAN], np.float32)), "not finite"),
+    "bias value": (
+        new(logit_bias_token_ids=np.array([4]), logit_bias_values=np.array([NAN], np.float32)),
+        "not finite",
+    ),
     "append lengths": ({"append_slots": [0], "append_pages": [1, 2]}, "1 append_slots and 2 append_pages"),
     "append to no slot": ({"append_pages": [1]}, "0 append_slots and 1 append_pages"),
     "append page": ({"append_slots": [0], "append_pages": [9]}, "page 9 is out of range"),

@@ -98,7 +98,7 @@ def test_rows_of_either_mode_stand_beside_each_other(vocab, sampling):
     for slot, row in enumerate(rows):
         row |= {"logprobs": slot % 3 > 0, "top_logprobs": slot % 5, "processed_logprobs": slot % 3 == 2}
         if slot % 4 == 0:
-            row |= {"bias_token_ids": np.array([7, 30]), "bias_values": np.array([3, -1], np.float32)}
+            row |= {"logit_bias_token_ids": np.array([7, 30]), "logit_bias_values": np.array([3, -1], np.float32)}
     case, silent = Case(rows, vocab), Case(rows, vocab)
     silent.table.logprobs[:] = False
     expected = case.on_cpu()

@@ -40,7 +40,7 @@ def test_they_are_those_of_transformers(checkpoint, reference, runner_for, monke
     monkeypatch.setattr(prompt_logprobs, "_SLICE_ELEMENTS", elements)
     prompt = prompt_of(77)
     table = expected(reference(checkpoint()), prompt)
-    bias = {"bias_token_ids": np.array([5]), "bias_values": np.array([50.0], np.float32)}
+    bias = {"logit_bias_token_ids": np.array([5]), "logit_bias_values": np.array([50.0], np.float32)}
     parts = score(runner_for(torch_num_threads=threads), prompt, chunk, repetition_penalty=1.7, temperature=2.0, **bias)
     places = [place for part in parts for place in range(part.start, part.start + len(part.logprobs))]
     assert places == list(range(1, 77))

@@ -245,7 +245,7 @@ def test_an_almost_cold_row_is_greedy(temperature):
 
 
 def test_bias_counts_before_everything_else():
-    biased = {"bias_token_ids": np.array([2, 9]), "bias_values": np.array([100, -100], np.float32)}
+    biased = {"logit_bias_token_ids": np.array([2, 9]), "logit_bias_values": np.array([100, -100], np.float32)}
     result = sampled([{"logprobs": True, "top_logprobs": 2} | biased, {"logprobs": True}])
     assert result.token_ids.tolist() == [2, 5]
     expected = LOGITS + torch.zeros(VOCAB).index_put((torch.tensor([2, 9]),), torch.tensor([100.0, -100.0]))
@@ -289,8 +289,8 @@ PENALTIES = {
         "repetition_penalty": 1.3,
         "frequency_penalty": -0.5,
         "presence_penalty": 0.7,
-        "bias_token_ids": np.array([5, 0]),
-        "bias_values": np.array([3.0, -4.0], np.float32),
+        "logit_bias_token_ids": np.array([5, 0]),
+        "logit_bias_values": np.array([3.0, -4.0], np.float32),
     },
 }
 
@@ -308,7 +308,9 @@ def test_penalties_count_the_prompt_and_generated_tokens_as_they_should(penaltie
     found = sample(LOGITS.repeat(2, 1), torch.clone, np.array([1, 0]), np.full(2, 8), table, VOCAB, kept)
 
     expected = LOGITS.tolist()
-    for token, value in zip(penalties.get("bias_token_ids", ()), penalties.get("bias_values", ()), strict=True):
+    for token, value in zip(
+        penalties.get("logit_bias_token_ids", ()), penalties.get("logit_bias_values", ()), strict=True
+    ):
         expected[token] += float(value)
     generated = [*SAID, 9][prompt_tokens or len(SAID) :]
     for token in {*SAID, 9}:

@@ -121,7 +121,7 @@ def test_plain_rows_of_any_mixture(vocab):
 
 def test_padding_and_slices_change_nothing():
     rows = hot(37, top_k=20, logprobs=True, top_logprobs=2)
-    rows[5] = rows[30] = {"bias_token_ids": np.array([7]), "bias_values": np.array([50], np.float32)}
+    rows[5] = rows[30] = {"logit_bias_token_ids": np.array([7]), "logit_bias_values": np.array([50], np.float32)}
     case = Case(rows)
     assert_same(case.fused(padding=11, slice_elements=16 * VOCAB, chunk_rows=1), case.on_cpu())
 
@@ -258,7 +258,7 @@ def test_nothing_is_reported_that_nobody_asked_for():
 
 
 def test_bias_and_penalties_change_the_same_logits():
-    bias = {"bias_token_ids": np.array([3, 1500, 3]), "bias_values": np.array([4, -3, 5.25], np.float32)}
+    bias = {"logit_bias_token_ids": np.array([3, 1500, 3]), "logit_bias_values": np.array([4, -3, 5.25], np.float32)}
     rows = [bias, {"temperature": 1.0} | bias, *hot(4, repetition_penalty=1.7), *hot(3, **bias, presence_penalty=-1.5)]
     rows += [*hot(3, frequency_penalty=1.25, top_p=0.9), *hot(2), {"repetition_penalty": 0.5, "top_k": 4}]
     rows = [row | {"logprobs": True} for row in rows]

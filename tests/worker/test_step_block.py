@@ -31,7 +31,7 @@ SETTINGS = st.fixed_dictionaries(
         "min_p": st.just(0.1),
         "logprobs": st.just(True),
         "presence_penalty": st.just(1.0),
-        "bias_token_ids": st.just(np.array([5])),
+        "logit_bias_token_ids": st.just(np.array([5])),
     },
 )
 

@@ -93,7 +93,7 @@ def run_history(driver: Driver) -> list:
     resumed = admission(3, range(60, 74), range(40, 44), prompt_logprobs=2)
     resumed = Admission(**vars(resumed) | {"prompt_tokens": 9})
     cached = admission(4, long[:30], [*range(20, 25), *range(50, 53)], cached_tokens=20, prompt_logprobs=1)
-    bias = {"bias_token_ids": np.array([5]), "bias_values": np.array([50.0], np.float32), "logprobs": True}
+    bias = {"logit_bias_token_ids": np.array([5]), "logit_bias_values": np.array([50.0], np.float32), "logprobs": True}
     alone = admission(5, [3, 4, 5, 6], [60], prompt_logprobs=5, **bias)
     return [
         driver.run(admissions=(admission(0, [5, 6], [0, 1, 2]),), batch=batch([0], [2])),

@@ -103,7 +103,7 @@ def _check_capabilities(settings: SamplingSettings, field: str, slot: int, limit
 
 
 def _check_biases(settings: SamplingSettings, field: str, slot: int, limits: Limits) -> None:
-    tokens, values = settings.bias_token_ids, settings.bias_values
+    tokens, values = settings.logit_bias_token_ids, settings.logit_bias_values
     if len(tokens) != len(values):
         raise BrokenPlan(
             f"{field}: {len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: they are parallel",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.common.packed import read_fixed32, read_float
+from services.common.packed import fill, read_fixed32, read_float
 from services.common.plan.types import Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.common.thinking import ThinkingBudget
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
@@ -31,6 +31,91 @@ def decode_limits(info: worker_pb2.WorkerInfo) -> Limits:
     )
 
 
+def encode_plan(plan: Plan) -> plan_pb2.StepPlan:
+    """Append arrays as packed bytes: no Python object for each row of the batch."""
+    message = plan_pb2.StepPlan(step=plan.step)
+    fill(message, "release_slots", plan.releases)
+    _encode_admissions(message, plan.admissions)
+    fill(message, "append_slots", plan.append_slots)
+    fill(message, "append_pages", plan.append_pages)
+    fill(message, "copy_source_pages", plan.copy_sources)
+    fill(message, "copy_target_pages", plan.copy_targets)
+    if plan.batch is not None:
+        message.batch.SetInParent()
+        fill(message.batch, "slots", plan.batch.slots)
+        if (plan.batch.token_counts != 1).any():
+            fill(message.batch, "token_counts", plan.batch.token_counts)
+        message.micro_batch_rows.extend(plan.micro_batch_rows)
+    if plan.groups is not None:
+        message.hydragen.SetInParent()
+        fill(message.hydragen, "starts", plan.groups.starts)
+        fill(message.hydragen, "counts", plan.groups.counts)
+        fill(message.hydragen, "prefix_pages", plan.groups.prefix_pages)
+    return message
+
+
+def _encode_admissions(message: plan_pb2.StepPlan, admissions: Sequence[Admission]) -> None:
+    """Append ``admissions``. What siblings that follow each other have in common is encoded once."""
+    last, encoded = None, b""
+    for admission in admissions:
+        if last is None or not _are_siblings(last, admission):
+            last, encoded = admission, _encode_common(admission)
+        added = message.admissions.add()
+        added.MergeFromString(encoded)
+        added.slot, added.sampling.sample_index = admission.slot, admission.sample_index
+        fill(added, "pages", admission.pages)
+
+
+def _are_siblings(one: Admission, other: Admission) -> bool:
+    return (
+        one.token_ids is other.token_ids
+        and one.sampling is other.sampling
+        and one.cached_tokens == other.cached_tokens
+        and one.prompt_tokens == other.prompt_tokens
+        and one.traceparent == other.traceparent
+    )
+
+
+def _encode_common(admission: Admission) -> bytes:
+    """Return the fields that siblings share, as bytes of an ``Admission`` message."""
+    common = plan_pb2.Admission(cached_tokens=admission.cached_tokens, traceparent=admission.traceparent)
+    fill(common, "token_ids", admission.token_ids)
+    if admission.prompt_tokens < len(admission.token_ids):  # 0 = all
+        common.prompt_tokens = admission.prompt_tokens
+    settings = admission.sampling
+    common.sampling.MergeFromString(settings.encoded or encode_sampling(settings))
+    common.sampling.grammar = settings.grammar
+    return common.SerializeToString()
+
+
+def encode_sampling(settings: SamplingSettings) -> bytes:
+    """Return all but the grammar, whose text many requests share.
+
+    The scheduler does this when it reads a request: whatever fails is that request's error, and no plan fails later.
+    """
+    message = plan_pb2.SamplingSettings(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        seed=settings.seed,
+        logprobs=settings.logprobs,
+        top_logprobs=settings.top_logprobs,
+        repetition_penalty=settings.repetition_penalty,
+        frequency_penalty=settings.frequency_penalty,
+        presence_penalty=settings.presence_penalty,
+        processed_logprobs=settings.processed_logprobs,
+        prompt_logprobs=settings.prompt_logprobs,
+        prompt_logprobs_start=settings.prompt_logprobs_start,
+    )
+    fill(message, "logit_bias_token_ids", settings.logit_bias_token_ids)
+    fill(message, "logit_bias_values", settings.logit_bias_values)
+    if settings.thinking is not None:
+        tokens, end, begin = settings.thinking
+        message.thinking.CopyFrom(plan_pb2.ThinkingBudget(tokens=tokens, end_token_id=end, begin_token_id=begin))
+    return message.SerializeToString()
+
+
 def decode_plan(message: plan_pb2.StepPlan) -> Plan:
     """Return the plan as it was sent. ``rules.check_plan`` judges it."""
     return Plan(
@@ -55,6 +140,8 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
         pages=_integers(message.pages),
         sampling=_decode_sampling(message.sampling),
         prompt_tokens=message.prompt_tokens,
+        sample_index=message.sampling.sample_index,
+        traceparent=message.traceparent,
     )
 
 
@@ -65,11 +152,10 @@ def _decode_sampling(message: plan_pb2.SamplingSettings) -> SamplingSettings:
         top_k=message.top_k,
         min_p=message.min_p,
         seed=message.seed,
-        sample_index=message.sample_index,
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
-        bias_token_ids=_integers(message.logit_bias_token_ids),
-        bias_values=read_float(message.logit_bias_values),
+        logit_bias_token_ids=_integers(message.logit_bias_token_ids),
+        logit_bias_values=read_float(message.logit_bias_values),
         repetition_penalty=message.repetition_penalty or 1.0,
         frequency_penalty=message.frequency_penalty,
         presence_penalty=message.presence_penalty,

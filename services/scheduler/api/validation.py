@@ -10,15 +10,16 @@ from google.protobuf.message import Message
 from services.common.errors import InvalidRequest
 from services.common.model.generation_config import GenerationDefaults
 from services.common.packed import read_fixed32, read_float
+from services.common.plan.codec import encode_sampling
+from services.common.plan.types import SamplingSettings
 from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
 from services.scheduler.api.resume import read_resume
 from services.scheduler.api.thinking import read_thinking
 from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
-from services.scheduler.core.request import AdmissionMode, Priority, Request, SamplingSettings
+from services.scheduler.core.request import AdmissionMode, Priority, Request
 from services.scheduler.grammar.message import FIELD, grammar_text
-from services.scheduler.workers.codec import encode_sampling
 from tokasaurus.scheduler.v1 import generate_pb2
 
 _MOST_STOP_STRINGS = 16
@@ -117,7 +118,7 @@ def _sampling(
     if not 0 <= min_p <= 1:
         raise InvalidRequest(f"min_p is {min_p:g}: expected 0 to 1", field="sampling.min_p")
     repetition, frequency, presence = _penalties(sampling, defaults)
-    bias_tokens, bias_values = _logit_bias(sampling, model, n)
+    bias_tokens, logit_bias_values = _logit_bias(sampling, model, n)
     logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
     most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
     if top > most:
@@ -152,7 +153,7 @@ def _sampling(
         logprobs=logprobs,
         top_logprobs=top,
         logit_bias_token_ids=bias_tokens,
-        logit_bias_values=bias_values,
+        logit_bias_values=logit_bias_values,
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
@@ -162,7 +163,7 @@ def _sampling(
         prompt_logprobs_start=start,
         thinking=thinking,
     )
-    return settings._replace(wire=encode_sampling(settings))
+    return settings._replace(encoded=encode_sampling(settings))
 
 
 def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:

@@ -1,4 +1,4 @@
-"""What goes to the worker and what comes back, as arrays: the core's side of the worker's contract."""
+"""What goes to the worker and what comes back."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.plan.top_logprobs import TopLogprobs
-from services.scheduler.core.request import SamplingSettings
+from services.common.plan.types import Admission, Batch, Groups, Plan
 
 
 class WrongAnswer(Exception):
@@ -30,38 +30,19 @@ def no_tokens() -> np.ndarray:
     return NO_TOKENS
 
 
-@dataclass(frozen=True, eq=False)
-class SlotAdmissions:
-    """Sequences with the same tokens and settings enter slots."""
-
-    token_ids: np.ndarray  # uint32, every token known
-    prompt_tokens: int  # so many of them are the prompt, the others were generated before
-    cached_tokens: int
-    sampling: SamplingSettings
-    slots: np.ndarray  # int64 [sequences]
-    pages: np.ndarray  # int32 [sequences, pages], page tables so far
-    sample_indices: list[int]
-    traceparent: str = ""  # "": the request is not traced
-
-
 @dataclass(eq=False)
-class Plan:
-    """One step. Empty arrays mean that nothing of the kind happens."""
+class PlannedStep:
+    """A plan while it is built, and what observers read of it. Empty arrays mean that nothing of the kind happens."""
 
     step: int
     released: list[int] = field(default_factory=list)  # slots
-    admissions: list[SlotAdmissions] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
     append_slots: np.ndarray = field(default_factory=no_slots)
     append_pages: np.ndarray = field(default_factory=no_slots)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page)
-    # The batch in order; both None = as in the previous plan. `counts` None with `slots` given = one token each.
-    slots: np.ndarray | None = None
-    counts: np.ndarray | None = None
-    parts: np.ndarray | None = None  # rows of each micro-batch, given with the batch; None = one
-    # Hydragen groups; None = as in the previous plan, empty = none from now on.
-    group_starts: np.ndarray | None = None  # int64, rows of the batch
-    group_counts: np.ndarray = field(default_factory=no_slots)  # beside group_starts
-    group_pages: np.ndarray = field(default_factory=no_slots)
+    batch: Batch | None = None  # None = as in the previous plan
+    groups: Groups | None = None  # None = as in the previous plan
+    micro_batch_rows: tuple[int, ...] = ()  # given with the batch
     # For observers.
     sequences: int = 0
     tokens: int = 0
@@ -74,6 +55,22 @@ class Plan:
     hydragen_rows: int = 0
     micro_batches: int = 1
     postponed: bool = False  # onboarding waits for a later plan
+
+    def to_plan(self) -> Plan:
+        """Return the plan that the worker gets."""
+        sources, targets = np.array(self.copies, np.int64).reshape(-1, 2).T
+        return Plan(
+            self.step,
+            np.array(self.released, np.int64),
+            tuple(self.admissions),
+            self.append_slots,
+            self.append_pages,
+            sources,
+            targets,
+            self.batch,
+            self.groups,
+            self.micro_batch_rows,
+        )
 
 
 class Scored(NamedTuple):

@@ -8,10 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import TokaError
-from services.common.thinking import ThinkingBudget
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.stopping.automaton import Automaton
-
-_NO_TOKENS, _NO_FLOATS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
 
 
 class Priority(enum.IntEnum):
@@ -37,29 +35,6 @@ class FinishReason(enum.IntEnum):
     CANCELLED = 3
     DEADLINE = 4
     ERROR = 5
-
-
-class SamplingSettings(NamedTuple):
-    """Resolved: nothing is left to a default. A tuple, which is made for every request, takes a third of the time."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    logprobs: bool = False
-    top_logprobs: int = 0
-    logit_bias_token_ids: np.ndarray = _NO_TOKENS
-    logit_bias_values: np.ndarray = _NO_FLOATS
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    prompt_logprobs: int | None = None  # of the prompt's tokens, and so many of the most likely ones; None: none
-    grammar: str = ""  # what the answer matches, in one of llguidance's forms; "": anything
-    processed_logprobs: bool = False  # of the distribution that the token was drawn from, not the model's own
-    prompt_logprobs_start: int = 0  # position of the first prompt token to score; 0 means 1
-    thinking: ThinkingBudget | None = None
-    wire: bytes = b""  # all but the grammar as the worker's contract writes it; empty: not written yet
 
 
 @dataclass(eq=False)
@@ -141,7 +116,7 @@ class Sample:
         self.accepted_ns = accepted_ns
         self.slot = -1  # -1 while waiting
         self.finished = False
-        self.generated = _NO_TOKENS  # of an interrupted sample: tokens behind request.tokens
+        self.generated = np.zeros(0, np.uint32)  # of an interrupted sample: tokens behind request.tokens
         self.stop_state = request.stop_state  # of the automaton, local numbering
         self.computed_before = 0  # tokens that were computed before the interruption
         self.known = len(request.tokens)  # tokens, when it left its slot last

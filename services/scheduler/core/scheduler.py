@@ -15,7 +15,7 @@ from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.quarantine import Quarantine
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import Plan, Result, WrongAnswer
+from services.scheduler.core.plan import PlannedStep, Result, WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
@@ -214,7 +214,7 @@ class Scheduler:
         most = -(-(slots.limit[running] - 1) // pool.page_size)
         return pool.in_use + int(np.maximum(most - slots.page_count[running], 0).sum()) <= pool.size
 
-    def plan(self, now_ns: int, *, hurry: bool = False) -> Plan | None:
+    def plan(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
         """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
         if len(self._pending) >= self.state.steps_ahead:
             return None

@@ -9,8 +9,9 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import TokaError
+from services.common.plan.codec import encode_plan
 from services.scheduler.core.future.ahead import PagesAhead, pages_ahead
-from services.scheduler.core.plan import Plan, WrongAnswer
+from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load
@@ -25,7 +26,7 @@ from services.scheduler.engine.stall import Stall
 from services.scheduler.engine.stats import Stats
 from services.scheduler.engine.statsd import Statsd
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.workers.codec import decode_shape, encode_plan
+from services.scheduler.workers.codec import decode_shape
 from services.scheduler.workers.stream import Answer, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
 
@@ -207,8 +208,8 @@ class EngineLoop:
             self._shared_until = now + _SHARED_S
         return self._pace.until_needed(now) if now < self._shared_until else 0.0
 
-    def _send(self, stream: WorkerStream, plan: Plan) -> None:
-        message = encode_plan(plan)
+    def _send(self, stream: WorkerStream, plan: PlannedStep) -> None:
+        message = encode_plan(plan.to_plan())
         stream.send(message)
         if self._recorder is not None:
             self._recorder.plan(message, plan.admitted_ids, plan.released_ids)

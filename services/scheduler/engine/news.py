@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import TokaError
-from services.scheduler.core.plan import Plan
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
@@ -31,13 +31,13 @@ class HeartbeatAnswer:
 class PlanNews:
     """One plan, for those who watch."""
 
-    plan: Plan
+    plan: PlannedStep
     waiting_sequences: int
     in_use_pages: int
     plans_in_flight: int
 
     @classmethod
-    def of(cls, plan: Plan, core: Scheduler) -> "PlanNews":
+    def of(cls, plan: PlannedStep, core: Scheduler) -> "PlanNews":
         return cls(plan, len(core.state.waiting), core.state.pool.in_use, core.plans_in_flight)
 
 

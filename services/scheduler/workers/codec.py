@@ -2,74 +2,11 @@
 
 import numpy as np
 
-from services.common.packed import fill, read_fixed32, read_float
+from services.common.packed import read_fixed32, read_float
 from services.common.plan.top_logprobs import TopLogprobs
-from services.scheduler.core.plan import NO_FLOATS, NO_SLOTS, Failure, Plan, Result, Scored, SlotAdmissions
-from services.scheduler.core.request import SamplingSettings, WorkerShape
+from services.scheduler.core.plan import NO_FLOATS, Failure, Result, Scored
+from services.scheduler.core.request import WorkerShape
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
-
-
-def encode_plan(plan: Plan) -> plan_pb2.StepPlan:
-    """Arrays go in as packed bytes: no Python object for each row."""
-    message = plan_pb2.StepPlan(step=plan.step)
-    message.release_slots.extend(plan.released)
-    for admissions in plan.admissions:
-        _encode_admissions(message, admissions)
-    fill(message, "append_slots", plan.append_slots)
-    fill(message, "append_pages", plan.append_pages)
-    message.copy_source_pages.extend(source for source, _ in plan.copies)
-    message.copy_target_pages.extend(target for _, target in plan.copies)
-    if plan.slots is not None:
-        message.batch.SetInParent()
-        fill(message.batch, "slots", plan.slots)
-        fill(message.batch, "token_counts", NO_SLOTS if plan.counts is None else plan.counts)
-        fill(message, "micro_batch_rows", NO_SLOTS if plan.parts is None else plan.parts)
-    if plan.group_starts is not None:
-        message.hydragen.SetInParent()
-        fill(message.hydragen, "starts", plan.group_starts)
-        fill(message.hydragen, "counts", plan.group_counts)
-        fill(message.hydragen, "prefix_pages", plan.group_pages)
-    return message
-
-
-def _encode_admissions(message: plan_pb2.StepPlan, admissions: SlotAdmissions) -> None:
-    """What the sequences have in common is encoded once."""
-    common = plan_pb2.Admission(cached_tokens=admissions.cached_tokens)
-    fill(common, "token_ids", admissions.token_ids)
-    if admissions.prompt_tokens < len(admissions.token_ids):  # 0 = all
-        common.prompt_tokens = admissions.prompt_tokens
-    wanted = admissions.sampling
-    common.sampling.MergeFromString(wanted.wire or encode_sampling(wanted))
-    common.sampling.grammar = wanted.grammar
-    common.traceparent = admissions.traceparent
-    encoded = common.SerializeToString()
-    rows = zip(admissions.slots.tolist(), admissions.pages, admissions.sample_indices, strict=True)
-    for slot, pages, sample_index in rows:
-        admission = message.admissions.add()
-        admission.MergeFromString(encoded)
-        admission.slot, admission.sampling.sample_index = slot, sample_index
-        fill(admission, "pages", pages)
-
-
-def encode_sampling(wanted: SamplingSettings) -> bytes:
-    """All but the grammar, of which many requests share one text. Done when a request is read, where what goes wrong is
-    that request's: nothing of it can fail when a plan is encoded."""
-    sampling = plan_pb2.SamplingSettings()
-    sampling.temperature, sampling.top_p, sampling.top_k = wanted.temperature, wanted.top_p, wanted.top_k
-    sampling.min_p, sampling.seed = wanted.min_p, wanted.seed
-    sampling.logprobs, sampling.top_logprobs = wanted.logprobs, wanted.top_logprobs
-    fill(sampling, "logit_bias_token_ids", wanted.logit_bias_token_ids)
-    fill(sampling, "logit_bias_values", wanted.logit_bias_values)
-    sampling.repetition_penalty, sampling.frequency_penalty = wanted.repetition_penalty, wanted.frequency_penalty
-    sampling.presence_penalty = wanted.presence_penalty
-    if wanted.prompt_logprobs is not None:
-        sampling.prompt_logprobs = wanted.prompt_logprobs
-        sampling.prompt_logprobs_start = wanted.prompt_logprobs_start
-    sampling.processed_logprobs = wanted.processed_logprobs
-    if wanted.thinking is not None:
-        tokens, end, begin = wanted.thinking
-        sampling.thinking.CopyFrom(plan_pb2.ThinkingBudget(tokens=tokens, end_token_id=end, begin_token_id=begin))
-    return sampling.SerializeToString()
 
 
 def decode_result(message: plan_pb2.StepResult) -> Result:

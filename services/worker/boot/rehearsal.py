@@ -13,27 +13,25 @@ import numpy as np
 from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.common.thinking import ThinkingBudget
 
-_NONE = np.empty(0, np.int64)
-PLAIN = SamplingSettings(0.0, 1.0, 0, 0.0, 0, 0, False, 0, _NONE, np.empty(0, np.float32))
+PLAIN = SamplingSettings(temperature=0.0)
 _ANYTHING = "start: /(.|\\n)*/"  # a grammar
 # Rows of a step whose kernels are those of larger steps, unless they are the ones that memory depends on.
 _MANY = 512
 # Rows with a grammar in the largest steps: more than the sampler copies at once.
 _GUIDED = 96
-WARM = SamplingSettings(0.7, 1.0, 0, 0.0, 1, 1, False, 0, _NONE, np.empty(0, np.float32))
+WARM = SamplingSettings(temperature=0.7, seed=1)
 
 
 def unadjusted(limits: Limits) -> SamplingSettings:
     """All that a row can ask of the sampler and have its logits read as they are."""
-    top = min(limits.max_top_logprobs, limits.vocab_size)
-    return SamplingSettings(0.7, 0.9, 5, 0.05, 1, 1, True, top, _NONE, np.empty(0, np.float32))
+    return SamplingSettings(0.7, 0.9, 5, 0.05, 1, logprobs=True, top_logprobs=limits.most_top_logprobs)
 
 
 def adjusted(limits: Limits) -> SamplingSettings:
     """All that a row can ask of the sampler without a grammar: it is drawn from a copy of its logits. Its prompt is
     scored, too."""
     settings = _adjusted(unadjusted(limits))
-    return replace(settings, prompt_logprobs=settings.top_logprobs)
+    return settings._replace(prompt_logprobs=settings.top_logprobs)
 
 
 def every_feature(limits: Limits) -> SamplingSettings:
@@ -43,7 +41,7 @@ def every_feature(limits: Limits) -> SamplingSettings:
 
 def adjusted_only(limits: Limits) -> SamplingSettings:
     """Return settings with a bias, penalties and processed log-probabilities, and without truncation."""
-    return _adjusted(_processed(replace(WARM, top_logprobs=unadjusted(limits).top_logprobs)))
+    return _adjusted(_processed(WARM._replace(top_logprobs=unadjusted(limits).top_logprobs)))
 
 
 def processed(limits: Limits) -> SamplingSettings:
@@ -53,20 +51,19 @@ def processed(limits: Limits) -> SamplingSettings:
 
 def _processed(settings: SamplingSettings) -> SamplingSettings:
     """Return ``settings`` with processed log-probabilities and a thinking budget that is used up at once."""
-    return replace(settings, logprobs=True, processed_logprobs=True, thinking=ThinkingBudget(0, 0))
+    return settings._replace(logprobs=True, processed_logprobs=True, thinking=ThinkingBudget(0, 0))
 
 
 def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
     """With a grammar, where there are such."""
-    return replace(settings, grammar=_ANYTHING) if limits.grammars else settings
+    return settings._replace(grammar=_ANYTHING) if limits.grammars else settings
 
 
 def _adjusted(settings: SamplingSettings) -> SamplingSettings:
     """With all that changes a row's logits."""
-    return replace(
-        settings,
-        bias_token_ids=np.zeros(1, np.int64),
-        bias_values=np.zeros(1, np.float32),
+    return settings._replace(
+        logit_bias_token_ids=np.zeros(1, np.int64),
+        logit_bias_values=np.zeros(1, np.float32),
         repetition_penalty=1.1,
         frequency_penalty=0.1,
         presence_penalty=0.1,
@@ -75,7 +72,7 @@ def _adjusted(settings: SamplingSettings) -> SamplingSettings:
 
 def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:
     """A plan without anything else."""
-    return Plan(number, _NONE, admissions, _NONE, _NONE, _NONE, _NONE, batch, groups)
+    return Plan(number, admissions=admissions, batch=batch, groups=groups)
 
 
 def decodes(

@@ -83,7 +83,7 @@ class SlotTable(SlotState):
         self.top_k[slot] = settings.top_k
         self.min_p[slot] = settings.min_p
         self.seed[slot] = settings.seed
-        self.sample_index[slot] = settings.sample_index
+        self.sample_index[slot] = admission.sample_index
         self.logprobs[slot] = settings.wants_logprobs
         self.top_logprobs[slot] = settings.top_logprobs
         self.prompt_tokens[slot] = admission.prompt_length
@@ -99,9 +99,9 @@ class SlotTable(SlotState):
         self.masked[slot] = settings.grammar != ""
         if settings.thinking is not None:
             self._limit_thinking(slot, settings.thinking)
-        self.biased[slot] = len(settings.bias_token_ids) > 0
+        self.biased[slot] = len(settings.logit_bias_token_ids) > 0
         if self.biased[slot]:
-            self.biases[slot] = settings.bias_token_ids, settings.bias_values
+            self.biases[slot] = settings.logit_bias_token_ids, settings.logit_bias_values
 
     def _limit_thinking(self, slot: int, budget: ThinkingBudget) -> None:
         """Set the budget of ``slot``, whose other settings are there."""

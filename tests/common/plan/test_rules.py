@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.fuzz.illegal import spoilt
-from bench.fuzz.wire import encode
 from bench.random_plans import RandomPlans
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.common.plan.codec import decode_limits, decode_plan
+from services.common.plan.codec import decode_limits, decode_plan, encode_plan
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
-from services.common.plan.types import NO_GROUPS, NO_ROWS, Admission, Batch, LastPlan, Limits, Plan
+from services.common.plan.types import NO_ROWS, Admission, Batch, LastPlan, Limits, Plan
 from services.common.plan.verdict import BrokenPlan, StalePlan
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.violation import PlanViolation
@@ -68,12 +67,12 @@ def test_worker_recorder_and_fake_give_the_same_verdict_on_random_plans(seed, le
     worker, recorder, fake = WorkerSide(decode_limits(info)), PlanChecker(decode_limits(info)), FakeModel(SHAPE)
     plans = RandomPlans(SHAPE.limits, seed)
     for _ in range(length):
-        message = encode(plans.next()[0])
+        message = encode_plan(plans.next()[0])
         for side in (worker, fake):
             assert verdict_of(side, message) == ""
         assert verdict_of(recorder, message) == ""
         recorder.answered(None)
-    following = encode(plans.next()[0])
+    following = encode_plan(plans.next()[0])
     used = [int(slot) for slot in worker.slots.used.nonzero()[0]]
     _, broken = spoilt(random, following, info, used)
     found = verdict_of(worker, broken)
@@ -88,10 +87,8 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
-def judge(*admissions: Admission, rows: Batch = NO_ROWS, limits: Limits = LIMITS, **parts) -> None:
-    none = NO_ROWS.slots
-    plan = Plan(1, none, admissions, none, none, none, none, rows, NO_GROUPS)
-    check_plan(dataclasses.replace(plan, **parts), LastPlan(), SlotState(limits), limits)
+def judge(*admissions: Admission, rows: Batch = NO_ROWS, limits: Limits = LIMITS) -> None:
+    check_plan(Plan(1, admissions=admissions, batch=rows), LastPlan(), SlotState(limits), limits)
 
 
 def test_a_prompt_may_fill_the_context():

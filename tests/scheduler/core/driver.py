@@ -5,21 +5,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.common.plan.codec import encode_plan
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.memory.prefix_tree import UNNAMED
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import Plan
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import (
-    AdmissionMode,
-    Finish,
-    FinishReason,
-    Request,
-    SamplingSettings,
-    WorkerShape,
-)
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
-from services.scheduler.workers.codec import decode_result, encode_plan
+from services.scheduler.workers.codec import decode_result
 from tests.fakes.model import FakeModel, FakeShape, continuation
 
 SINK = 1
@@ -48,7 +43,7 @@ class Driver:
         self.next_handle = 0
         self.clock = 0
         self.in_flight: deque = deque()
-        self.plans: list[Plan] = []
+        self.plans: list[PlannedStep] = []
         self.model: FakeModel
         self.connect()
 
@@ -91,13 +86,13 @@ class Driver:
         self.clock += 1
         return self.clock
 
-    def plan(self, *, hurry: bool = False) -> Plan | None:
+    def plan(self, *, hurry: bool = False) -> PlannedStep | None:
         """Build one plan and let the model answer it; the answer stays on its way."""
         plan = self.core.plan(self.tick(), hurry=hurry)
         assert plan is not None or not self.core.stuck
         if plan is not None:
             self.plans.append(plan)
-            self.in_flight.append(decode_result(self.model.apply(encode_plan(plan))))
+            self.in_flight.append(decode_result(self.model.apply(encode_plan(plan.to_plan()))))
         self.collect()
         return plan
 

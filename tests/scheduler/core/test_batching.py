@@ -18,8 +18,8 @@ def test_samples_of_a_prompt_decode_as_one_group_that_is_told_once():
     driver.run()
     together = [plan for plan in driver.plans if plan.sequences == 20 and not plan.prefill_tokens]
     assert len(together) > 5
-    assert (together[0].group_counts.tolist(), together[0].group_pages.tolist()) == ([20], [10])
-    assert all(plan.group_starts is None for plan in together[1:])
+    assert (together[0].groups.counts.tolist(), together[0].groups.prefix_pages.tolist()) == ([20], [10])
+    assert all(plan.groups is None for plan in together[1:])
     assert {plan.hydragen_rows for plan in together} == {20}
 
 

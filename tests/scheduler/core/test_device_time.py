@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from services.scheduler.workers.codec import decode_result, encode_plan
+from services.common.plan.codec import encode_plan
+from services.scheduler.workers.codec import decode_result
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 from tokasaurus.worker.v1 import plan_pb2
@@ -40,9 +41,11 @@ def test_the_worker_is_told_how_much_of_a_resumed_sequence_is_prompt():
     driver.submit([2, 3, 4], max_tokens=12)
     for _ in range(4):
         driver.step()
-    assert [a.prompt_tokens for plan in driver.plans for a in encode_plan(plan).admissions] == [0]  # all of them
+    assert [a.prompt_tokens for plan in driver.plans for a in encode_plan(plan.to_plan()).admissions] == [
+        0
+    ]  # all of them
     driver.lose_worker()
     driver.plans.clear()
     driver.step()
-    [admission] = encode_plan(driver.plans[0]).admissions
+    [admission] = encode_plan(driver.plans[0].to_plan()).admissions
     assert admission.prompt_tokens == 3 < len(admission.token_ids)

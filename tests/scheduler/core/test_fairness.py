@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.common.plan.codec import encode_plan
 from services.scheduler.core.queue.recent import RecentService
 from services.scheduler.core.request import AdmissionMode, Priority
-from services.scheduler.workers.codec import encode_plan
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver, check_all
 
@@ -155,7 +155,7 @@ def test_one_key_is_planned_as_if_there_were_no_keys():
             alone.submit([2 + number] * (7 * number % 90 + 1), max_tokens=40, fairness_key=key, **fields)
             alone.step()
         check_all(alone)
-        plans.append([encode_plan(plan).SerializeToString(deterministic=True) for plan in alone.plans])
+        plans.append([encode_plan(plan.to_plan()).SerializeToString(deterministic=True) for plan in alone.plans])
     assert plans[0] == plans[1]
 
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import Internal, TokaError
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.life import lifecycle
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.memory.prefix_tree import PrefixTree
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.queue.lengths import LengthPredictor
 from services.scheduler.core.queue.waiting import WaitingQueue
-from services.scheduler.core.request import AdmissionMode, FinishReason, SamplingSettings
+from services.scheduler.core.request import AdmissionMode, FinishReason
 from services.scheduler.core.step.onboarding import Onboarding
 from services.scheduler.core.step.results import Results
 from services.scheduler.core.stopping.matcher import StopMatcher

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import Overloaded
-from services.scheduler.core.request import Request, SamplingSettings
+from services.common.plan.types import SamplingSettings
+from services.scheduler.core.request import Request
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.request import FinishReason, SamplingSettings
+from services.common.plan.codec import encode_plan, encode_sampling
+from services.common.plan.types import SamplingSettings
+from services.scheduler.core.request import FinishReason
 from services.scheduler.core.step import onboarding
-from services.scheduler.workers.codec import encode_plan, encode_sampling
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 
@@ -24,7 +25,7 @@ def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
     driver = Driver(FakeShape())
     handle = driver.submit(PROMPT, n=17, max_tokens=3)
     driver.run()
-    carried = [sum(len(admissions.slots) for admissions in plan.admissions) for plan in driver.plans]
+    carried = [len(plan.admissions) for plan in driver.plans]
     assert max(carried) == 5
     assert sum(carried) == 17
     for index in range(handle, handle + 17):
@@ -44,7 +45,7 @@ def test_one_plan_carries_so_many_settings_as_a_message_holds(monkeypatch, sampl
     driver = Driver(FakeShape())  # its grammars are of the built-in model's tokens
     driver.submit([5, 6], n=5, max_tokens=4, sampling=sampling)
     driver.run()
-    carried = [sum(len(admissions.slots) for admissions in plan.admissions) for plan in driver.plans]
+    carried = [len(plan.admissions) for plan in driver.plans]
     assert (max(carried), sum(carried)) == (3, 5)
 
 
@@ -60,12 +61,14 @@ def test_no_plan_is_larger_than_what_was_counted(asked):
         driver = Driver(FakeShape())
         for number, (prompt, bias, comment, n) in enumerate(asked):
             sampling = biased(bias, number)._replace(grammar=f"start: /a*/ // {'漢' * comment}" if comment else "")
-            sampling = sampling._replace(wire=encode_sampling(sampling))
+            sampling = sampling._replace(encoded=encode_sampling(sampling))
             tokens = [5 + number, *range(16, 15 + prompt)]
             driver.submit(tokens, n=n, max_tokens=3, sampling=sampling)
         driver.run()
     for plan in driver.plans:
-        sizes = [admission.ByteSize() - 4 * len(admission.pages) for admission in encode_plan(plan).admissions]
+        sizes = [
+            admission.ByteSize() - 4 * len(admission.pages) for admission in encode_plan(plan.to_plan()).admissions
+        ]
         assert len(sizes) <= 1 or sum(sizes) <= 8000
 
 

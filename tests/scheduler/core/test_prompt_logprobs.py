@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.plan import Result, Scored, WrongAnswer
-from services.scheduler.core.request import AdmissionMode, SamplingSettings
+from services.scheduler.core.request import AdmissionMode
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.scheduler.core.driver import SINK, Driver
 

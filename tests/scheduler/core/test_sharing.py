@@ -5,11 +5,12 @@ import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.common.plan.top_logprobs import TopLogprobs
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future import outlook
 from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.plan import Failure, Result, WrongAnswer
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import FinishReason, Priority, SamplingSettings
+from services.scheduler.core.request import FinishReason, Priority
 from services.scheduler.core.scheduler import Scheduler
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
@@ -228,7 +229,7 @@ def test_the_batch_is_sent_only_when_it_changes():
     driver = Driver(SHAPE)
     driver.submit(PROMPT, max_tokens=20)
     driver.run()
-    assert [plan.slots is not None for plan in driver.plans] == [True, True] + [False] * 18
+    assert [plan.batch is not None for plan in driver.plans] == [True, True] + [False] * 18
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back():

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.queue.waiting import WaitingQueue
-from services.scheduler.core.request import Priority, Request, Sample, SamplingSettings
+from services.scheduler.core.request import Priority, Request, Sample
 from tests.scheduler.core.naive_queue import Naive
 
 HIGH, NORMAL, LOW = Priority

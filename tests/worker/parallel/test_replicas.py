@@ -69,7 +69,11 @@ SAMPLING = (
     {"temperature": 1.3, "seed": 3, "sample_index": 4, "top_k": 30, "min_p": 0.01},
     {"logprobs": True, "top_logprobs": 3},
     {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
-    {"bias_token_ids": np.array([7, 300]), "bias_values": np.array([3.0, -3.0], np.float32), "logprobs": True},
+    {
+        "logit_bias_token_ids": np.array([7, 300]),
+        "logit_bias_values": np.array([3.0, -3.0], np.float32),
+        "logprobs": True,
+    },
 )
 
 

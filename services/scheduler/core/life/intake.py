@@ -5,16 +5,10 @@ from itertools import count
 import numpy as np
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future.outlook import steps_until_released
 from services.scheduler.core.queue.deadlines import Deadlines
-from services.scheduler.core.request import (
-    AdmissionMode,
-    Priority,
-    Request,
-    Sample,
-    SamplingSettings,
-    WorkerShape,
-)
+from services.scheduler.core.request import AdmissionMode, Priority, Request, Sample, WorkerShape
 from services.scheduler.core.state import State
 
 CANARY_ID = ""  # no client's: those that name none get one

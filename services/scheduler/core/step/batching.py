@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from services.common.plan.types import Batch, Groups
 from services.scheduler.core.memory.hydragen import HydragenPolicy, choose_groups
-from services.scheduler.core.plan import NO_SLOTS, Plan
+from services.scheduler.core.plan import NO_SLOTS, PlannedStep
 from services.scheduler.core.state import State
 from services.scheduler.core.step.arrangement import arrange
 
@@ -21,7 +22,9 @@ class Batching:
         self._prefix_pages = NO_SLOTS
         self._no_groups = np.full(len(state.slots.active), -1, np.int32)
 
-    def fill(self, plan: Plan, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool) -> None:
+    def fill(
+        self, plan: PlannedStep, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool
+    ) -> None:
         """Put the rows into ``plan``. ``regroup`` allows to choose other Hydragen groups."""
         state, policy = self._state, self._state.policy
         hydragen = policy.hydragen if state.shape.hydragen else None
@@ -44,7 +47,7 @@ class Batching:
         state.counters.batch_rows += plan.sequences
         state.counters.hydragen_rows += plan.hydragen_rows
 
-    def _fill_plain(self, plan: Plan, decoding: np.ndarray) -> None:
+    def _fill_plain(self, plan: PlannedStep, decoding: np.ndarray) -> None:
         """What most plans are, in less time: every row decodes, and there is nothing to arrange."""
         plan.sequences = len(decoding)
         self._set_batch(plan, decoding, NO_SLOTS, NO_SLOTS)
@@ -64,15 +67,15 @@ class Batching:
         tree.group[: tree.top] = grouping.of_node
         self._prefix_pages = grouping.prefix_pages
 
-    def _set_batch(self, plan: Plan, slots: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> None:
+    def _set_batch(self, plan: PlannedStep, slots: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> None:
         said = ((slots, self._last_slots), (counts, self._last_counts), (parts, self._last_parts))
         if not plan.released and not plan.admissions and all(a is b or np.array_equal(a, b) for a, b in said):
             return
         self._last_slots, self._last_counts, self._last_parts = slots, counts, parts
-        plan.slots, plan.counts = slots, counts if len(counts) else None
-        plan.parts = parts if len(parts) else None
+        plan.batch = Batch(slots, counts if len(counts) else np.ones(len(slots), np.int64))
+        plan.micro_batch_rows = tuple(parts.tolist())
 
-    def _set_groups(self, plan: Plan, groups: np.ndarray) -> None:
+    def _set_groups(self, plan: PlannedStep, groups: np.ndarray) -> None:
         if not np.array_equal(groups, self._last_groups):
             self._last_groups = groups
-            plan.group_starts, plan.group_counts, plan.group_pages = groups
+            plan.groups = Groups(*groups)

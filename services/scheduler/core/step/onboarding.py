@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import Internal
+from services.common.plan.types import Admission as SlotAdmission
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
@@ -15,7 +16,7 @@ from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.entering import Entry, Lengths, Settings
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.memory.prefix_tree import PageName
-from services.scheduler.core.plan import Plan, SlotAdmissions
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
@@ -44,7 +45,7 @@ class Onboarding:
         self._prediction = prediction
         self._admission = admission
 
-    def continue_prefill(self, plan: Plan, budget: int, turn: Turn | None = None) -> Rows:
+    def continue_prefill(self, plan: PlannedStep, budget: int, turn: Turn | None = None) -> Rows:
         """Compute the next chunks of prompts that were begun."""
         slots, rows = self._state.slots, []
         for slot in self._state.prefilling:
@@ -57,7 +58,7 @@ class Onboarding:
         self._compute(plan, rows)
         return rows
 
-    def share_prefill(self, plan: Plan, budget: int, now_ns: int, turn: Turn | None) -> Rows:
+    def share_prefill(self, plan: PlannedStep, budget: int, now_ns: int, turn: Turn | None) -> Rows:
         """Compute chunks of prompts of several keys: of those that were begun, and of samples that are admitted.
 
         Each key gets the same part of ``budget``, or what it needs if that is less. What one does not use is for the
@@ -88,7 +89,7 @@ class Onboarding:
             total[slot] = total.get(slot, 0) + tokens
         return [*total.items(), *admitted]
 
-    def admit(self, plan: Plan, budget: int, now_ns: int, turn: Turn | None = None) -> Rows:
+    def admit(self, plan: PlannedStep, budget: int, now_ns: int, turn: Turn | None = None) -> Rows:
         """Let in waiting samples, in order, as long as the first chunk of each has room and the forecast allows.
 
         One whose prefix is being computed now is first again next time. One that does not fit may be passed by others
@@ -115,7 +116,7 @@ class Onboarding:
             return self._make_room(plan, samples[0], budget, now_ns, turn)
         return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
 
-    def gather(self, plan: Plan, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
+    def gather(self, plan: PlannedStep, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
         """Those of ``waiting`` whose prefix is ready, as many as there are slots (``room``) and tokens (``budget``)
         for. Makes nothing happen."""
         entries = []
@@ -155,7 +156,7 @@ class Onboarding:
             budget, room = budget - (len(entry.tokens) - entry.cached), room - 1
         return entries
 
-    def _entry(self, plan: Plan, sample: Sample, claimed: set[PageName]) -> Entry | None:
+    def _entry(self, plan: PlannedStep, sample: Sample, claimed: set[PageName]) -> Entry | None:
         """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
         state, request, size = self._state, sample.request, self._state.shape.page_size
         share, tokens = request.share, sample.tokens
@@ -180,7 +181,7 @@ class Onboarding:
         leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
         return Entry([sample], tokens, at * size, node, leads=leads)
 
-    def candidates(self, plan: Plan, entries: list[Entry], budget: int) -> "Candidates":
+    def candidates(self, plan: PlannedStep, entries: list[Entry], budget: int) -> "Candidates":
         """The samples of ``entries`` as the forecast sees them, let in by ``plan``, which has ``budget`` tokens."""
         state, size = self._state, self._state.shape.page_size
         samples = [sample for entry in entries for sample in entry.samples]
@@ -205,7 +206,7 @@ class Onboarding:
         slots, begun = self._state.slots, self._state.prefilling
         return int((slots.given[begun] - slots.scheduled[begun]).sum()) if begun else 0
 
-    def _expect_delay(self, plan: Plan, candidates: "Candidates") -> None:
+    def _expect_delay(self, plan: PlannedStep, candidates: "Candidates") -> None:
         """Set the latest ends of prompts that were begun, as they are if all ``candidates`` are computed before."""
         state, slots = self._state, self._state.slots
         if not state.prefilling:
@@ -217,7 +218,7 @@ class Onboarding:
         end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.steps_ahead
         slots.end_step[begun] = np.maximum(slots.end_step[begun], end)
 
-    def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
+    def _enter(self, plan: PlannedStep, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
         budget = state.shape.max_tokens_per_step - plan.tokens
         entries, lengths, settings = self._prepare(entries, lengths)
@@ -230,18 +231,19 @@ class Onboarding:
                 whole = int(state.tree.depth[entry.node])
                 plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
-            plan.admissions.append(
-                SlotAdmissions(
+            plan.admissions += [
+                SlotAdmission(
+                    slot,
                     entry.tokens,
-                    request.prompt_tokens,
                     entry.cached,
+                    pages,
                     request.sampling,
-                    slots,
-                    tables,
-                    indices,
+                    request.prompt_tokens,
+                    index,
                     request.traced,
                 )
-            )
+                for slot, pages, index in zip(slots.tolist(), tables, indices, strict=True)
+            ]
             plan.admitted_ids += [request.request_id] * len(indices)
             if entry.leads:
                 self._lifecycle.shares.begin(entry.samples[0])
@@ -267,7 +269,7 @@ class Onboarding:
             entries, lengths = list(compress(entries, sound)), Lengths(*(values[rows] for values in lengths))
         return entries, lengths, [each for each in settings if each is not None]
 
-    def _compute(self, plan: Plan, rows: Rows) -> None:
+    def _compute(self, plan: PlannedStep, rows: Rows) -> None:
         """Schedule so many more of each slot's known tokens."""
         if not rows:
             return
@@ -303,7 +305,7 @@ class Onboarding:
         self._state.counters.overtakes += len(chosen) - first
         return chosen
 
-    def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int, turn: Turn | None) -> Rows:
+    def _make_room(self, plan: PlannedStep, head: Sample, budget: int, now_ns: int, turn: Turn | None) -> Rows:
         """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with
         nothing running its own is too. A sample that does not fit even then ends with an error, never with a hang."""
         state = self._state

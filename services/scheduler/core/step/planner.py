@@ -7,7 +7,7 @@ from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.future.turns import Turn, Turns
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.preemption import choose_victims
-from services.scheduler.core.plan import Plan
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Priority
 from services.scheduler.core.state import State
 from services.scheduler.core.step.batching import Batching
@@ -37,14 +37,14 @@ class Planner:
         self._turns = Turns(state)
         self._hurried = 0  # plans since the last one that was not
 
-    def build(self, now_ns: int, *, hurry: bool = False) -> Plan | None:
+    def build(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
         """The next plan, or None when there is nothing to compute.
 
         ``hurry``: the worker is about to run dry. What can wait (onboarding, predictions, Hydragen groups) then waits
         for a later plan, a few times in a row at most.
         """
         state = self._state
-        plan = Plan(step=state.step + 1)
+        plan = PlannedStep(step=state.step + 1)
         hurry = hurry and self._hurried < _MOST_HURRIED
         if not hurry:
             self._prediction.refresh(plan.step)
@@ -72,7 +72,7 @@ class Planner:
         state.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
-    def _compute(self, plan: Plan, turn: Turn | None, now_ns: int, *, hurry: bool) -> tuple[np.ndarray, Rows]:
+    def _compute(self, plan: PlannedStep, turn: Turn | None, now_ns: int, *, hurry: bool) -> tuple[np.ndarray, Rows]:
         """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
         state = self._state
         decoding = self._decode(plan, turn)
@@ -110,7 +110,7 @@ class Planner:
                     state.waiting.charge(priority, key, int(of_classes[priority]))
         state.recent.charge(computed, state.shape.max_tokens_per_step)
 
-    def _decode(self, plan: Plan, turn: Turn | None) -> np.ndarray:
+    def _decode(self, plan: PlannedStep, turn: Turn | None) -> np.ndarray:
         """Compute one more token for every sequence that is past its prompt, and take the pages where those tokens
         go."""
         state, slots, size = self._state, self._state.slots, self._state.shape.page_size

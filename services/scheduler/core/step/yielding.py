@@ -16,7 +16,7 @@ import numpy as np
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.preemption import by_work, without_those_of_age
-from services.scheduler.core.plan import Plan
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
 from services.scheduler.core.step.onboarding import MOST_ADMISSIONS, Candidates, Onboarding
@@ -36,7 +36,7 @@ class Yielding:
         self._onboarding = onboarding
         self._admission = admission
 
-    def make_way(self, plan: Plan, now_ns: int) -> None:
+    def make_way(self, plan: PlannedStep, now_ns: int) -> None:
         """Preempt for waiting samples, before anything of ``plan`` is decided. As few sequences yield as possible, and
         none where it would not help."""
         self._make_way_for_classes(plan, now_ns)
@@ -44,7 +44,7 @@ class Yielding:
         if self._state.apart is None and self._state.waiting and self._state.several_keys:
             self._make_way_for_keys(plan, now_ns)
 
-    def _make_way_for_keys(self, plan: Plan, now_ns: int) -> None:
+    def _make_way_for_keys(self, plan: PlannedStep, now_ns: int) -> None:
         """Preempt sequences of keys that have more than their fair share, for keys that are next and have little."""
         state, slots, keys = self._state, self._state.slots, self._state.running_keys
         active = {key for _, key, _ in state.waiting.flows()}.union(key for key, _ in keys.items())
@@ -91,7 +91,7 @@ class Yielding:
             found.append(sample)
         return found
 
-    def _make_way_for_classes(self, plan: Plan, now_ns: int) -> None:
+    def _make_way_for_classes(self, plan: PlannedStep, now_ns: int) -> None:
         """Preempt sequences of class ``low`` for samples that wait above them."""
         state, slots = self._state, self._state.slots
         highest = state.waiting.highest
@@ -133,7 +133,7 @@ class Yielding:
             return max(budget, 1), begun  # who yields leaves a token at least
         return 0, begun[:0]
 
-    def _fewest(self, plan: Plan, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
+    def _fewest(self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
         """How many of ``order`` must yield, from the first on, for as many candidates as can be let in when all do."""
         # As of the plan before: this one has not computed anything yet.
         sequences = candidates.sequences._replace(
