@@ -23,7 +23,7 @@ from bench.server import START_TIMEOUT_S, free_port, report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.packed import read_fixed32
-from services.common.plan.codec import encode_plan
+from services.common.plan.codec import decode_result, encode_plan
 from services.common.plan.types import SamplingSettings
 from services.common.rpc.channel import PLAIN
 from services.common.text.tokenizer import Tokenizer
@@ -34,7 +34,6 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
-from services.scheduler.workers.codec import decode_result
 from tests.fakes.model import FakeModel, FakeShape
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2
 

@@ -5,10 +5,11 @@ from collections import deque
 import numpy as np
 
 from bench.traces import END, VOCAB_SIZE, Trace
+from services.common.plan.result import StepResult
 from services.common.plan.types import NO_ROWS, SamplingSettings
 from services.common.plan.types import Admission as SlotAdmission
 from services.scheduler.core.future.admission import Admission
-from services.scheduler.core.plan import PlannedStep, Result
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
@@ -32,7 +33,7 @@ class SimulatedWorker:
         self._stream = np.zeros(slots, np.uint64)  # what its tokens are drawn from: the same after a preemption
         self._batch = NO_ROWS
 
-    def answer(self, plan: PlannedStep) -> Result:
+    def answer(self, plan: PlannedStep) -> StepResult:
         for admission in plan.admissions:
             self._admit(admission)
         if plan.batch is not None:
@@ -43,7 +44,7 @@ class SimulatedWorker:
         self._missing[rows] = 0
         self._generated[rows] += 1
         tokens = np.where(self._generated[rows] == self._target[rows], END, self._ordinary_tokens(rows))
-        return Result(plan.step, rows, tokens)
+        return StepResult(plan.step, rows, tokens)
 
     def _admit(self, admission: SlotAdmission) -> None:
         slot, number, sample = admission.slot, admission.sampling.seed, admission.sample_index
@@ -76,7 +77,7 @@ class Simulation:
         self.core.open_sink(SINK)
         self.core.attach(shape)
         self._worker = SimulatedWorker(trace, shape.max_slots)
-        self._answers: deque[Result] = deque()
+        self._answers: deque[StepResult] = deque()
         self._now_ns = STEP_NS
         handle = 0
         for number, asked in enumerate(trace.requests):

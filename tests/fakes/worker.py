@@ -21,10 +21,10 @@ import grpc
 
 from services.common.config import WorkerConfig
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.plan.result import Timing
 from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
 from services.worker.engine.traces import PrefillTraces
-from services.worker.step.output import Timing
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 

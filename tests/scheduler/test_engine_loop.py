@@ -7,6 +7,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
+from services.common.plan.codec import decode_result
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request
@@ -14,7 +15,6 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.inbox import MOST_TAKEN_IN, Inbox
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.engine.news import Accepted, HeartbeatAnswer, Rejected
-from services.scheduler.workers.codec import decode_result
 from services.scheduler.workers.stream import Answer
 from tests.fakes.model import FakeModel, FakeShape
 

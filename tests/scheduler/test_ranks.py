@@ -10,7 +10,8 @@ import pytest
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition
 from services.common.flags import FlagError, load
-from services.scheduler.core.plan import NO_SLOTS, Result
+from services.common.plan.result import StepResult
+from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.server import SchedulerServer, serve
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import Answer, RankStream, WorkerStream
@@ -349,7 +350,7 @@ async def test_an_answer_is_held_back_until_every_rank_has_given_it():
     first, reporter, other = ranks
 
     def answer(step: int) -> Answer:
-        return Answer(Result(step, NO_SLOTS, NO_SLOTS), plan_pb2.StepResult(step=step), time.monotonic())
+        return Answer(StepResult(step, NO_SLOTS, NO_SLOTS), plan_pb2.StepResult(step=step), time.monotonic())
 
     async def handed_on() -> list[int]:
         await asyncio.sleep(0)

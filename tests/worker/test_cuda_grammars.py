@@ -1,12 +1,12 @@
 """The GPU's runner follows grammars as the CPU's does, though it launches steps before it knows what they may draw."""
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from services.common.plan.types import Admission
 from services.worker.boot.common import make_cache, make_limits
 from services.worker.sampling.grammars import SlotGrammars
 from tests.worker.driver import Driver, admission, batch
@@ -101,7 +101,7 @@ def history(driver: Driver) -> list[dict]:
                        for slot, row in enumerate(rows))  # fmt: skip
     said = ascii_tokenizer().encode('{"size":2')
     fresh = admission(5, [20, 21, *said], range(40, 48), grammar=OBJECTS, temperature=0.5)
-    resumed = Admission(**vars(fresh) | {"prompt_tokens": 2})
+    resumed = dataclasses.replace(fresh, prompt_tokens=2)
     taken = (admission(0, [9, 8, 7], range(48, 56), grammar=OBJECTS), admission(4, [4, 4], range(56, 64)))
     again = admission(2, [3, 3], range(64, 72), temperature=0.7)
     return [

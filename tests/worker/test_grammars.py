@@ -1,5 +1,6 @@
 """Sequences follow their grammars on a CPU, and nobody else notices."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -14,11 +15,9 @@ from services.common.text import grammar as common
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
-from services.worker.step.codec import encode_result
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, ascii_grammars, ascii_tokenizer, follows
 from tests.worker.test_generation import prompt_of
-from tokasaurus.worker.v1 import plan_pb2
 
 END = 1  # of the checkpoints' tokenizer
 STEPS = 48
@@ -130,7 +129,7 @@ def test_what_is_resumed_goes_on_as_if_it_had_not_stopped(said, sampling, runner
     (whole,) = driver.generate([prompt], STEPS, grammar=OBJECTS, **sampling)
     driver.reset()
     fresh = admission(3, prompt + whole[:said], range(5), grammar=OBJECTS, **sampling)
-    resumed = Admission(**vars(fresh) | {"prompt_tokens": len(prompt)})
+    resumed = dataclasses.replace(fresh, prompt_tokens=len(prompt))
     driver.run(admissions=(resumed,), batch=batch([3], [len(prompt) + said]))
     while len(driver.tokens[3]) < STEPS - said:
         driver.run(batch=batch([3]))
@@ -176,7 +175,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_slot_alone(runner_for):
         assert list(output.failures) == [1]
         assert output.failures[1].message.startswith("the grammar cannot be followed: ")
         assert "Expected token ')'" in output.failures[1].message
-        assert encode_result(output, 0, 0).failures[0].cause == plan_pb2.FAILURE_CAUSE_UNSPECIFIED
+        assert not output.to_result().failures[0].forbidden
     assert driver.tokens[0] == expected
     again = admission(1, prompt_of(4), [11], grammar=WORDS)
     output = driver.run(releases=[1], admissions=(again,), batch=batch([0, 1], [1, 4]))
@@ -201,12 +200,12 @@ def test_a_grammar_that_takes_too_much_work_in_a_step_fails_its_slot_alone(runne
 def test_a_sequence_that_is_resumed_off_its_grammar_fails(runner_for, tokenizer):
     said = tokenizer.encode("zz")
     fresh = admission(1, prompt_of(4) + said, [10], grammar=WORDS)
-    resumed = Admission(**vars(fresh) | {"prompt_tokens": 4})
+    resumed = dataclasses.replace(fresh, prompt_tokens=4)
     for output in run_beside_a_good_one(runner_for(), resumed, 2):
         assert output.sampled.finite.tolist() == [True, False]
         assert "what was generated before does not match" in output.failures[1].message
-        failure = encode_result(output, 0, 0).failures[0]
-        assert (failure.slot, failure.cause) == (1, plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS)
+        failure = output.to_result().failures[0]
+        assert (failure.slot, failure.forbidden) == (1, True)
 
 
 def test_logits_that_are_not_numbers_are_the_reason_also_with_a_grammar(runner_for):

@@ -1,15 +1,18 @@
-"""Plans as messages of ``tokasaurus.worker.v1``."""
+"""Plans and results as messages of ``tokasaurus.worker.v1``."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
+from services.common.plan.result import ScoredTokens, SlotFailure, StepResult, Timing
+from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.common.thinking import ThinkingBudget
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _NONE = np.empty(0, np.int64)
+_FORBIDDEN = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS
 
 
 def decode_limits(info: worker_pb2.WorkerInfo) -> Limits:
@@ -179,6 +182,78 @@ def _decode_batch(message: plan_pb2.Batch) -> Batch:
 
 def _decode_groups(message: plan_pb2.HydragenGroups) -> Groups:
     return Groups(_integers(message.starts), _integers(message.counts), _integers(message.prefix_pages))
+
+
+def encode_result(result: StepResult) -> plan_pb2.StepResult:
+    """Append arrays as packed bytes: no Python object for each row."""
+    timing = result.timing
+    message = plan_pb2.StepResult(
+        step=result.step,
+        queued_plans=result.queued_plans,
+        timing=plan_pb2.StepTiming(
+            queued_ns=timing.queued,
+            prepare_ns=timing.prepare,
+            forward_ns=timing.forward,
+            sample_ns=timing.sample,
+            device_ns=timing.device,
+            idle_ns=timing.idle,
+        ),
+    )
+    for failure in result.failures:
+        cause = _FORBIDDEN if failure.forbidden else plan_pb2.FAILURE_CAUSE_UNSPECIFIED
+        message.failures.add(slot=failure.slot, message=failure.message, cause=cause)
+    fill(message, "slots", result.slots)
+    fill(message, "token_ids", result.tokens)
+    fill(message, "logprobs", result.logprobs)
+    if result.top is not None:
+        fill(message, "top_counts", result.top.counts)
+        fill(message, "top_token_ids", result.top.token_ids)
+        fill(message, "top_logprobs", result.top.logprobs)
+    for scored in result.scored:
+        scores = message.prompts.add(slot=scored.slot, start=scored.start)
+        fill(scores, "logprobs", scored.logprobs)
+        fill(scores, "ranks", scored.ranks)
+        fill(scores, "top_token_ids", scored.top.token_ids)
+        fill(scores, "top_logprobs", scored.top.logprobs)
+    return message
+
+
+def decode_result(message: plan_pb2.StepResult) -> StepResult:
+    """Return the result as it was sent. Its arrays may not fit each other: the scheduler's core checks that."""
+    timing = message.timing
+    return StepResult(
+        step=message.step,
+        slots=_integers(message.slots),
+        tokens=_integers(message.token_ids),
+        logprobs=read_float(message.logprobs),
+        top=_decode_top(message),
+        failures=tuple(SlotFailure(each.slot, each.message, each.cause == _FORBIDDEN) for each in message.failures),
+        scored=tuple(_decode_scored(scores) for scores in message.prompts),
+        timing=Timing(
+            timing.prepare_ns,
+            timing.forward_ns,
+            timing.sample_ns,
+            timing.device_ns,
+            timing.idle_ns,
+            timing.queued_ns,
+        ),
+        queued_plans=message.queued_plans,
+    )
+
+
+def _decode_top(message: plan_pb2.StepResult) -> TopLogprobs | None:
+    if not (message.top_counts or message.top_token_ids or message.top_logprobs):
+        return None
+    return TopLogprobs(
+        _integers(message.top_counts), read_fixed32(message.top_token_ids), read_float(message.top_logprobs)
+    )
+
+
+def _decode_scored(message: plan_pb2.PromptScores) -> ScoredTokens:
+    logprobs, listed = read_float(message.logprobs), read_fixed32(message.top_token_ids)
+    counts = np.full(len(logprobs), len(listed) // max(1, len(logprobs)))
+    top = TopLogprobs(counts, listed, read_float(message.top_logprobs))
+    return ScoredTokens(message.slot, message.start, logprobs, read_fixed32(message.ranks), top)
 
 
 def _integers(field: Sequence[int]) -> np.ndarray:

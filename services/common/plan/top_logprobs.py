@@ -18,6 +18,12 @@ class TopLogprobs:
     logprobs: np.ndarray  # [sum(counts)] float32, beside token_ids
 
     @classmethod
+    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray) -> "TopLogprobs":
+        """Return rows of equally many tokens, from arrays ``[rows, tokens]``."""
+        rows, width = token_ids.shape
+        return cls(np.full(rows, width, np.int64), token_ids.reshape(-1), logprobs.reshape(-1))
+
+    @classmethod
     def none(cls, rows: int) -> "TopLogprobs":
         """Return ``rows`` rows without tokens."""
         return cls(np.zeros(rows, np.int64), _NO_TOKENS, _NO_LOGPROBS)

@@ -6,11 +6,12 @@ import numpy as np
 
 from services.common.errors import Internal
 from services.common.packed import fill
+from services.common.plan.result import ScoredTokens
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.rpc.status import to_status
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.future.overview import Overview
-from services.scheduler.core.plan import NO_SLOTS, Scored
+from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
 from services.scheduler.core.step.load import Load
 from services.scheduler.engine.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
@@ -92,15 +93,12 @@ def fill_top(message: generate_pb2.Logprobs, top: TopLogprobs) -> None:
     fill(message, "top_logprobs", top.logprobs)
 
 
-def encode_scored(message: generate_pb2.PromptLogprobs, scored: Scored) -> None:
-    count = len(scored.logprobs)
+def encode_scored(message: generate_pb2.PromptLogprobs, scored: ScoredTokens) -> None:
     message.start = scored.start
     fill(message, "ranks", scored.ranks)
     fill(message.logprobs, "chosen", scored.logprobs)
-    if len(scored.top_token_ids):
-        fill(message.logprobs, "top_counts", np.full(count, len(scored.top_token_ids) // count))
-        fill(message.logprobs, "top_token_ids", scored.top_token_ids)
-        fill(message.logprobs, "top_logprobs", scored.top_logprobs)
+    if len(scored.top.token_ids):
+        fill_top(message.logprobs, scored.top)
 
 
 def encode_finish(finish: Finish) -> generate_pb2.Finish:

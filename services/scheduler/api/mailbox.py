@@ -151,7 +151,7 @@ def _size(item: Any) -> int:
     if not isinstance(item, Delta):
         return 64
     tokens = len(item.tokens)
-    scored = sum(8 * len(scored.logprobs) + 8 * len(scored.top_logprobs) for _, scored in item.scored)
+    scored = sum(8 * len(scored.logprobs) + 8 * len(scored.top.logprobs) for _, scored in item.scored)
     listed = 0 if item.top is None else len(item.top.token_ids)
     return scored + 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * listed + 64 * len(item.finished)
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.common.plan.result import ScoredTokens, StepResult
 from services.common.plan.top_logprobs import TopLogprobs
-from services.scheduler.core.plan import NO_FLOATS, Result, Scored, no_floats, no_tokens
+from services.scheduler.core.plan import NO_FLOATS, no_floats, no_tokens
 from services.scheduler.core.request import Finish
 
 
@@ -20,7 +21,7 @@ class Delta:
     logprobs: np.ndarray = field(default_factory=no_floats)  # float32, beside handles, or empty when nobody asked
     top: TopLogprobs | None = None  # beside handles; None when nobody asked
     finished: list[Finish] = field(default_factory=list)
-    scored: list[tuple[int, Scored]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
+    scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
 
 
 class Outbox:
@@ -29,15 +30,15 @@ class Outbox:
     def __init__(self) -> None:
         self._deltas: list[tuple[int, Delta]] = []
         self._finished: dict[int, list[Finish]] = defaultdict(list)
-        self._scored: dict[int, list[tuple[int, Scored]]] = defaultdict(list)
+        self._scored: dict[int, list[tuple[int, ScoredTokens]]] = defaultdict(list)
 
-    def score(self, sink: int, handle: int, scored: Scored) -> None:
+    def score(self, sink: int, handle: int, scored: ScoredTokens) -> None:
         self._scored[sink].append((handle, scored))
 
     def finish(self, sink: int, finish: Finish) -> None:
         self._finished[sink].append(finish)
 
-    def tokens(self, result: Result, sinks: np.ndarray, handles: np.ndarray) -> None:
+    def tokens(self, result: StepResult, sinks: np.ndarray, handles: np.ndarray) -> None:
         """Tokens of one step; ``sinks`` and ``handles`` stand beside ``result.slots``."""
         if len(sinks) == 0:
             return
@@ -64,7 +65,7 @@ class Outbox:
             self._finished, self._scored = defaultdict(list), defaultdict(list)
         return deltas
 
-    def _add(self, sink: int, result: Result, handles: np.ndarray, rows: np.ndarray | None) -> None:
+    def _add(self, sink: int, result: StepResult, handles: np.ndarray, rows: np.ndarray | None) -> None:
         delta = Delta(result.step, handles, result.tokens.astype(np.uint32), result.logprobs, result.top)
         if rows is not None:
             delta.handles, delta.tokens = handles[rows], delta.tokens[rows]

@@ -1,16 +1,14 @@
-"""What goes to the worker and what comes back."""
+"""A step while it is planned, and what is wrong with a result."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import Admission, Batch, Groups, Plan
 
 
 class WrongAnswer(Exception):
-    """A worker's answer is not one to what it was asked."""
+    """The worker's result does not fit the plan."""
 
 
 NO_SLOTS = np.zeros(0, np.int64)
@@ -71,42 +69,3 @@ class PlannedStep:
             self.groups,
             self.micro_batch_rows,
         )
-
-
-class Scored(NamedTuple):
-    """Log-probabilities of consecutive prompt tokens."""
-
-    start: int  # place of the first of them in the prompt
-    logprobs: np.ndarray  # float32 [tokens]
-    ranks: np.ndarray  # uint32, beside logprobs; 1 = most likely
-    top_token_ids: np.ndarray  # uint32 [tokens * top]
-    top_logprobs: np.ndarray  # float32, beside top_token_ids
-
-    def behind(self, tokens: int) -> "Scored":
-        """Without the first so many."""
-        top = tokens * (len(self.top_token_ids) // len(self.logprobs))
-        rest = self.logprobs[tokens:], self.ranks[tokens:], self.top_token_ids[top:], self.top_logprobs[top:]
-        return Scored(self.start + tokens, *rest)
-
-
-class Failure(NamedTuple):
-    """A sequence that the worker could not compute."""
-
-    slot: int
-    message: str
-    forbidden: bool = False  # its grammar does not allow what was generated before its admission
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """A worker's answer to one plan. Arrays stand beside ``slots``; empty when nobody asked for them."""
-
-    step: int
-    slots: np.ndarray  # int64 [rows that sampled]
-    tokens: np.ndarray  # int64
-    logprobs: np.ndarray = field(default_factory=no_floats)  # float32, NaN where not asked
-    top: TopLogprobs | None = None  # None when nobody asked
-    failures: tuple[Failure, ...] = ()
-    scored: tuple[tuple[int, Scored], ...] = ()  # (slot, prompt tokens)
-    device_ns: int = 0  # the device worked on the step; 0 = not measured
-    idle_ns: int = 0  # it had nothing to do before the step

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import Cancelled, Internal, Unavailable
+from services.common.plan.result import StepResult
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.ahead import PagesAhead
 from services.scheduler.core.future.prediction import Prediction
@@ -15,7 +16,7 @@ from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.quarantine import Quarantine
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import PlannedStep, Result, WrongAnswer
+from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
@@ -231,7 +232,7 @@ class Scheduler:
             self._pending[plan.step] = _Pending(slots, bool(self._pending))
         return plan
 
-    def take(self, result: Result, now_ns: int) -> None:
+    def take(self, result: StepResult, now_ns: int) -> None:
         """Take in the answer to the oldest plan in flight. ``WrongAnswer`` when it answers something else."""
         expected = next(iter(self._pending), None)
         if result.step != expected:
@@ -240,9 +241,9 @@ class Scheduler:
         check_answer(result, pending.sampling, self.state.shape)
         del self._pending[result.step]
         self._quarantine.note_answer()
-        self.state.counters.device_busy_ns += result.device_ns
+        self.state.counters.device_busy_ns += result.timing.device
         if pending.queued:  # else there was nothing that the device could have done
-            self.state.counters.device_idle_ns += result.idle_ns
+            self.state.counters.device_idle_ns += result.timing.idle
         self._results.take(result, now_ns)
         self._end_broken()
 

@@ -14,9 +14,9 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.plan.codec import decode_result
 from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.workers import heartbeat
-from services.scheduler.workers.codec import decode_result
 from services.scheduler.workers.heartbeat import Heartbeat
 from services.scheduler.workers.replica import Unready, as_one, reports
 from services.scheduler.workers.stream import Answer, RankStream, WorkerEvents, WorkerStream

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
-from services.scheduler.core.plan import Result
+from services.common.plan.result import StepResult
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 # Bytes of a plan that is not sent with others: what a message holds is limited.
@@ -32,7 +32,7 @@ class WorkerEvents(Protocol):
 class Answer(NamedTuple):
     """The answer to one plan, decoded where it comes in so that the step loop need not."""
 
-    result: Result
+    result: StepResult
     message: plan_pb2.StepResult  # as it came, for the record
     received_s: float  # monotonic; of several that came together, as if one by one
 

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
-from services.common.plan.codec import decode_plan
+from services.common.plan.codec import decode_plan, encode_result
 from services.common.process.tracing import Tracing
 from services.worker.boot.common import Booted
 from services.worker.engine.totals import StepTotals
 from services.worker.engine.traces import Prefill, PrefillTraces
 from services.worker.parallel.group import RankGroup
 from services.worker.runner.base import DeviceLost, Runner
-from services.worker.step.codec import encode_result
 from services.worker.step.output import StepOutput
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -215,9 +214,10 @@ class Engine:
         self, client: Client, queued_ns: int, decoded_ns: int, prefills: Sequence[Prefill], output: StepOutput
     ) -> None:
         output.timing.prepare += decoded_ns
+        output.timing.queued = queued_ns
         self.totals.add(queued_ns, output.timing)
         if not client.closed:
-            client.answer(encode_result(output, queued_ns, self._queued_plans))
+            client.answer(encode_result(output.to_result(self._queued_plans)))
         for prefill in prefills:
             prefill.end(output.timing)
 

@@ -1,6 +1,6 @@
 """What steps took, added up for metrics."""
 
-from services.worker.step.output import Timing
+from services.common.plan.result import Timing
 
 
 class StepTotals:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.common.packed import read_fixed32
+from services.common.plan.result import Timing
 from services.common.process.tracing import Tracing
-from services.worker.step.output import Timing
 from tokasaurus.worker.v1 import plan_pb2
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.common.plan.result import ScoredTokens, Timing
 from services.common.plan.rules import check_plan
 from services.common.plan.types import LastPlan, Limits, Plan
 from services.worker.attention.base import AttentionBackend
@@ -18,13 +19,13 @@ from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
 from services.worker.sampling.sampler import NOTHING, concatenate, sample
-from services.worker.step.output import Failure, Sampled, Scored, StepOutput, Timing
+from services.worker.step.output import Failure, Sampled, StepOutput
 from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
     from services.worker.models.fused_cpu import FusedDecoder  # loads numba, which CUDA does not need
 
-Outcome = tuple[Sampled, list[Scored]]  # of a part of a batch
+Outcome = tuple[Sampled, list[ScoredTokens]]  # of a part of a batch
 
 
 class StepRunner:
@@ -158,7 +159,7 @@ class StepRunner:
             timing.sample = time.perf_counter_ns() - started - timing.forward
         return sampled, scored
 
-    def _score(self, shard: Shard, hidden: torch.Tensor) -> list[Scored]:
+    def _score(self, shard: Shard, hidden: torch.Tensor) -> list[ScoredTokens]:
         """From ``hidden [tokens, hidden_size]`` of the shard."""
         return [score(hidden, self._model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
 

@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from services.common.plan.result import Timing
 from services.common.plan.rules import check_plan
 from services.common.plan.types import Batch, Limits, Plan, micro_batches
 from services.worker.attention.base import AttentionBackend
@@ -26,7 +27,7 @@ from services.worker.runner.runner import Outcome, StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.sampler import NOTHING, concatenate
-from services.worker.step.output import StepOutput, Timing
+from services.worker.step.output import StepOutput
 
 
 class StageRunner(StepRunner):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.worker.step.output import Scored
+from services.common.plan.result import ScoredTokens
+from services.common.plan.top_logprobs import TopLogprobs
 from services.worker.step.slots import SlotTable
 
 # Logits at once, in elements: 16 MiB in float32.
@@ -39,7 +40,7 @@ def score(
     wanted: ToScore,
     table: SlotTable,
     vocab_size: int,
-) -> Scored:
+) -> ScoredTokens:
     """``hidden [tokens, hidden_size]`` of the shard that ``wanted`` speaks of. A sequence whose logits are not numbers
     fails when it samples."""
     rows, top = max(1, _SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[wanted.slot])
@@ -49,8 +50,7 @@ def score(
     logprobs, ranks, top_token_ids, top_logprobs = (each.cpu().numpy() for each in found)
     if not np.isfinite(logprobs).all():
         table.failed[wanted.slot] = True
-    places = wanted.slot, wanted.start
-    return Scored(*places, logprobs, ranks.astype(np.int64), top_token_ids.astype(np.int64), top_logprobs)
+    return ScoredTokens(wanted.slot, wanted.start, logprobs, ranks, TopLogprobs.of(top_token_ids, top_logprobs))
 
 
 def score_rows(

@@ -1,4 +1,4 @@
-"""The data of one step on a worker: slots, output, codec and noise.
+"""The data of one step on a worker: slots, output and noise.
 
 Threads: ``compute``; ``answers`` encodes results.
 """

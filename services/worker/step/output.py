@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.plan.result import ScoredTokens, SlotFailure, StepResult, Timing
 from services.common.plan.top_logprobs import TopLogprobs
 
 
@@ -20,29 +21,6 @@ class Sampled:
     top: TopLogprobs | None = None  # [n]; None when no row asked
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Log-probabilities of consecutive prompt tokens of one sequence."""
-
-    slot: int
-    start: int  # place in the sequence of the first of them
-    logprobs: np.ndarray  # [n] float32
-    ranks: np.ndarray  # [n] int64, 1 = the most likely token
-    top_token_ids: np.ndarray  # [n, asked for] int64, most likely first
-    top_logprobs: np.ndarray  # beside top_token_ids
-
-
-@dataclass
-class Timing:
-    """Nanoseconds."""
-
-    prepare: int = 0
-    forward: int = 0
-    sample: int = 0
-    device: int = 0  # the device worked on the step; 0 = not measured, as `idle`
-    idle: int = 0  # it had nothing to do since the step before
-
-
 class Failure(NamedTuple):
     """Why a sequence fails whose logits are numbers."""
 
@@ -50,12 +28,39 @@ class Failure(NamedTuple):
     forbidden: bool = False  # its grammar does not allow what was generated before its admission
 
 
+_NO_NUMBERS = Failure("the model's logits are not numbers")
+
+
 @dataclass(frozen=True)
 class StepOutput:
-    """One answer for one plan."""
+    """The output of a runner for one plan."""
 
     step: int
     sampled: Sampled
     timing: Timing = field(default_factory=Timing)
-    scored: tuple[Scored, ...] = ()  # in batch order; a sequence may come in parts
+    scored: tuple[ScoredTokens, ...] = ()  # in batch order; a sequence may come in parts
     failures: Mapping[int, Failure] = field(default_factory=dict)  # by slot
+
+    def to_result(self, queued_plans: int = 0) -> StepResult:
+        """Return what the scheduler gets: rows whose logits are not numbers become failures."""
+        sampled, good = self.sampled, self.sampled.finite
+        failures: list[SlotFailure] = []
+        if good.all():
+            slots, tokens, logprobs, top = sampled.slots, sampled.token_ids, sampled.logprobs, sampled.top
+        else:
+            failed = sampled.slots[~good].tolist()
+            failures = [SlotFailure(slot, *self.failures.get(slot, _NO_NUMBERS)) for slot in failed]
+            slots, tokens = sampled.slots[good], sampled.token_ids[good]
+            logprobs = None if sampled.logprobs is None else sampled.logprobs[good]
+            top = None if sampled.top is None else sampled.top[good]
+        return StepResult(
+            self.step,
+            slots,
+            tokens,
+            np.zeros(0, np.float32) if logprobs is None else logprobs,
+            top,
+            tuple(failures),
+            self.scored,
+            self.timing,
+            queued_plans,
+        )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.common.plan.codec import encode_plan
+from services.common.plan.codec import decode_result, encode_plan
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.memory.prefix_tree import UNNAMED
 from services.scheduler.core.output import Delta
@@ -14,7 +14,6 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
-from services.scheduler.workers.codec import decode_result
 from tests.fakes.model import FakeModel, FakeShape, continuation
 
 SINK = 1

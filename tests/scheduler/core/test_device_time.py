@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from services.common.plan.codec import encode_plan
-from services.scheduler.workers.codec import decode_result
+from services.common.plan.codec import decode_result, encode_plan
+from services.common.plan.result import Timing
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 from tokasaurus.worker.v1 import plan_pb2
@@ -16,7 +16,7 @@ def test_idle_time_counts_only_when_the_next_plan_was_there():
     driver = Driver(SHAPE, steps_ahead=2)
     driver.submit([2, 3], max_tokens=4)
     while driver.plan() or driver.in_flight:
-        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], device_ns=100, idle_ns=7)
+        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
         driver.answer()
     counters = driver.core.state.counters
     assert counters.device_busy_ns == 100 * counters.steps
@@ -25,7 +25,7 @@ def test_idle_time_counts_only_when_the_next_plan_was_there():
     driver.submit([2, 3], max_tokens=4)
     driver.plan()
     while driver.plan() or driver.in_flight:
-        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], device_ns=100, idle_ns=7)
+        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
         driver.answer()
     assert counters.device_idle_ns == 7 * 3
 
@@ -33,7 +33,7 @@ def test_idle_time_counts_only_when_the_next_plan_was_there():
 def test_a_result_s_device_time_is_read():
     timing = plan_pb2.StepTiming(device_ns=5, idle_ns=3)
     result = decode_result(plan_pb2.StepResult(step=1, timing=timing))
-    assert (result.device_ns, result.idle_ns) == (5, 3)
+    assert (result.timing.device, result.timing.idle) == (5, 3)
 
 
 def test_the_worker_is_told_how_much_of_a_resumed_sequence_is_prompt():

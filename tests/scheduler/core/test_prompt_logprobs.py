@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from services.common.plan.result import ScoredTokens, StepResult
+from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import SamplingSettings
-from services.scheduler.core.plan import Result, Scored, WrongAnswer
+from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.request import AdmissionMode
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.scheduler.core.driver import SINK, Driver
@@ -20,7 +22,7 @@ ASKED = SamplingSettings(seed=7, prompt_logprobs=2)
 class Scores(Driver):
     """Keeps what was told of prompts, by handle."""
 
-    told: dict[int, list[Scored]]
+    told: dict[int, list[ScoredTokens]]
 
     def _note(self, delta):
         self.told = getattr(self, "told", {})
@@ -39,8 +41,8 @@ class Scores(Driver):
             assert part.logprobs.tolist() == chosen_logprob(tokens).tolist()
             assert part.ranks.tolist() == [token % 7 + 1 for token in tokens]
             tops = [top_token_ids(token, top, SHAPE.vocab_size) for token in tokens]
-            assert part.top_token_ids.tolist() == np.concatenate(tops).tolist()
-            assert part.top_logprobs.tolist() == chosen_logprob(np.concatenate(tops)).tolist()
+            assert part.top.token_ids.tolist() == np.concatenate(tops).tolist()
+            assert part.top.logprobs.tolist() == chosen_logprob(np.concatenate(tops)).tolist()
         assert place == len(prompt)
 
 
@@ -105,8 +107,9 @@ def test_scores_before_the_start_of_a_worker_that_does_not_know_it_are_not_sent(
     [sampled] = plan.admissions
     count = SHAPE.max_tokens_per_step
     ids = np.concatenate([top_token_ids(token, 2, SHAPE.vocab_size) for token in PROMPT[1 : count + 1]])
-    columns = chosen_logprob(PROMPT[1 : count + 1]), np.ones(count, np.uint32), ids, chosen_logprob(ids)
-    result = Result(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=((0, Scored(1, *columns)),))
+    top = TopLogprobs(np.full(count, 2), ids, chosen_logprob(ids))
+    scored = ScoredTokens(0, 1, chosen_logprob(PROMPT[1 : count + 1]), np.ones(count, np.uint32), top)
+    result = StepResult(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=(scored,))
     driver.core.take(result, driver.tick())
     assert driver.requests[handle].scored == count
     assert sampled.sampling.prompt_logprobs_start == 9
@@ -170,11 +173,13 @@ def test_scores_that_do_not_fit_each_other_are_refused():
     driver.core.plan(driver.tick())
     one, two = np.zeros(1, np.float32), np.zeros(2, np.uint32)
     for scored in (
-        Scored(1, one, two, two, two),
-        Scored(0, one, two[:1], two, two),
-        Scored(1, one[:0], *[two[:0]] * 3),
+        ScoredTokens(0, 1, one, two, TopLogprobs(np.full(1, 2), two, two)),
+        ScoredTokens(0, 0, one, two[:1], TopLogprobs(np.full(1, 2), two, two)),
+        ScoredTokens(0, 1, one, two[:1], TopLogprobs(np.full(1, 2), two, one)),
+        ScoredTokens(0, 1, one, two[:1], TopLogprobs.none(2)),
+        ScoredTokens(0, 1, one[:0], two[:0], TopLogprobs.none(0)),
     ):
-        result = Result(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=((0, scored),))
+        result = StepResult(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=(scored,))
         with pytest.raises(WrongAnswer, match="unequal length"):
             driver.core.take(result, driver.tick())
     assert driver.core.live(SINK) == 1

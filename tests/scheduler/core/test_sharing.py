@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from services.common.plan.result import SlotFailure, StepResult
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future import outlook
 from services.scheduler.core.memory.prefix_tree import ROOT
-from services.scheduler.core.plan import Failure, Result, WrongAnswer
+from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Priority
 from services.scheduler.core.scheduler import Scheduler
@@ -158,7 +159,7 @@ def test_a_lost_worker_costs_nothing_but_the_time():
     "wrong",
     [{"slots": [64]}, {"tokens": [62]}, {"tokens": [5, 6]}, {"logprobs": [0.0, 0.0]}, {"top": TopLogprobs.none(2)},
      {"top": TopLogprobs(np.ones(1, np.int64), *np.zeros((2, 0)))},
-     {"slots": [], "tokens": [], "failures": (Failure(64, ""),)}],
+     {"slots": [], "tokens": [], "failures": (SlotFailure(64, ""),)}],
 )  # fmt: skip
 def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
     driver = Driver(SHAPE)
@@ -171,7 +172,7 @@ def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
         for name, value in fields.items()
     }
     with pytest.raises(WrongAnswer, match=r"do not exist|not for the 1 slots"):
-        driver.core.take(Result(1, **arrays), 1)
+        driver.core.take(StepResult(1, **arrays), 1)
 
 
 @pytest.mark.parametrize("slots", [[63, 63], [63, 0], [62]])
@@ -182,7 +183,7 @@ def test_an_answer_for_other_slots_than_the_plan_s_is_refused(slots):
     plan = driver.core.plan(1)
     assert plan.sequences == 2
     with pytest.raises(WrongAnswer, match="not for the 2 slots"):
-        driver.core.take(Result(1, np.array(slots), np.full(len(slots), 5)), 1)
+        driver.core.take(StepResult(1, np.array(slots), np.full(len(slots), 5)), 1)
 
 
 def test_a_resumed_sample_goes_on_where_it_was():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.plan.codec import encode_plan
+from services.common.plan.codec import decode_result, encode_plan
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
@@ -14,7 +14,7 @@ from services.scheduler.core.request import AdmissionMode, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.record.reader import RecordedStep, Recording, find_recordings
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.workers.codec import decode_result, decode_shape
+from services.scheduler.workers.codec import decode_shape
 from tests.fakes.model import FakeModel, FakeShape
 
 SHAPE = FakeShape(vocab_size=64, page_size=4, page_count=64, max_slots=8, max_tokens_per_step=24, max_context_tokens=64)

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from services.common.errors import Internal, InvalidRequest, TokaError
+from services.common.plan.result import ScoredTokens, SlotFailure, StepResult
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.lifecycle import Lifecycle
-from services.scheduler.core.plan import Failure, Result, Scored
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
@@ -19,7 +19,7 @@ class Results:
         self._state = state
         self._lifecycle = lifecycle
 
-    def take(self, result: Result, now_ns: int) -> None:
+    def take(self, result: StepResult, now_ns: int) -> None:
         """Advance every sequence that still runs, and end those that are through."""
         state, slots = self._state, self._state.slots
         live = slots.active[result.slots] & (slots.admitted_step[result.slots] <= result.step)
@@ -62,17 +62,18 @@ class Results:
         if endings:
             self._lifecycle.finish(endings)
 
-    def _take_scored(self, result: Result) -> None:
+    def _take_scored(self, result: StepResult) -> None:
         """Log-probabilities of prompts, each once: after an interruption some may be computed again."""
         slots = self._state.slots
-        for slot, scored in result.scored:
+        for scored in result.scored:
+            slot = scored.slot
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
                 try:
                     self._tell_scores(slots.samples[slot].request, scored)
                 except Exception as error:
                     self._blame(slot, error)
 
-    def _tell_scores(self, request: Request, scored: Scored) -> None:
+    def _tell_scores(self, request: Request, scored: ScoredTokens) -> None:
         told = request.scored + 1 - scored.start
         if 0 <= told < len(scored.logprobs):
             request.scored += len(scored.logprobs) - told
@@ -113,7 +114,7 @@ class Results:
         """What went wrong with one sequence is its own."""
         self._state.broken.setdefault(self._state.slots.samples[slot].request, error)
 
-    def _fail(self, result: Result) -> None:
+    def _fail(self, result: StepResult) -> None:
         slots = self._state.slots
         for failure in result.failures:
             if slots.active[failure.slot] and slots.admitted_step[failure.slot] <= result.step:
@@ -121,13 +122,13 @@ class Results:
                 self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=_error_of(failure, sample))])
 
 
-def _error_of(failure: Failure, sample: Sample) -> TokaError:
+def _error_of(failure: SlotFailure, sample: Sample) -> TokaError:
     if failure.forbidden and sample.request.resumed_tokens and not len(sample.generated):  # else they are our own
         return InvalidRequest(f"the sample cannot be resumed: {failure.message}", field="resume.generated_tokens")
     return Internal(f"the worker could not compute this sequence: {failure.message}")
 
 
-def select_rows(result: Result, rows: np.ndarray) -> Result:
+def select_rows(result: StepResult, rows: np.ndarray) -> StepResult:
     """``result`` with these of its rows only."""
     chosen = {"slots": result.slots[rows], "tokens": result.tokens[rows]}
     if len(result.logprobs):

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.plan.result import ScoredTokens
+from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import Batch
 from services.worker.runner.cuda.download import to_host
 from services.worker.sampling.prompt_logprobs import RowScores
-from services.worker.step.output import Scored
 from services.worker.step.slots import SlotTable
 
 
@@ -77,7 +78,7 @@ class StepScores:
         """Copies, complete when the current stream has come so far."""
         return StepScores(self._runs, RowScores(*map(to_host, self._found)))
 
-    def collect(self, failed: np.ndarray) -> tuple[Scored, ...]:
+    def collect(self, failed: np.ndarray) -> tuple[ScoredTokens, ...]:
         """Of what is on the host. ``failed [max_slots]`` bool: becomes true for slots whose logits were not numbers."""
         logprobs, ranks, top_token_ids, top_logprobs = (each.numpy() for each in self._found)
         scored, begin = [], 0
@@ -87,13 +88,12 @@ class StepScores:
             failed[run.slot] |= not np.isfinite(logprobs[inside]).all()
             top = inside, slice(run.top)
             scored.append(
-                Scored(
+                ScoredTokens(
                     run.slot,
                     run.start,
                     logprobs[inside],
-                    ranks[inside].astype(np.int64),
-                    top_token_ids[top].astype(np.int64),
-                    top_logprobs[top],
+                    ranks[inside],
+                    TopLogprobs.of(top_token_ids[top], top_logprobs[top]),
                 )
             )
         return tuple(scored)

@@ -3,13 +3,14 @@
 import numpy as np
 import torch
 
+from services.common.plan.result import ScoredTokens, Timing
 from services.common.plan.types import Plan
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import StepScores
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
 from services.worker.sampling.sampler import NOTHING, concatenate
-from services.worker.step.output import Failure, Sampled, Scored, StepOutput, Timing
+from services.worker.step.output import Failure, Sampled, StepOutput
 
 _NS_PER_MS = 1_000_000
 
@@ -41,7 +42,7 @@ class CudaStep:
         sample comes first, second, ... in the batch; None = as is. ``scores``: of prompts, on the host.
         ``failures``: by slot, why it fails whatever is sampled."""
         self.timing = Timing()
-        self.scored: tuple[Scored, ...] = ()  # by ``read``
+        self.scored: tuple[ScoredTokens, ...] = ()  # by ``read``
         self.place = place
         self._plan, self._era = plan, era
         self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
