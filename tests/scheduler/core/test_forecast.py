@@ -3,6 +3,7 @@
 import contextlib
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -157,13 +158,10 @@ class Watched(Admission):
         return chosen
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
-def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
+def check_admission_is_as_forecast(driver: Driver) -> None:
+    """Build a plan: the curve behind it is the one that admission saw with what it let in."""
     driver.core._planner._onboarding._admission = Watched
     Watched.latest = None
-    with contextlib.suppress(InvalidRequest):
-        driver.submit(prompt, n=n, max_tokens=12)
     while driver.core.plans_in_flight:
         driver.answer()
     state = driver.core.state
@@ -172,8 +170,32 @@ def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt,
     if Watched.latest is not None and not state.prefilling and shares.keys() <= state.sharing.keys():
         curve = curve_of(driver)
         expected = Watched.latest.last[: len(curve)]
-        # One who passed another may get more of this step than the queue's order gave it, and be through sooner.
+        # A sample that passed another may get more of this step than the queue's order gave it, and end sooner.
         assert (expected == curve).all() if Watched.latest.in_order else (expected >= curve).all()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
+def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
+    with contextlib.suppress(InvalidRequest):
+        driver.submit(prompt, n=n, max_tokens=12)
+    check_admission_is_as_forecast(driver)
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_a_prompt_whose_first_page_ends_another_prompt_waits_until_that_page_is_computed(page_size):
+    """Both in one plan would compute the page twice, and only one of them would be found by siblings."""
+    shape = FakeShape(vocab_size=62, page_size=page_size, page_count=13, max_slots=4, max_tokens_per_step=9,
+                      max_context_tokens=14, first_token=2)  # fmt: skip
+    driver = Driver(shape)
+    first = [2] * page_size
+    driver.submit(first, max_tokens=1)
+    handle = driver.submit([*first, 2], n=3, max_tokens=6)
+    check_admission_is_as_forecast(driver)
+    assert admitted(driver) == ["r0"]
+    driver.run()
+    assert driver.seen[handle].finish.cached_prompt_tokens == page_size
+    assert driver.model.prefilled_tokens == page_size + 3
 
 
 def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_holders_end():

@@ -121,7 +121,7 @@ class Onboarding:
         entries = []
         looked_up = carried = 0
         later: set[Request] = set()
-        claimed: set[PageName] = set()  # pages that an entry before will compute
+        claimed: set[PageName] = set()  # pages that an earlier entry adds to the prefix tree
         siblings: dict[Request, list[Sample]] = {}
         for sample in waiting:
             if budget <= 0 or room == 0 or len(later) == _MOST_LATER or looked_up > _MOST_LOOKED_UP:
@@ -172,12 +172,13 @@ class Onboarding:
         if early:
             return None
         at = int(state.tree.depth[node])
-        if at < most:
+        leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
+        # A leader keeps the page of its last token: its siblings copy it.
+        if at < (len(tokens) - leads) // size:
             key = state.tree.key(tokens, request.salt, node, at)
-            if key in claimed:
+            if key in claimed and at < most:
                 return None
             claimed.add(key)
-        leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
         return Entry([sample], tokens, at * size, node, leads=leads)
 
     def candidates(self, plan: Plan, entries: list[Entry], budget: int) -> "Candidates":
