@@ -1,6 +1,7 @@
 """The forecast is what a naive simulation says, and what then happens."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.scheduler.core.future.admission import Admission, _first_gap, running_curve
+from services.scheduler.core.request import AdmissionMode
 from services.scheduler.core.step import onboarding
-from tests.fakes.model import FakeShape
+from tests.fakes.model import FakeShape, continuation
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
 
@@ -80,9 +82,14 @@ def test_the_curve_equals_a_naive_simulation(driver):
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_what_happens_follows_the_curve(driver):
-    """Answers come as late as they can and nobody stops early. With a prefill in progress the curve is a bound."""
+    """No sample stops early. While a prompt is computed in part, the curve is a bound."""
+    driver.cancel(*[sample.handle for sample in driver.core.state.waiting])
+    check_curve_comes_true(driver)
+
+
+def check_curve_comes_true(driver: Driver) -> None:
+    """Answers come as late as they can until nothing runs."""
     state = driver.core.state
-    driver.cancel(*[sample.handle for sample in state.waiting])
     exact = not state.prefilling
     curve, begun = curve_of(driver), state.step
     while driver.core.live(SINK):
@@ -91,8 +98,50 @@ def test_what_happens_follows_the_curve(driver):
         if driver.plan() is None:
             driver.answer()
             continue
-        expected = curve[state.step - begun] if state.step - begun < len(curve) else 0
+        passed = state.step - begun
+        expected = curve[passed] if passed < len(curve) else 0
         assert state.pool.in_use == expected if exact else state.pool.in_use <= expected
+        if exact and driver.core.live(SINK):
+            now = curve_of(driver)
+            assert now.tolist() == curve[passed : passed + len(now)].tolist()
+            assert not curve[passed + len(now) :].any()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes(), st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(2, 4))
+def test_what_happens_follows_the_curve_of_predicted_ends(shape, length, pauses, steps_ahead):
+    """Every answer of a class stops by itself behind ``length`` tokens, long before its limit."""
+    shape = dataclasses.replace(shape, page_count=400, max_slots=6, max_context_tokens=100, eos_every=0)
+    driver = Driver(shape, steps_ahead=steps_ahead, mode=AdmissionMode.PREDICTED, margin=0.0)
+    for number in range(20):
+        submit_stopping(driver, number, length)
+        driver.run()
+    for _ in range(40):  # what was learnt is looked at from time to time
+        driver.submit([61], max_tokens=1, length_class="another")
+        driver.run()
+    for number, pause in enumerate(pauses):
+        submit_stopping(driver, 20 + number, length)
+        for _ in range(pause):
+            driver.step()
+    while driver.core.state.waiting or driver.core.state.prefilling:
+        driver.step()
+    slots = driver.core.state.slots
+    running = slots.running_slots()
+    assert (slots.total[running] == slots.prompt[running] + length).all()
+    if driver.core.live(SINK):
+        check_curve_comes_true(driver)
+    assert all(seen.finish.completion_tokens == length for seen in driver.seen.values() if len(seen.tokens) > 1)
+
+
+def submit_stopping(driver: Driver, number: int, length: int) -> None:
+    """Queue a request whose sample stops by itself behind ``length`` tokens."""
+    for last in range(2, 62):
+        prompt = [2 + number, last, 2 + number]
+        *before, stop = continuation(driver.shape, prompt, length, seed=7)
+        if stop not in before:
+            driver.submit(prompt, max_tokens=90, length_class="alike", stop_token_ids=frozenset({stop}))
+            return
+    raise AssertionError("no prompt found")
 
 
 def test_sequences_that_end_at_different_times_share_pages_they_never_need_together():

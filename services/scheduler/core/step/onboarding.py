@@ -285,7 +285,8 @@ class Onboarding:
         state.prefilling = [slot for slot in state.prefilling if slot not in chosen] + chosen[missing > 0].tolist()
         complete = chosen[missing == 0]
         if len(complete):  # now their ends are exact
-            slots.end_step[complete] = plan.step + self._prediction.steps_to_end(complete)
+            decoding = slots.total[complete] - 1 - slots.given[complete]
+            slots.end_step[complete] = plan.step + decoding + state.steps_ahead  # the last result comes that much later
             plan.sampling.append(complete)
         for slot in complete[slots.lent_pages[complete] > 0].tolist():
             self._lifecycle.shares.ready(slots.samples[slot], plan.step)
