@@ -115,6 +115,20 @@ def test_the_victim_has_the_least_work_to_lose():
     assert choose_victims(driver.core.state, 1).tolist() == [low_slot]  # the lower class first, whatever it costs
 
 
+def test_of_equal_work_the_latest_admitted_is_the_first_victim():
+    driver = experienced()
+    handles, length = [], 6
+    for number in range(5):
+        handles.append(driver.submit([9 + number] * length, max_tokens=90 - length))
+        driver.plan()
+        driver.answer()
+        length += 1  # as many as those before have by the next plan
+    slots, running = driver.core.state.slots, driver.core.state.slots.running_samples()
+    assert len({int(slots.scheduled[sample.slot]) for sample in running}) == 1
+    slot_of = {sample.handle: sample.slot for sample in running}
+    assert choose_victims(driver.core.state, 10**6).tolist() == [slot_of[handle] for handle in reversed(handles)]
+
+
 def test_sequences_whose_pages_are_all_in_the_tree_can_be_victims():
     driver = experienced()
     handles = [driver.submit([2 + number] * 8, max_tokens=60) for number in range(6)]

@@ -131,6 +131,33 @@ def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too()
     driver.check_answers(*poisoned)
 
 
+@pytest.mark.parametrize("slots", [SHAPE.max_slots, 4])
+def test_a_suspect_stays_one_until_it_gets_past_its_place_or_ends(slots):
+    """Whichever of the poisoned the worker is lost of, and though not all of a group fit beside each other."""
+    driver = Mortal(steps_ahead=2)
+    handles = [driver.submit([2 + number % 60, number // 60 + 2], max_tokens=40) for number in range(64)]
+    poisoned = [handles[2], handles[3], handles[20], handles[21], handles[63]]
+    for _ in range(3):
+        driver.step()
+    driver.plan()
+    driver.lose_worker()
+    driver.plan()
+    driver.shape = FakeShape(**{**SHAPE.__dict__, "max_slots": slots})
+    driver.lose_worker()
+    assert driver.core.suspects == 64
+    reached = {handle: len(driver.seen[handle].tokens) for handle in handles}
+    driver.fatal = {handle: reached[handle] + 1 for handle in poisoned}
+    while driver.core.suspects:
+        losses = driver.losses
+        driver.step()
+        past = sum(len(driver.seen[handle].tokens) > reached[handle] for handle in handles)
+        ended = sum(driver.seen[handle].finish is not None for handle in poisoned)
+        if driver.losses > losses:
+            assert driver.core.suspects >= 64 - past - ended
+    driver.run()
+    driver.check_answers(*poisoned)
+
+
 def test_all_samples_of_a_poisoned_request_end_with_it():
     driver = Mortal(steps_ahead=2)
     poison = driver.submit([9] * 21, max_tokens=20, n=50)

@@ -32,6 +32,17 @@ def test_samples_prefill_their_prompt_once_and_use_its_pages_once():
     assert cached == [0] + [42] * 39
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_prompt_is_prefilled_once_though_its_samples_run_one_after_the_other(slots, prefix_caching):
+    driver = Driver(FakeShape(**{**SHAPE.__dict__, "max_slots": slots}), prefix_caching=prefix_caching)
+    driver.submit(PROMPT, n=8, max_tokens=3)
+    driver.run()
+    assert driver.model.prefilled_tokens == len(PROMPT) + 7
+    cached = [driver.seen[handle].finish.cached_prompt_tokens for handle in range(8)]
+    assert cached == [0] + [42] * 7
+
+
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 43])
 def test_samples_of_prompts_of_any_length_say_what_they_would_say_alone(length):
     driver = Driver(SHAPE)
