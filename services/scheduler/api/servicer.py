@@ -203,7 +203,7 @@ def _not_there(request_id: str) -> NotFound:
 
 def _look(core: Scheduler, subject: Request) -> Outlook:
     _check_attached(core)
-    return look_ahead(core.state, subject, time.monotonic_ns())
+    return look_ahead(core.state, subject)
 
 
 def _overview(core: Scheduler, most: int) -> Overview:

@@ -50,14 +50,17 @@ class State:
         """Running sequences of class ``low`` that may hold their own against higher classes."""
         return max(1, self.slots.running // _LOW_SHARE)
 
-    def in_order(self, most: int, now_ns: int) -> list[Sample]:
-        """The next ``most`` waiting samples in the order of service. Class ``low`` rises with age only while it has
-        less than its share of what runs: who runs does not starve. While some are on trial, only those."""
+    def in_order(self, most: int) -> list[Sample]:
+        """Return the next ``most`` waiting samples in the order of service.
+
+        Samples of class ``low`` are overdue only while that class has less than its share of the running sequences:
+        while its sequences run, it does not starve. During a trial only the samples on trial are returned.
+        """
         if self.apart is not None:
             return [sample for sample in self.apart if sample.slot < 0 and not sample.finished][:most]
         running = self.slots.priority[self.slots.running_slots()]
         low = self.low_share - int(np.count_nonzero(running == Priority.LOW))
-        order = self.waiting.candidates(most, now_ns, low)
+        order = self.waiting.candidates(most, max(low, 0))
         if not self.first:
             return order
         first = [sample for sample in self.first if sample in self.waiting]

@@ -335,6 +335,6 @@ def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monke
     monkeypatch.setattr(outlook, "_MOST_CELLS", 5000)
     driver = Driver(SHAPE)
     handles = [driver.submit(PROMPT, max_tokens=200) for _ in range(300)]
-    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]], driver.tick())
+    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]])
     assert sum(looked) < 10_000
     assert last.finish > last.start > 0

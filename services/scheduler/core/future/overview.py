@@ -45,7 +45,7 @@ def look_over(state: State, most: int, now_ns: int) -> Overview:
     entries = _running(state, most, now_ns)
     running = sorted(entries.values(), key=lambda entry: entry.finish)
     placement = Placement(state)
-    queue = state.in_order(_LOOKED_AT, now_ns)
+    queue = state.in_order(_LOOKED_AT)
     for sample, begins, ends in placement.place(queue) if queue else ():
         request = sample.request
         if request not in entries:

@@ -42,14 +42,15 @@ class Lifecycle:
         state, slots, tree = self._state, self._state.slots, self._state.tree
         counts = np.array([len(entry.samples) for entry in entries])
         samples = [sample for entry in entries for sample in entry.samples]
-        state.waiting.serve(samples)
+        for sample in samples:
+            state.waiting.remove(sample)
         # All that is cached is held before a page is taken: taking evicts.
         for entry in entries:
             tree.attach(entry.node, len(entry.samples))
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(settings, counts, samples, taken, step)
-        slots.yields[taken] = may_yield(state, samples, now_ns)
+        slots.yields[taken] = may_yield(state, samples)
         slots.firm_until[taken] = firm_until(samples)
         slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths

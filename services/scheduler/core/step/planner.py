@@ -48,7 +48,7 @@ class Planner:
         hurry = hurry and self._hurried < _MOST_HURRIED
         if not hurry:
             self._prediction.refresh(plan.step)
-            self._yielding.make_way(plan, now_ns)
+            self._yielding.make_way(plan)
         if (turn := self._turns.next()) is not None:
             self._turns.begin(turn)
         decoding, prefilling = self._compute(plan, turn, now_ns, hurry=hurry)

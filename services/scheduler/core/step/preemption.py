@@ -15,7 +15,7 @@ import numpy as np
 
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.life.lifecycle import Lifecycle
-from services.scheduler.core.life.preemption import by_work, without_those_of_age
+from services.scheduler.core.life.preemption import by_work, without_overdue
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
@@ -36,21 +36,21 @@ class Yielding:
         self._onboarding = onboarding
         self._admission = admission
 
-    def make_way(self, plan: Plan, now_ns: int) -> None:
+    def make_way(self, plan: Plan) -> None:
         """Preempt for waiting samples, before anything of ``plan`` is decided. As few sequences yield as possible, and
         none where it would not help."""
-        self._make_way_for_classes(plan, now_ns)
+        self._make_way_for_classes(plan)
         self._state.first = []
         if self._state.apart is None and self._state.waiting and self._state.several_keys:
-            self._make_way_for_keys(plan, now_ns)
+            self._make_way_for_keys(plan)
 
-    def _make_way_for_keys(self, plan: Plan, now_ns: int) -> None:
+    def _make_way_for_keys(self, plan: Plan) -> None:
         """Preempt sequences of keys that have more than their fair share, for keys that are next and have little."""
         state, slots, keys = self._state, self._state.slots, self._state.running_keys
         active = {key for _, key, _ in state.waiting.flows()}.union(key for key, _ in keys.items())
         fair = max(1, state.shape.max_running // len(active))
         most = max(1, min(fair, state.shape.max_running // _KEY_SHARE))
-        short = self._short_of_slots(most, state.recent.behind(active), now_ns)
+        short = self._short_of_slots(most, state.recent.behind(active))
         running = slots.running_slots()
         if not short or not len(running):
             return
@@ -74,12 +74,12 @@ class Yielding:
         self._lifecycle.give_way(order[: self._fewest(plan, order, 0, free, candidates)], to_key=True)
         state.first = candidates.samples
 
-    def _short_of_slots(self, most: int, behind: set[str], now_ns: int) -> list[Sample]:
+    def _short_of_slots(self, most: int, behind: set[str]) -> list[Sample]:
         """Return the samples that are next, all of one class, as long as their keys are ``behind`` the others and have
         less than ``most`` slots."""
         found: list[Sample] = []
         taken: dict[str, int] = {}
-        for sample in self._state.in_order(most * _MOST_SHORT_KEYS, now_ns):
+        for sample in self._state.in_order(most * _MOST_SHORT_KEYS):
             key = sample.request.fairness_key
             taken[key] = taken.get(key, self._state.running_keys.running(key)) + 1
             if (
@@ -91,7 +91,7 @@ class Yielding:
             found.append(sample)
         return found
 
-    def _make_way_for_classes(self, plan: Plan, now_ns: int) -> None:
+    def _make_way_for_classes(self, plan: Plan) -> None:
         """Preempt sequences of class ``low`` for samples that wait above them."""
         state, slots = self._state, self._state.slots
         highest = state.waiting.highest
@@ -100,11 +100,11 @@ class Yielding:
         running = slots.running_slots()
         low = running[slots.yields[running]]
         if len(low):
-            low = without_those_of_age(state, low, now_ns)
+            low = without_overdue(state, low)
         if not len(low):
             return
         budget, blocking = self._budget(low)
-        waiting = state.in_order(MOST_ADMISSIONS, now_ns)
+        waiting = state.in_order(MOST_ADMISSIONS)
         above = [sample for sample in waiting if sample.request.priority < Priority.LOW]
         free = state.shape.max_running - slots.running
         entries = self._onboarding.gather(plan, above, budget, min(MOST_ADMISSIONS, free + len(low)))

@@ -44,13 +44,15 @@ def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray
     return tree.depth[nodes]
 
 
-def may_yield(state: State, samples: Sequence[Sample], now_ns: int) -> list[bool]:
-    """Whether each of ``samples``, which left the queue to run, makes way for higher classes."""
-    found, aged = [], _outrank(state, np.array([sample.accepted_ns for sample in samples], np.int64), now_ns)
-    left = -1  # places for those that do not
-    for sample, old in zip(samples, aged.tolist(), strict=True):
+def may_yield(state: State, samples: Sequence[Sample]) -> list[bool]:
+    """Return whether each of ``samples``, which left the queue to run, makes way for higher classes."""
+    found = []
+    before_ns = state.waiting.overdue_before(Priority.LOW)
+    left = -1  # slots for samples of class low that do not
+    for sample in samples:
         yields = sample.request.priority == Priority.LOW and not sample.request.guaranteed
-        if yields and (sample.yields >= _MOST_YIELDS or old):
+        overdue = before_ns is not None and sample.accepted_ns < before_ns
+        if yields and (sample.yields >= _MOST_YIELDS or overdue):
             if left < 0:
                 left = max(0, state.low_share - _steadfast(state))
             yields = left == 0
@@ -65,30 +67,24 @@ def firm_until(samples: Sequence[Sample]) -> list[int]:
     return [sample.given + _TOKENS_OF_A_YIELD if sample.yields >= _MOST_YIELDS else 0 for sample in samples]
 
 
-def without_those_of_age(state: State, low: np.ndarray, now_ns: int) -> np.ndarray:
-    """Of the slots ``low``, int64, that make way, those that still do. The oldest hold their own from here on, as far
-    as there is room for such, where age would take them back before those who wait above them."""
+def without_overdue(state: State, low: np.ndarray) -> np.ndarray:
+    """Return the slots of ``low``, int64, that still make way for higher classes.
+
+    Sequences that would be overdue in the queue would only take their slots back. The oldest of them no longer make way
+    from here on, as many as the share of class ``low`` allows.
+    """
     slots, left = state.slots, state.low_share - _steadfast(state)
-    if left <= 0:
+    before_ns = state.waiting.overdue_before(Priority.LOW)
+    if left <= 0 or before_ns is None:
         return low
-    accepted_ns = slots.accepted_ns[low]
-    oldest = low[np.argsort(accepted_ns, kind="stable")]
-    holding = oldest[: min(np.count_nonzero(_outrank(state, accepted_ns, now_ns)), left)]
+    overdue = low[slots.accepted_ns[low] < before_ns]
+    holding = overdue[np.argsort(slots.accepted_ns[overdue], kind="stable")][:left]
     slots.yields[holding] = False
     return np.setdiff1d(low, holding)
 
 
-def _outrank(state: State, accepted_ns: np.ndarray, now_ns: int) -> np.ndarray:
-    """Which of class low, accepted at ``accepted_ns [n]``, age lets go before those of the highest class that wait:
-    bool ``[n]``."""
-    highest, ageing_ns = state.waiting.highest, int(state.policy.ageing_s * 1e9)
-    if highest is None or not ageing_ns:
-        return np.zeros(len(accepted_ns), bool)
-    return (now_ns - accepted_ns) // ageing_ns > Priority.LOW - highest
-
-
 def _steadfast(state: State) -> int:
-    """Low sequences that run and do not yield."""
+    """Return the number of running sequences of class low that do not make way."""
     slots = state.slots
     running = slots.running_slots()
     return int(np.count_nonzero((slots.priority[running] == Priority.LOW) & ~slots.yields[running]))

@@ -32,13 +32,13 @@ def steps_until_released(state: State, count: int) -> int:
     return int(rounds * ends[-1] + ends[rest])
 
 
-def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:
+def look_ahead(state: State, subject: Request) -> Outlook:
     """Place the queue behind the running sequences, in the order of service, until ``subject`` has its place.
 
     ``subject`` may be queued, running, or not submitted (then it comes behind all of its class and of higher ones).
     """
     start, finish = _of_running(state, subject)
-    queue, passed_over = _before(state, subject, now_ns)
+    queue, passed_over = _before(state, subject)
     if not queue or queue[-1].request is not subject:
         return Outlook(start or 0, finish, running_curve(state, state.step))
     placement = Placement(state)
@@ -49,10 +49,10 @@ def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:
     return Outlook(start or 0, finish, placement.pages)
 
 
-def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], int]:
+def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
     """The waiting samples up to the last of ``subject``, in the order of service; and how many of a long queue are left
     out before those of ``subject`` that stand far back in it."""
-    waiting = state.in_order(_MOST_LOOKED_AT, now_ns)
+    waiting = state.in_order(_MOST_LOOKED_AT)
     if subject.samples:
         mine = [sample for sample in subject.samples if sample.slot < 0 and not sample.finished]
         within = [index for index, sample in enumerate(waiting) if sample.request is subject]
@@ -60,7 +60,7 @@ def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], 
             return waiting[: within[-1] + 1] if within else [], 0
         mine = mine[len(within) :]
     else:
-        mine = [Sample(subject, index, 0, now_ns) for index in range(subject.n)]
+        mine = [Sample(subject, index, 0, 0) for index in range(subject.n)]
         waiting = [sample for sample in waiting if sample.request.priority <= subject.priority]
     return waiting + mine, max(0, len(state.waiting) - _MOST_LOOKED_AT - len(mine))
 

@@ -98,7 +98,7 @@ class Onboarding:
         if budget == 0 or not state.waiting or state.slots.running == state.shape.max_running:
             return []
         room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
-        waiting = state.in_order(2 * MOST_ADMISSIONS, now_ns)
+        waiting = state.in_order(2 * MOST_ADMISSIONS)
         if turn is not None:
             waiting = [sample for sample in waiting if sample.request.fairness_key in turn.keys]
         if state.prefilling:  # the next prompt of a key begins behind the one before
