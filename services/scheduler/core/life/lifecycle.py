@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from services.common.errors import Internal
 from services.scheduler.core.life.ending import Ending, finish_of
-from services.scheduler.core.life.entering import Entry, Lengths, Placed, Settings
+from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared, SlotColumns
 from services.scheduler.core.life.preemption import firm_until, may_yield
 from services.scheduler.core.life.sharing import Sharing
 from services.scheduler.core.request import Finish, FinishReason, Sample
@@ -23,21 +23,34 @@ class Lifecycle:
 
     # -- in
 
-    def prepare(self, entry: Entry) -> Settings:
-        """For ``enter``, which must follow. When it raises, nothing has happened."""
+    def prepare(self, entry: Entry) -> Prepared:
+        """Return what ``admit``, which must follow, puts into slots. If it raises, nothing has happened."""
         state, request = self._state, entry.samples[0].request
         stop_states = [self._stop_state(sample) for sample in entry.samples]
-        shared = (len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, int(request.priority),
-                  entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
-                  entry.lent_pages(state.shape.page_size))  # fmt: skip
-        stop_set = state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples))
-        key = state.running_keys.acquire(request.fairness_key, len(entry.samples))
-        return Settings((*shared, stop_set, key), stop_states)
+        last_token, lent_pages = int(entry.tokens[-1]), entry.lent_pages(state.shape.page_size)
+        columns = SlotColumns(
+            given=len(entry.tokens),
+            prompt=request.prompt_tokens,
+            limit=request.limit,
+            min_known=request.prompt_tokens + request.min_tokens,
+            priority=request.priority,
+            scheduled=entry.cached,
+            length_class=request.length_class_id,
+            node=entry.node,
+            sink=request.sink,
+            last_token=last_token,
+            lent_pages=lent_pages,
+            stop_set=state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
+            key=state.running_keys.acquire(request.fairness_key, len(entry.samples)),
+        )
+        return Prepared(columns, stop_states)
 
-    def enter(self, entries: list[Entry], settings: list[Settings], lengths: Lengths, step: int, now_ns: int) -> Placed:
-        """Put waiting samples into free slots, with pages for all tokens they know.
+    def admit(
+        self, entries: list[Entry], prepared: list[Prepared], lengths: Lengths, step: int, now_ns: int
+    ) -> list[Placed]:
+        """Put waiting samples into free slots, with pages for all their known tokens. Return the slots of each entry.
 
-        ``settings``: beside ``entries``; ``lengths``: beside the samples of all entries.
+        ``prepared``: beside ``entries``; ``lengths``: beside the samples of all entries.
         """
         state, slots, tree = self._state, self._state.slots, self._state.tree
         counts = np.array([len(entry.samples) for entry in entries])
@@ -49,10 +62,9 @@ class Lifecycle:
             tree.attach(entry.node, len(entry.samples))
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
-        self._fill_slots(settings, counts, samples, taken, step)
+        self._fill_slots(prepared, counts, samples, taken, step)
         slots.yields[taken] = may_yield(state, samples)
         slots.firm_until[taken] = firm_until(samples)
-        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot
@@ -62,8 +74,8 @@ class Lifecycle:
         state.membership += len(samples)
         return placed
 
-    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> Placed:
-        """Page tables of the slots ``taken``, ``counts`` of them for each entry; returns what ``enter`` does."""
+    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> list[Placed]:
+        """Fill the page tables of the slots ``taken``, ``counts`` of them for each entry. Return them by entry."""
         state, slots, size = self._state, self._state.slots, self._state.shape.page_size
         depths = [int(state.tree.depth[entry.node]) for entry in entries]
         news = [-(-len(entry.tokens) // size) - depth for entry, depth in zip(entries, depths, strict=True)]
@@ -86,34 +98,30 @@ class Lifecycle:
                 path = np.broadcast_to(state.tree.path(entry.node), (count, whole))
                 slots.table[chosen, :whole] = path
                 table = np.concatenate((path, table), axis=1)
-            placed.append((chosen, table))
+            placed.append(Placed(chosen, table))
             at, page_at = at + count, page_at + count * pages
         state.pool.tokens[fresh] = held
         return placed
 
     def _fill_slots(
-        self, settings: list[Settings], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
+        self, prepared: list[Prepared], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
     ) -> None:
         slots = self._state.slots
         slots.samples[taken] = samples
         slots.activate(taken)
         slots.admitted_step[taken], slots.delay[taken] = step, 0
-        rows = np.array([each.shared for each in settings], np.int64).reshape(len(settings), -1)
-        given, prompt, limit, least, priority, cached, classes, node, sink, last, lent, stop_set, key = np.repeat(
-            rows, counts, axis=0
-        ).T
-        slots.given[taken] = slots.known[taken] = given
-        slots.looked_at[taken] = given - prompt
-        slots.prompt[taken], slots.limit[taken], slots.min_known[taken] = prompt, limit, prompt + least
-        slots.scheduled[taken], slots.length_class[taken], slots.node[taken] = cached, classes, node
-        slots.sink[taken], slots.last_token[taken], slots.stop_set[taken] = sink, last, stop_set
-        slots.lent_pages[taken], slots.priority[taken] = lent, priority
-        slots.key[taken] = key
+        rows = np.array([each.columns for each in prepared], np.int64)
+        shared = SlotColumns(*np.repeat(rows, counts, axis=0).T)
+        for name, column in zip(SlotColumns._fields, shared, strict=True):
+            getattr(slots, name)[taken] = column
+        slots.known[taken] = shared.given
+        slots.looked_at[taken] = slots.given[taken] - slots.prompt[taken]
         slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
         slots.handle[taken] = [sample.handle for sample in samples]
+        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
         slots.last_token_ns[taken] = [sample.last_token_ns for sample in samples]
-        slots.stop_state[taken] = [stop_state for each in settings for stop_state in each.stop_states]
+        slots.stop_state[taken] = [stop_state for each in prepared for stop_state in each.stop_states]
 
     def _stop_state(self, sample: Sample) -> int:
         automaton = sample.request.automaton

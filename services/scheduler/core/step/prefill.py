@@ -12,7 +12,7 @@ from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.future.turns import Turn
 from services.scheduler.core.life.ending import Ending
-from services.scheduler.core.life.entering import Entry, Lengths, Settings
+from services.scheduler.core.life.entry import Entry, Lengths, Prepared
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.memory.prefix_tree import PageName
 from services.scheduler.core.plan import Plan, SlotAdmissions
@@ -113,7 +113,7 @@ class Onboarding:
         chosen = self._note_overtaken(samples, admission.select(candidates.sequences, candidates.classes))
         if len(chosen) == 0:
             return self._make_room(plan, samples[0], budget, now_ns, turn)
-        return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
+        return self._enter(plan, _only(entries, chosen), candidates.lengths.take(chosen), now_ns)
 
     def gather(self, plan: Plan, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
         """Those of ``waiting`` whose prefix is ready, as many as there are slots (``room``) and tokens (``budget``)
@@ -199,7 +199,7 @@ class Onboarding:
         delay = -(-least // state.shape.max_tokens_per_step)
         sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
-        return Candidates(samples, sequences, classes, total, quantile, plan.step + end)
+        return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 
     def _begun_tokens(self) -> int:
         """Tokens that are missing of prompts that were begun."""
@@ -221,10 +221,10 @@ class Onboarding:
     def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
         budget = state.shape.max_tokens_per_step - plan.tokens
-        entries, lengths, settings = self._prepare(entries, lengths)
+        entries, lengths, prepared = self._prepare(entries, lengths)
         if not entries:
             return []
-        placed = self._lifecycle.enter(entries, settings, lengths, plan.step, now_ns)
+        placed = self._lifecycle.admit(entries, prepared, lengths, plan.step, now_ns)
         for entry, (slots, tables) in zip(entries, placed, strict=True):
             request = entry.samples[0].request
             if entry.copied_page >= 0:
@@ -253,20 +253,20 @@ class Onboarding:
         self._compute(plan, rows)
         return rows
 
-    def _prepare(self, entries: list[Entry], lengths: Lengths) -> tuple[list[Entry], Lengths, list[Settings]]:
-        """Those that can enter, and what goes into their slots."""
-        settings: list[Settings | None] = []
+    def _prepare(self, entries: list[Entry], lengths: Lengths) -> tuple[list[Entry], Lengths, list[Prepared]]:
+        """Return the entries that can be admitted, and what goes into their slots."""
+        prepared: list[Prepared | None] = []
         for entry in entries:
             try:
-                settings.append(self._lifecycle.prepare(entry))
+                prepared.append(self._lifecycle.prepare(entry))
             except Exception as error:
                 self._state.broken.setdefault(entry.samples[0].request, error)
-                settings.append(None)
-        if None in settings:
-            sound = [each is not None for each in settings]
+                prepared.append(None)
+        if None in prepared:
+            sound = [each is not None for each in prepared]
             rows = np.repeat(sound, [len(entry.samples) for entry in entries])
-            entries, lengths = list(compress(entries, sound)), Lengths(*(values[rows] for values in lengths))
-        return entries, lengths, [each for each in settings if each is not None]
+            entries, lengths = list(compress(entries, sound)), lengths.take(rows)
+        return entries, lengths, [each for each in prepared if each is not None]
 
     def _compute(self, plan: Plan, rows: Rows) -> None:
         """Schedule so many more of each slot's known tokens."""
@@ -327,12 +327,7 @@ class Candidates(NamedTuple):
     samples: list[Sample]
     sequences: Sequences
     classes: np.ndarray  # int64, of the length predictor, -1 = guaranteed
-    total: np.ndarray
-    quantile: np.ndarray
-    end_step: np.ndarray
-
-    def lengths(self, chosen: np.ndarray) -> Lengths:
-        return Lengths(self.total[chosen], self.quantile[chosen], self.end_step[chosen])
+    lengths: Lengths
 
 
 def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
