@@ -190,7 +190,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Outlook, float]:
-    request = core.state.requests.get(request_id)
+    request = core.state.queue.requests.get(request_id)
     if request is None or (key is not None and request.fairness_key != key.name):
         raise _not_there(request_id)
     return _look(core, request), core.step_s

@@ -43,8 +43,8 @@ def test_a_deadline_ends_every_sample_of_its_request(slots):
     driver.submit([3, 4, 5], n=5, max_tokens=50, deadline_ms=1000)
     for _ in range(3):
         driver.step()
-    assert driver.core.state.slots.running == min(5, slots)
+    assert driver.core.state.pool.slots.running == min(5, slots)
     driver.core.end_overdue(1000)
     driver.collect()
     assert [seen.finish.reason for seen in driver.seen.values()] == [FinishReason.DEADLINE] * 5
-    assert driver.core.state.pool.in_use == len(driver.core.state.waiting) == 0
+    assert driver.core.state.pool.pages.in_use == len(driver.core.state.queue.waiting) == 0

@@ -18,26 +18,26 @@ from tests.scheduler.core.test_histories import prompts, shapes
 
 
 def curve_of(driver: Driver) -> np.ndarray:
-    return running_curve(driver.core.state, driver.core.state.step)
+    return running_curve(driver.core.state, driver.core.state.pool.step)
 
 
 def simulate(driver: Driver, steps: int) -> list[int]:
     """Walk every running sequence forward, one token of every step, holding pages by number."""
     state = driver.core.state
-    slots, size = state.slots, state.shape.page_size
+    slots, size = state.pool.slots, state.pool.shape.page_size
     sequences = []
     lasting = set()
     for slot in np.flatnonzero(slots.active).tolist():
         length = max(int(slots.scheduled[slot]), int(slots.given[slot]))
         pages = [("held", page) for page in slots.pages(slot).tolist()]
         if slots.lent_pages[slot]:  # waiting siblings will need these, and what else of the tree they hang on
-            depth = int(state.tree.depth[slots.node[slot]])
+            depth = int(state.pool.tree.depth[slots.node[slot]])
             lasting |= set(pages[: max(depth, int(slots.lent_pages[slot]))])
-        end = max(1, int(slots.end_step[slot]) - state.step)
+        end = max(1, int(slots.end_step[slot]) - state.pool.step)
         sequences.append([length, int(slots.limit[slot]), end, int(slots.delay[slot]), pages, slot])
-    for request in state.sharing:
+    for request in state.pool.sharing:
         if request.share.ready_step:
-            lasting |= {("held", page) for page in state.tree.path(request.share.node).tolist()}
+            lasting |= {("held", page) for page in state.pool.tree.path(request.share.node).tolist()}
         if request.share.owns_last_page:
             lasting.add(("held", request.share.last_page))
     found = []
@@ -76,31 +76,31 @@ def drivers(draw):
 def test_the_curve_equals_a_naive_simulation(driver):
     curve = curve_of(driver)
     assert curve.tolist() == simulate(driver, len(curve))
-    assert curve.max() <= driver.core.state.pool.size
+    assert curve.max() <= driver.core.state.pool.pages.size
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_what_happens_follows_the_curve(driver):
     """No sample stops early. While a prompt is computed in part, the curve is a bound."""
-    driver.cancel(*[sample.handle for sample in driver.core.state.waiting])
+    driver.cancel(*[sample.handle for sample in driver.core.state.queue.waiting])
     check_curve_comes_true(driver)
 
 
 def check_curve_comes_true(driver: Driver) -> None:
     """Answers come as late as they can until nothing runs."""
     state = driver.core.state
-    exact = not state.prefilling
-    curve, begun = curve_of(driver), state.step
+    exact = not state.pool.prefilling
+    curve, begun = curve_of(driver), state.pool.step
     while driver.core.live(SINK):
-        if driver.core.plans_in_flight == state.steps_ahead:
+        if driver.core.plans_in_flight == state.queue.steps_ahead:
             driver.answer()
         if driver.plan() is None:
             driver.answer()
             continue
-        passed = state.step - begun
+        passed = state.pool.step - begun
         expected = curve[passed] if passed < len(curve) else 0
-        assert state.pool.in_use == expected if exact else state.pool.in_use <= expected
+        assert state.pool.pages.in_use == expected if exact else state.pool.pages.in_use <= expected
         if exact and driver.core.live(SINK):
             now = curve_of(driver)
             assert now.tolist() == curve[passed : passed + len(now)].tolist()
@@ -123,9 +123,9 @@ def test_what_happens_follows_the_curve_of_predicted_ends(shape, length, pauses,
         submit_stopping(driver, 20 + number, length)
         for _ in range(pause):
             driver.step()
-    while driver.core.state.waiting or driver.core.state.prefilling:
+    while driver.core.state.queue.waiting or driver.core.state.pool.prefilling:
         driver.step()
-    slots = driver.core.state.slots
+    slots = driver.core.state.pool.slots
     running = slots.running_slots()
     assert (slots.total[running] == slots.prompt[running] + length).all()
     if driver.core.live(SINK):
@@ -154,7 +154,7 @@ def test_sequences_that_end_at_different_times_share_pages_they_never_need_toget
         driver.step()
     driver.submit([4, 5], max_tokens=11)  # three pages, over before the first has eight
     driver.step()
-    assert driver.core.state.slots.running == 2
+    assert driver.core.state.pool.slots.running == 2
     driver.run()
 
 
@@ -174,7 +174,7 @@ def test_the_head_of_the_queue_is_passed_only_by_what_leaves_it_its_place():
     driver.submit([5], max_tokens=40)  # would still be there: the head would wait for it
     driver.run()
     assert admitted(driver) == ["r0", "r2", "r1", "r3"]
-    assert driver.core.state.counters.overtakes == 1
+    assert driver.core.state.queue.counters.overtakes == 1
 
 
 def test_the_head_of_the_queue_is_not_passed_for_ever(monkeypatch):
@@ -214,9 +214,9 @@ def check_admission_is_as_forecast(driver: Driver) -> None:
     while driver.core.plans_in_flight:
         driver.answer()
     state = driver.core.state
-    shares = dict(state.sharing)
+    shares = dict(state.pool.sharing)
     driver.plan()
-    if Watched.latest is not None and not state.prefilling and shares.keys() <= state.sharing.keys():
+    if Watched.latest is not None and not state.pool.prefilling and shares.keys() <= state.pool.sharing.keys():
         curve = curve_of(driver)
         expected = Watched.latest.last[: len(curve)]
         # A sample that passed another may get more of this step than the queue's order gave it, and end sooner.
@@ -262,4 +262,4 @@ def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_hol
     driver.submit([*prompt, *[51] * 5], max_tokens=27)
     driver.submit([40 + index % 10 for index in range(10)], max_tokens=14)
     driver.run()  # every plan finds the pages it needs
-    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.pool.pages.in_use == 0

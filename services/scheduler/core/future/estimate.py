@@ -26,9 +26,9 @@ class Outlook(NamedTuple):
 
 def steps_until_released(state: State, count: int) -> int:
     """Steps until so many sequences will have ended: of those that run, and as many again in the same time."""
-    active = np.flatnonzero(state.slots.active)
+    active = np.flatnonzero(state.pool.slots.active)
     rounds, rest = divmod(count - 1, len(active))
-    ends = np.sort(np.maximum(state.slots.end_step[active] - state.step, 1))
+    ends = np.sort(np.maximum(state.pool.slots.end_step[active] - state.pool.step, 1))
     return int(rounds * ends[-1] + ends[rest])
 
 
@@ -40,7 +40,7 @@ def look_ahead(state: State, subject: Request) -> Outlook:
     start, finish = _of_running(state, subject)
     queue, passed_over = _before(state, subject)
     if not queue or queue[-1].request is not subject:
-        return Outlook(start or 0, finish, running_curve(state, state.step))
+        return Outlook(start or 0, finish, running_curve(state, state.pool.step))
     placement = Placement(state)
     for sample, begins, ends in placement.place(queue, passed_over):
         if sample.request is subject:
@@ -62,7 +62,7 @@ def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
     else:
         mine = [Sample(subject, index, 0, 0) for index in range(subject.n)]
         waiting = [sample for sample in waiting if sample.request.priority <= subject.priority]
-    return waiting + mine, max(0, len(state.waiting) - _MOST_LOOKED_AT - len(mine))
+    return waiting + mine, max(0, len(state.queue.waiting) - _MOST_LOOKED_AT - len(mine))
 
 
 def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
@@ -71,7 +71,7 @@ def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
             for s in samples]  # fmt: skip
     classes, ages, limits = np.array(rows, np.int64).T
     expected: npt.NDArray[np.int64] = np.maximum(
-        np.ceil(state.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1
+        np.ceil(state.queue.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1
     )
     return expected
 
@@ -84,10 +84,10 @@ def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
         if sample.finished:
             start = 0
         elif sample.slot >= 0:
-            slots, slot = state.slots, sample.slot
+            slots, slot = state.pool.slots, sample.slot
             missing = int(slots.given[slot] - slots.scheduled[slot])
             sampled = slots.known[slot] > slots.given[slot]
-            begins = 0 if sampled else 1 + max(0, missing) // state.shape.max_tokens_per_step
+            begins = 0 if sampled else 1 + max(0, missing) // state.pool.shape.max_tokens_per_step
             start = begins if start is None else min(start, begins)
             finish = max(finish, begins + int(max(0, slots.total[slot] - slots.known[slot])))
     return start, finish
@@ -98,16 +98,18 @@ class Placement:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.pages = running_curve(state, state.step)
-        ends = np.clip((state.slots.end_step - state.step)[state.slots.active], 0, len(self.pages))
+        self.pages = running_curve(state, state.pool.step)
+        ends = np.clip((state.pool.slots.end_step - state.pool.step)[state.pool.slots.active], 0, len(self.pages))
         gone = np.cumsum(np.bincount(ends, minlength=len(self.pages) + 1))[: len(self.pages)]
-        self._slots = state.slots.running - gone
+        self._slots = state.pool.slots.running - gone
 
     def place(self, queue: list[Sample], passed_over: int = 0) -> Iterator[tuple[Sample, int, int]]:
         """``queue``, in the order of service, with the steps of each one's first token and last. ``passed_over``: so
         many are left out before those that come behind the first ones."""
-        state, shape = self._state, self._state.shape
-        prefill = sum(int(state.slots.given[slot] - state.slots.scheduled[slot]) for slot in state.prefilling)
+        state, shape = self._state, self._state.pool.shape
+        prefill = sum(
+            int(state.pool.slots.given[slot] - state.pool.slots.scheduled[slot]) for slot in state.pool.prefilling
+        )
         at, cells, placed = 0, 0, 0
         lengths = _expected(state, queue)
         for index, (sample, length) in enumerate(zip(queue, lengths.tolist(), strict=True)):
@@ -131,7 +133,7 @@ class Placement:
     def _first_fit(self, at: int, needed: int, length: int) -> int:
         """First step from ``at`` from which on there is room for ``needed`` pages and a slot for good."""
         self._extend(at + length)
-        total, most = self._state.pool.size, self._state.shape.max_running
+        total, most = self._state.pool.pages.size, self._state.pool.shape.max_running
         full = np.flatnonzero((self.pages[at:] + needed > total) | (self._slots[at:] >= most))
         return at if len(full) == 0 else at + int(full[-1]) + 1
 

@@ -53,14 +53,14 @@ def look_over(state: State, most: int, now_ns: int) -> Overview:
                 continue  # it runs, too, and is behind those that are listed
             entries[request] = Entry(request, _age(request, now_ns))
         entries[request].add(begins, ends, sample.given - request.prompt_tokens)
-    return Overview([*running, *list(entries.values())[len(running) :]], len(state.requests), placement.pages)
+    return Overview([*running, *list(entries.values())[len(running) :]], len(state.queue.requests), placement.pages)
 
 
 def _running(state: State, most: int, now_ns: int) -> dict[Request, Entry]:
     """Of the requests that run those of which a sample ends first, without their waiting samples."""
-    slots, active = state.slots, state.slots.running_slots()
+    slots, active = state.pool.slots, state.pool.slots.running_slots()
     to_prefill = np.maximum(slots.given - slots.scheduled, 0)
-    begins = np.where(slots.known > slots.given, 0, 1 + to_prefill // state.shape.max_tokens_per_step)
+    begins = np.where(slots.known > slots.given, 0, 1 + to_prefill // state.pool.shape.max_tokens_per_step)
     ends = begins + np.maximum(slots.total - slots.known, 0)
     generated = slots.known - slots.prompt
     entries: dict[Request, Entry] = {}

@@ -34,14 +34,14 @@ class Prediction:
 
     def refresh(self, step: int) -> None:
         """Before the plan ``step``: new lengths for sequences that should be gone, and from time to time for all."""
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         running = slots.running_slots()
         if 0 <= step - self._refreshed < _REFRESH_STEPS:
             chosen = running[slots.end_step[running] <= step]
         else:
             chosen, self._refreshed = running, step
             ages = slots.known[running] - slots.prompt[running]
-            state.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
+            state.queue.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
             slots.looked_at[running] = ages
         if len(chosen):
             chosen = chosen[~slots.guaranteed[chosen]]
@@ -56,5 +56,5 @@ class Prediction:
 
     def _draw(self, classes: _Ints, prompts: _Ints, known: _Ints, limits: _Ints, quantiles: np.ndarray) -> _Ints:
         """Total lengths, int64; arrays beside each other, lengths in tokens."""
-        drawn = self._state.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
+        drawn = self._state.queue.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
         return np.minimum(prompts + np.minimum(drawn, limits), limits)

@@ -13,6 +13,6 @@ def pages_ahead(state: State) -> PagesAhead:
     """Empty without a worker. With 8,192 sequences it takes half a millisecond."""
     if not state.attached:
         return ()
-    running = running_sequences(state.slots, state.step)
+    running = running_sequences(state.pool.slots, state.pool.step)
     curve = forecast_running(state, running, _STEPS[-1] + 1).curve
     return tuple((steps, int(curve[steps])) for steps in _STEPS)

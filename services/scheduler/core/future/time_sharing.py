@@ -42,16 +42,18 @@ class Turns:
     def next(self) -> Turn | None:
         """Return the turn of the plan that is built now, or None for a plan with everything."""
         state = self._state
-        most = state.step_cost + state.shape.max_tokens_per_step
-        if state.apart is not None or not state.several_keys:
+        most = state.queue.step_cost + state.pool.shape.max_tokens_per_step
+        if state.queue.apart is not None or not state.several_keys:
             self._credit = most
             return None
         demands = self._demands()
-        behind, soon = state.recent.behind(demand.key for demand in demands), _SOON * state.step_cost
+        behind, soon = state.queue.recent.behind(demand.key for demand in demands), _SOON * state.queue.step_cost
         demands = [demand._replace(may=demand.left <= soon or demand.key in behind) for demand in demands]
-        whole = state.step_cost + min(sum(demand.tokens for demand in demands), state.shape.max_tokens_per_step)
-        small = _small(demands, state.step_cost, whole)
-        cost = state.step_cost + sum(demand.tokens for demand in small)
+        whole = state.queue.step_cost + min(
+            sum(demand.tokens for demand in demands), state.pool.shape.max_tokens_per_step
+        )
+        small = _small(demands, state.queue.step_cost, whole)
+        cost = state.queue.step_cost + sum(demand.tokens for demand in small)
         if not small:
             self._credit = whole
             return None
@@ -63,26 +65,28 @@ class Turns:
 
     def begin(self, turn: Turn) -> None:
         """Postpone the ends of the sequences that are held back."""
-        self._state.slots.end_step[turn.held] += 1
+        self._state.pool.slots.end_step[turn.held] += 1
 
     def undo(self, turn: Turn) -> None:
         """Take ``begin`` back: the plan would have been empty."""
-        self._state.slots.end_step[turn.held] -= 1
+        self._state.pool.slots.end_step[turn.held] -= 1
 
     def _demands(self) -> list["_Demand"]:
         """Return what each key could compute now."""
-        state, slots = self._state, self._state.slots
-        running, most = slots.running_slots(), state.shape.max_tokens_per_step
-        tokens = np.bincount(slots.key[running], weights=_wanted(state, running), minlength=state.running_keys.size)
+        state, slots = self._state, self._state.pool.slots
+        running, most = slots.running_slots(), state.pool.shape.max_tokens_per_step
+        tokens = np.bincount(
+            slots.key[running], weights=_wanted(state, running), minlength=state.pool.running_keys.size
+        )
         left = np.bincount(slots.key[running], weights=np.maximum(slots.total - slots.scheduled, 0)[running],
                            minlength=len(tokens))  # fmt: skip
         priorities = np.full(len(tokens), 127)
         np.minimum.at(priorities, slots.key[running], slots.priority[running])
         found = {
             key: _Demand(key, int(priorities[number]), int(tokens[number]), number, int(left[number]))
-            for key, number in state.running_keys.items()
+            for key, number in state.pool.running_keys.items()
         }
-        for priority, key, given in state.waiting.flows():
+        for priority, key, given in state.queue.waiting.flows():
             known = found.get(key) or _Demand(key, int(priority), 0, -1, 0)
             found[key] = known._replace(
                 priority=min(known.priority, int(priority)),
@@ -93,8 +97,8 @@ class Turns:
 
     def _hold(self, demands: list["_Demand"], small: list["_Demand"]) -> np.ndarray | None:
         """Return which slots are held back, bool ``[slots]``; None if the pool does not allow it."""
-        state, slots = self._state, self._state.slots
-        others = np.ones(state.running_keys.size, bool)
+        state, slots = self._state, self._state.pool.slots
+        others = np.ones(state.pool.running_keys.size, bool)
         others[[demand.number for demand in small if demand.number >= 0]] = False
         running = slots.running_slots()
         # Of a higher class than the small demands nothing is held back.
@@ -106,11 +110,11 @@ class Turns:
 
     def _fits(self, running: np.ndarray, held: np.ndarray) -> bool:
         """Return whether the pool holds everything that runs if the ``held`` of ``running`` are a step later."""
-        state, slots, pool = self._state, self._state.slots, self._state.pool
+        state, slots, pool = self._state, self._state.pool.slots, self._state.pool.pages
         most = -(-(slots.limit[running] - 1) // pool.page_size)
         if pool.in_use + int(np.maximum(most - slots.page_count[running], 0).sum()) <= pool.size:
             return True
-        sequences = running_sequences(slots, state.step)
+        sequences = running_sequences(slots, state.pool.step)
         later = sequences._replace(end=sequences.end + held, delay=sequences.delay + held)
         return bool(forecast_running(state, later, int(later.end.max(initial=0)) + 1).curve.max() <= pool.size)
 
@@ -128,7 +132,7 @@ class _Demand(NamedTuple):
 
 def _wanted(state: State, running: np.ndarray) -> np.ndarray:
     """Return the tokens that sequences could compute next, int64 beside ``running``."""
-    slots = state.slots
+    slots = state.pool.slots
     missing = np.maximum(slots.given[running] - slots.scheduled[running], 0)
     decodes = (missing == 0) & (slots.scheduled[running] < slots.limit[running] - 1)
     wanted: np.ndarray = missing + decodes

@@ -19,7 +19,7 @@ def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
     Only predicted sequences; of lower classes before higher ones, of equal work the latest come. Work is the tokens
     that only this sequence has computed.
     """
-    slots, tree = state.slots, state.tree
+    slots, tree = state.pool.slots, state.pool.tree
     eligible: npt.NDArray[np.int64] = np.flatnonzero(slots.active & ~slots.guaranteed)
     alone = slots.page_count[eligible] - _shared_pages(tree, slots.node[eligible])
     eligible, alone = eligible[alone > 0], alone[alone > 0]
@@ -30,9 +30,9 @@ def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
 
 def by_work(state: State, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The order in which the slots ``chosen`` are given up: int64 indices into them."""
-    slots = state.slots
-    shared = _shared_pages(state.tree, slots.node[chosen])
-    work = np.maximum(slots.scheduled[chosen] - shared * state.shape.page_size, 0)
+    slots = state.pool.slots
+    shared = _shared_pages(state.pool.tree, slots.node[chosen])
+    work = np.maximum(slots.scheduled[chosen] - shared * state.pool.shape.page_size, 0)
     return np.lexsort((-slots.admitted_step[chosen], work, -slots.priority[chosen]))
 
 
@@ -47,7 +47,7 @@ def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray
 def may_yield(state: State, samples: Sequence[Sample]) -> list[bool]:
     """Return whether each of ``samples``, which left the queue to run, makes way for higher classes."""
     found = []
-    before_ns = state.waiting.overdue_before(Priority.LOW)
+    before_ns = state.queue.waiting.overdue_before(Priority.LOW)
     left = -1  # slots for samples of class low that do not
     for sample in samples:
         yields = sample.request.priority == Priority.LOW and not sample.request.guaranteed
@@ -73,8 +73,8 @@ def without_overdue(state: State, low: np.ndarray) -> np.ndarray:
     Sequences that would be overdue in the queue would only take their slots back. The oldest of them no longer make way
     from here on, as many as the share of class ``low`` allows.
     """
-    slots, left = state.slots, state.low_share - _steadfast(state)
-    before_ns = state.waiting.overdue_before(Priority.LOW)
+    slots, left = state.pool.slots, state.low_share - _steadfast(state)
+    before_ns = state.queue.waiting.overdue_before(Priority.LOW)
     if left <= 0 or before_ns is None:
         return low
     overdue = low[slots.accepted_ns[low] < before_ns]
@@ -85,6 +85,6 @@ def without_overdue(state: State, low: np.ndarray) -> np.ndarray:
 
 def _steadfast(state: State) -> int:
     """Return the number of running sequences of class low that do not make way."""
-    slots = state.slots
+    slots = state.pool.slots
     running = slots.running_slots()
     return int(np.count_nonzero((slots.priority[running] == Priority.LOW) & ~slots.yields[running]))

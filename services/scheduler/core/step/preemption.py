@@ -40,31 +40,31 @@ class Yielding:
         """Preempt for waiting samples, before anything of ``plan`` is decided. As few sequences yield as possible, and
         none where it would not help."""
         self._make_way_for_classes(plan)
-        self._state.first = []
-        if self._state.apart is None and self._state.waiting and self._state.several_keys:
+        self._state.queue.first = []
+        if self._state.queue.apart is None and self._state.queue.waiting and self._state.several_keys:
             self._make_way_for_keys(plan)
 
     def _make_way_for_keys(self, plan: Plan) -> None:
         """Preempt sequences of keys that have more than their fair share, for keys that are next and have little."""
-        state, slots, keys = self._state, self._state.slots, self._state.running_keys
-        active = {key for _, key, _ in state.waiting.flows()}.union(key for key, _ in keys.items())
-        fair = max(1, state.shape.max_running // len(active))
-        most = max(1, min(fair, state.shape.max_running // _KEY_SHARE))
-        short = self._short_of_slots(most, state.recent.behind(active))
+        state, slots, keys = self._state, self._state.pool.slots, self._state.pool.running_keys
+        active = {key for _, key, _ in state.queue.waiting.flows()}.union(key for key, _ in keys.items())
+        fair = max(1, state.pool.shape.max_running // len(active))
+        most = max(1, min(fair, state.pool.shape.max_running // _KEY_SHARE))
+        short = self._short_of_slots(most, state.queue.recent.behind(active))
         running = slots.running_slots()
         if not short or not len(running):
             return
         count = np.bincount(slots.key[running], minlength=keys.size)
         pages = np.bincount(slots.key[running], weights=slots.page_count[running], minlength=keys.size)
-        ahead = (count > fair) | (pages * len(active) > state.pool.size)
+        ahead = (count > fair) | (pages * len(active) > state.pool.pages.size)
         for sample in short:
             if (number := keys.number(sample.request.fairness_key)) is not None:
                 ahead[number] = False
         may = ahead[slots.key[running]] & ~slots.guaranteed[running]
         may &= slots.known[running] >= slots.firm_until[running]
         others = running[may & (slots.priority[running] >= short[0].request.priority)]
-        budget = max(1, state.shape.max_tokens_per_step - len(slots.decoding()))
-        free = state.shape.max_running - slots.running
+        budget = max(1, state.pool.shape.max_tokens_per_step - len(slots.decoding()))
+        free = state.pool.shape.max_running - slots.running
         entries = self._onboarding.gather(plan, short, budget, min(len(short), free + len(others)))
         if not entries:
             return
@@ -72,7 +72,7 @@ class Yielding:
         order = order[np.lexsort((-count[slots.key[order]], -slots.priority[order]))]
         candidates = self._onboarding.candidates(plan, entries, budget)
         self._lifecycle.give_way(order[: self._fewest(plan, order, 0, free, candidates)], to_key=True)
-        state.first = candidates.samples
+        state.queue.first = candidates.samples
 
     def _short_of_slots(self, most: int, behind: set[str]) -> list[Sample]:
         """Return the samples that are next, all of one class, as long as their keys are ``behind`` the others and have
@@ -81,7 +81,7 @@ class Yielding:
         taken: dict[str, int] = {}
         for sample in self._state.in_order(most * _MOST_SHORT_KEYS):
             key = sample.request.fairness_key
-            taken[key] = taken.get(key, self._state.running_keys.running(key)) + 1
+            taken[key] = taken.get(key, self._state.pool.running_keys.running(key)) + 1
             if (
                 key not in behind
                 or taken[key] > most
@@ -93,8 +93,8 @@ class Yielding:
 
     def _make_way_for_classes(self, plan: Plan) -> None:
         """Preempt sequences of class ``low`` for samples that wait above them."""
-        state, slots = self._state, self._state.slots
-        highest = state.waiting.highest
+        state, slots = self._state, self._state.pool.slots
+        highest = state.queue.waiting.highest
         if highest is None or highest >= Priority.LOW:
             return
         running = slots.running_slots()
@@ -106,7 +106,7 @@ class Yielding:
         budget, blocking = self._budget(low)
         waiting = state.in_order(MOST_ADMISSIONS)
         above = [sample for sample in waiting if sample.request.priority < Priority.LOW]
-        free = state.shape.max_running - slots.running
+        free = state.pool.shape.max_running - slots.running
         entries = self._onboarding.gather(plan, above, budget, min(MOST_ADMISSIONS, free + len(low)))
         if entries:
             candidates = self._onboarding.candidates(plan, entries, budget)
@@ -116,16 +116,16 @@ class Yielding:
 
     def _let_go_of_prompts(self) -> None:
         """Those held for waiting samples of class low: the next plan may do with their pages."""
-        held = [request for request in self._state.sharing if request.priority == Priority.LOW]
+        held = [request for request in self._state.pool.sharing if request.priority == Priority.LOW]
         for request in held:
             self._lifecycle.shares.end(request)
 
     def _budget(self, low: np.ndarray) -> tuple[int, np.ndarray]:
         """Tokens that ``plan`` has for prompts not begun; and those of ``low`` whose own prompt would take all of them,
         int64: it is computed later."""
-        state, slots = self._state, self._state.slots
-        budget = state.shape.max_tokens_per_step - len(slots.decoding())
-        begun = np.array(state.prefilling, np.int64)
+        state, slots = self._state, self._state.pool.slots
+        budget = state.pool.shape.max_tokens_per_step - len(slots.decoding())
+        begun = np.array(state.pool.prefilling, np.int64)
         rest = int((slots.given[begun] - slots.scheduled[begun]).sum())
         if rest < budget:
             return budget - rest, begun[:0]

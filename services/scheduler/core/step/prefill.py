@@ -46,8 +46,8 @@ class Onboarding:
 
     def continue_prefill(self, plan: Plan, budget: int, turn: Turn | None = None) -> Rows:
         """Compute the next chunks of prompts that were begun."""
-        slots, rows = self._state.slots, []
-        for slot in self._state.prefilling:
+        slots, rows = self._state.pool.slots, []
+        for slot in self._state.pool.prefilling:
             if budget == 0:
                 break
             if turn is not None and turn.held[slot]:
@@ -63,12 +63,12 @@ class Onboarding:
         Each key gets the same part of ``budget``, or what it needs if that is less. What one does not use is for the
         others.
         """
-        state, slots = self._state, self._state.slots
-        begun = [slot for slot in state.prefilling if turn is None or not turn.held[slot]]
+        state, slots = self._state, self._state.pool.slots
+        begun = [slot for slot in state.pool.prefilling if turn is None or not turn.held[slot]]
         keys = {slot: slots.samples[slot].request.fairness_key for slot in begun}
         missing = {slot: int(slots.given[slot] - slots.scheduled[slot]) for slot in begun}
         wanted = {keys[slot]: missing[slot] for slot in begun}
-        for _, key, given in state.waiting.flows():
+        for _, key, given in state.queue.waiting.flows():
             if turn is None or key in turn.keys:
                 wanted[key] = wanted.get(key, 0) + given
         parts = _fair_parts(wanted, budget)
@@ -95,14 +95,14 @@ class Onboarding:
         that leave it its place in the forecast, a limited number of times.
         """
         state = self._state
-        if budget == 0 or not state.waiting or state.slots.running == state.shape.max_running:
+        if budget == 0 or not state.queue.waiting or state.pool.slots.running == state.pool.shape.max_running:
             return []
-        room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
+        room = min(MOST_ADMISSIONS, state.pool.shape.max_running - state.pool.slots.running)
         waiting = state.in_order(2 * MOST_ADMISSIONS)
         if turn is not None:
             waiting = [sample for sample in waiting if sample.request.fairness_key in turn.keys]
-        if state.prefilling:  # the next prompt of a key begins behind the one before
-            keys = {state.slots.samples[slot].request.fairness_key for slot in state.prefilling}
+        if state.pool.prefilling:  # the next prompt of a key begins behind the one before
+            keys = {state.pool.slots.samples[slot].request.fairness_key for slot in state.pool.prefilling}
             waiting = [sample for sample in waiting if sample.request.fairness_key not in keys]
         entries = self.gather(plan, waiting, budget, room)
         if not entries:
@@ -141,7 +141,7 @@ class Onboarding:
             try:
                 entry = self._entry(plan, sample, claimed)
             except Exception as error:
-                self._state.broken.setdefault(request, error)
+                self._state.queue.broken.setdefault(request, error)
                 entry = None
             if entry is None:
                 later.add(request)
@@ -157,7 +157,7 @@ class Onboarding:
 
     def _entry(self, plan: Plan, sample: Sample, claimed: set[PageName]) -> Entry | None:
         """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
-        state, request, size = self._state, sample.request, self._state.shape.page_size
+        state, request, size = self._state, sample.request, self._state.pool.shape.page_size
         share, tokens = request.share, sample.tokens
         alone = _carries(sample) + 4 * -(-len(tokens) // size)
         if alone > _MOST_ALONE:
@@ -168,14 +168,14 @@ class Onboarding:
             return Entry([sample], tokens, len(tokens) - 1, share.node, share.last_page, shared=True)
         # The page of the last token is never taken from the tree: that token is computed, to sample behind it.
         most = (request.scored if request.unscored else len(tokens) - 1) // size
-        node, early = state.tree.match(tokens, request.salt, most, plan.step)
+        node, early = state.pool.tree.match(tokens, request.salt, most, plan.step)
         if early:
             return None
-        at = int(state.tree.depth[node])
+        at = int(state.pool.tree.depth[node])
         leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
         # A leader keeps the page of its last token: its siblings copy it.
         if at < (len(tokens) - leads) // size:
-            key = state.tree.key(tokens, request.salt, node, at)
+            key = state.pool.tree.key(tokens, request.salt, node, at)
             if key in claimed and at < most:
                 return None
             claimed.add(key)
@@ -183,7 +183,7 @@ class Onboarding:
 
     def candidates(self, plan: Plan, entries: list[Entry], budget: int) -> "Candidates":
         """The samples of ``entries`` as the forecast sees them, let in by ``plan``, which has ``budget`` tokens."""
-        state, size = self._state, self._state.shape.page_size
+        state, size = self._state, self._state.pool.shape.page_size
         samples = [sample for entry in entries for sample in entry.samples]
         counts = [len(entry.samples) for entry in entries]
         rows = [(len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size)) for entry in entries]
@@ -194,33 +194,33 @@ class Onboarding:
         rest[rest > 0] += self._begun_tokens()  # prompts of other keys are computed beside it
         total, quantile = self._prediction.totals(samples)
         limit = np.array([sample.request.limit for sample in samples], np.int64)
-        slowest = max(1, state.shape.max_tokens_per_step - state.slots.running - len(samples))
-        end = -(-rest // slowest) + total - 1 - given + state.steps_ahead
-        delay = -(-least // state.shape.max_tokens_per_step)
+        slowest = max(1, state.pool.shape.max_tokens_per_step - state.pool.slots.running - len(samples))
+        end = -(-rest // slowest) + total - 1 - given + state.queue.steps_ahead
+        delay = -(-least // state.pool.shape.max_tokens_per_step)
         sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
         return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 
     def _begun_tokens(self) -> int:
         """Tokens that are missing of prompts that were begun."""
-        slots, begun = self._state.slots, self._state.prefilling
+        slots, begun = self._state.pool.slots, self._state.pool.prefilling
         return int((slots.given[begun] - slots.scheduled[begun]).sum()) if begun else 0
 
     def _expect_delay(self, plan: Plan, candidates: "Candidates") -> None:
         """Set the latest ends of prompts that were begun, as they are if all ``candidates`` are computed before."""
-        state, slots = self._state, self._state.slots
-        if not state.prefilling:
+        state, slots = self._state, self._state.pool.slots
+        if not state.pool.prefilling:
             return
-        begun = np.array(state.prefilling, np.int64)
+        begun = np.array(state.pool.prefilling, np.int64)
         length, count = candidates.sequences.length, len(candidates.samples)
-        slowest = max(1, state.shape.max_tokens_per_step - slots.running - count)
+        slowest = max(1, state.pool.shape.max_tokens_per_step - slots.running - count)
         prefill = -(-(self._begun_tokens() + int(length.sum())) // slowest)
-        end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.steps_ahead
+        end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.queue.steps_ahead
         slots.end_step[begun] = np.maximum(slots.end_step[begun], end)
 
     def _enter(self, plan: Plan, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
-        budget = state.shape.max_tokens_per_step - plan.tokens
+        budget = state.pool.shape.max_tokens_per_step - plan.tokens
         entries, lengths, prepared = self._prepare(entries, lengths)
         if not entries:
             return []
@@ -228,7 +228,7 @@ class Onboarding:
         for entry, (slots, tables) in zip(entries, placed, strict=True):
             request = entry.samples[0].request
             if entry.copied_page >= 0:
-                whole = int(state.tree.depth[entry.node])
+                whole = int(state.pool.tree.depth[entry.node])
                 plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
             plan.admissions.append(
@@ -260,7 +260,7 @@ class Onboarding:
             try:
                 prepared.append(self._lifecycle.prepare(entry))
             except Exception as error:
-                self._state.broken.setdefault(entry.samples[0].request, error)
+                self._state.queue.broken.setdefault(entry.samples[0].request, error)
                 prepared.append(None)
         if None in prepared:
             sound = [each is not None for each in prepared]
@@ -272,7 +272,7 @@ class Onboarding:
         """Schedule so many more of each slot's known tokens."""
         if not rows:
             return
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         chosen, counts = np.array(rows, np.int64).T
         total = int(counts.sum())
         plan.tokens, plan.prefill_tokens = plan.tokens + total, plan.prefill_tokens + total
@@ -281,12 +281,16 @@ class Onboarding:
         findable = slots.scheduled[chosen] - (slots.lent_pages[chosen] > 0)
         self._lifecycle.register_pages(chosen, findable, ready_step=plan.step + 1)
         missing = slots.given[chosen] - slots.scheduled[chosen]
-        slots.delay[chosen] = -(-missing // state.shape.max_tokens_per_step)
-        state.prefilling = [slot for slot in state.prefilling if slot not in chosen] + chosen[missing > 0].tolist()
+        slots.delay[chosen] = -(-missing // state.pool.shape.max_tokens_per_step)
+        state.pool.prefilling = [slot for slot in state.pool.prefilling if slot not in chosen] + chosen[
+            missing > 0
+        ].tolist()
         complete = chosen[missing == 0]
         if len(complete):  # now their ends are exact
             decoding = slots.total[complete] - 1 - slots.given[complete]
-            slots.end_step[complete] = plan.step + decoding + state.steps_ahead  # the last result comes that much later
+            slots.end_step[complete] = (
+                plan.step + decoding + state.queue.steps_ahead
+            )  # the last result comes that much later
             plan.sampling.append(complete)
         for slot in complete[slots.lent_pages[complete] > 0].tolist():
             self._lifecycle.shares.ready(slots.samples[slot], plan.step)
@@ -302,15 +306,15 @@ class Onboarding:
         if passed.overtaken >= _MOST_OVERTAKEN:
             return chosen[:first]
         passed.overtaken += len(chosen) - first
-        self._state.counters.overtakes += len(chosen) - first
+        self._state.queue.counters.overtakes += len(chosen) - first
         return chosen
 
     def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int, turn: Turn | None) -> Rows:
         """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with
         nothing running its own is too. A sample that does not fit even then ends with an error, never with a hang."""
         state = self._state
-        idle = state.slots.running == 0
-        let_go = [request for request in state.sharing if idle or request is not head.request]
+        idle = state.pool.slots.running == 0
+        let_go = [request for request in state.pool.sharing if idle or request is not head.request]
         for request in let_go:
             self._lifecycle.shares.end(request)
         if not idle:
