@@ -72,7 +72,7 @@ class Plan:
     hydragen_groups: int = 0
     hydragen_rows: int = 0
     micro_batches: int = 1
-    postponed: bool = False  # onboarding waits for a later plan
+    postponed: bool = False  # admissions wait for a later plan
 
 
 class Scored(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 
 from services.common.errors import Cancelled, Internal, Unavailable
 from services.scheduler.core.future.admission import Admission
-from services.scheduler.core.future.ahead import PagesAhead
 from services.scheduler.core.future.prediction import Prediction
+from services.scheduler.core.future.summary import PageForecast
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -22,10 +22,10 @@ from services.scheduler.core.request import FinishReason, Request, Sample, Worke
 from services.scheduler.core.state import State
 from services.scheduler.core.step.answers import check_answer
 from services.scheduler.core.step.load import Load, read_load
-from services.scheduler.core.step.onboarding import Onboarding
 from services.scheduler.core.step.planner import Planner
+from services.scheduler.core.step.preemption import Preemption
+from services.scheduler.core.step.prefill import Prefill
 from services.scheduler.core.step.results import Results
-from services.scheduler.core.step.yielding import Yielding
 
 
 class _Pending(NamedTuple):
@@ -66,9 +66,9 @@ class Scheduler:
         state = self.state
         state.attach(shape)
         prediction = Prediction(state)
-        onboarding = Onboarding(state, self._lifecycle, prediction, self._admission)
-        yielding = Yielding(state, self._lifecycle, onboarding, self._admission)
-        self._planner = Planner(state, self._lifecycle, onboarding, prediction, yielding)
+        prefill = Prefill(state, self._lifecycle, prediction, self._admission)
+        preemption = Preemption(state, self._lifecycle, prefill, self._admission)
+        self._planner = Planner(state, self._lifecycle, prefill, prediction, preemption)
         self._results = Results(state, self._lifecycle)
         for sample in list(state.queue.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
@@ -195,7 +195,7 @@ class Scheduler:
         whoever has nobody to wait for has room, or ends."""
         return self.state.attached and bool(self.state.queue.requests) and not self._pending
 
-    def look_ahead(self, plans: int) -> None:
+    def set_steps_ahead(self, plans: int) -> None:
         """Let ``plans`` be in flight from now on, if that is safe.
 
         Forecasts count on everything being released so many plans behind its last one. More of them keep pages longer
@@ -220,7 +220,7 @@ class Scheduler:
             return None
         plan, more = None, True
         while plan is None and more:
-            if self.state.queue.apart is not None:  # one plan at a time: a worker that is lost is lost in this one
+            if self.state.queue.on_trial is not None:  # one plan at a time: a worker that is lost is lost in this one
                 if self._pending:
                     return None
                 self._quarantine.proceed()
@@ -256,7 +256,7 @@ class Scheduler:
                 live.pop(finish.handle, None)
         return news
 
-    def load(self, *, not_ready_reason: str, forecast: PagesAhead = ()) -> Load:
+    def load(self, *, not_ready_reason: str, forecast: PageForecast = ()) -> Load:
         """``not_ready_reason``: empty when it is ready."""
         return read_load(
             self.state,

@@ -28,7 +28,7 @@ class Queue:
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, policy: Policy) -> None:
         self.waiting = WaitingQueue(int(policy.ageing_s * 1e9))
         self.first: list[Sample] = []  # waiting samples that others were preempted for: next in the order of service
-        self.apart: list[Sample] | None = None  # on trial: no other sample runs now; owned by the quarantine
+        self.on_trial: list[Sample] | None = None  # on trial: no other sample runs now; owned by the quarantine
         self.requests: dict[str, Request] = {}  # unfinished ones, by id
         self.broken: dict[Request, Exception] = {}  # requests in which an error occurred; ended before the next plan
         self.failures: dict[str, Exception] = {}  # errors by id of the ended request, for the log
@@ -91,8 +91,8 @@ class State:
         while its sequences run, it does not starve. During a trial only the samples on trial are returned.
         """
         queue, slots = self.queue, self.pool.slots
-        if queue.apart is not None:
-            return [sample for sample in queue.apart if sample.slot < 0 and not sample.finished][:most]
+        if queue.on_trial is not None:
+            return [sample for sample in queue.on_trial if sample.slot < 0 and not sample.finished][:most]
         low = self.low_share - int(np.count_nonzero(slots.priority[slots.running_slots()] == Priority.LOW))
         order = queue.waiting.candidates(most, max(low, 0))
         if not queue.first:

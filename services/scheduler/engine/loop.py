@@ -9,7 +9,7 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import TokaError
-from services.scheduler.core.future.ahead import PagesAhead, pages_ahead
+from services.scheduler.core.future.summary import PageForecast, forecast_pages
 from services.scheduler.core.plan import Plan, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
@@ -70,7 +70,7 @@ class EngineLoop:
         self._stall = Stall(step_deadline_s)
         self._stats = Stats(stats_report_seconds, time.monotonic(), statsd)
         self._stages = Stages(core.state.queue.counters)
-        self._forecast: PagesAhead = ()
+        self._forecast: PageForecast = ()
         self._pace = Pace()
         self._ahead = (1, 1)  # plans in flight: at least, at most
         self._shared_until = 0.0  # keys shared the worker a while ago: plans are sent late, so that requests are early
@@ -185,7 +185,7 @@ class EngineLoop:
             state.queue.step_cost = pace.times.step_cost or state.queue.step_cost
             ahead = pace.plans_ahead(state.queue.steps_ahead, *self._ahead)
             if ahead != state.queue.steps_ahead:
-                core.look_ahead(ahead)
+                core.set_steps_ahead(ahead)
         while self._stream is not None:
             begun, waiting = time.monotonic(), bool(state.queue.waiting)
             if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(begun)):
@@ -306,7 +306,7 @@ class EngineLoop:
 
     def load(self) -> Load:
         if bool(self._forecast) != self._core.state.attached:  # the worker has come, or gone
-            self._forecast = pages_ahead(self._core.state)
+            self._forecast = forecast_pages(self._core.state)
         return self._core.load(not_ready_reason=self.not_ready_reason, forecast=self._forecast)
 
     def _busy(self) -> bool:
@@ -319,7 +319,7 @@ class EngineLoop:
         if self._stats.load_is_due(now):
             state = self._core.state
             if self._stats.forecast_is_due(now, running=state.attached and state.pool.slots.running > 0):
-                self._forecast = pages_ahead(state)
+                self._forecast = forecast_pages(state)
             self._news.append((None, self.load()))
         if self._stats.line_is_due(now) and self._busy():
             self._stats.log(self.load(), now, self._core.step_s, self._core.state.queue.steps_ahead)

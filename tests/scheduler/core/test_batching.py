@@ -60,7 +60,7 @@ def test_groups_that_would_not_pay_are_not_made():
     assert driver.core.state.queue.counters.hydragen_rows == 0
 
 
-def test_a_hurried_plan_leaves_onboarding_to_a_later_one_but_not_for_ever():
+def test_a_hurried_plan_leaves_admissions_to_a_later_one_but_not_for_ever():
     driver = Driver(SHAPE)
     driver.submit(FIRST, max_tokens=60)
     driver.step()

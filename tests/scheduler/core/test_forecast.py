@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.scheduler.core.future.admission import Admission, _first_gap, running_curve
 from services.scheduler.core.request import AdmissionMode
-from services.scheduler.core.step import onboarding
+from services.scheduler.core.step import prefill
 from tests.fakes.model import FakeShape, continuation
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
@@ -178,7 +178,7 @@ def test_the_head_of_the_queue_is_passed_only_by_what_leaves_it_its_place():
 
 
 def test_the_head_of_the_queue_is_not_passed_for_ever(monkeypatch):
-    monkeypatch.setattr(onboarding, "_MOST_OVERTAKEN", 3)
+    monkeypatch.setattr(prefill, "_MOST_OVERTAKEN", 3)
     driver = Driver(SMALL)
     driver.submit([2] * 8, max_tokens=20)
     driver.submit([3] * 20, max_tokens=20)
@@ -209,7 +209,7 @@ class Watched(Admission):
 
 def check_admission_is_as_forecast(driver: Driver) -> None:
     """Build a plan: the curve behind it is the one that admission saw with what it let in."""
-    driver.core._planner._onboarding._admission = Watched
+    driver.core._planner._prefill._admission = Watched
     Watched.latest = None
     while driver.core.plans_in_flight:
         driver.answer()

@@ -92,7 +92,7 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
             case ("cancel", handle):
                 driver.cancel(handle)
             case ("ahead", plans):
-                driver.core.look_ahead(plans)
+                driver.core.set_steps_ahead(plans)
             case "plan":
                 driver.plan()
             case "hurry":

@@ -13,7 +13,7 @@ from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.queue.lengths import LengthPredictor
 from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import AdmissionMode, FinishReason, SamplingSettings
-from services.scheduler.core.step.onboarding import Onboarding
+from services.scheduler.core.step.prefill import Prefill
 from services.scheduler.core.step.results import Results
 from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
@@ -60,7 +60,7 @@ def _is_of_bad(automaton) -> bool:
 
 # Where, and whether it is about the bad request.
 POINTS = {
-    "looked up": (Onboarding, "_entry", lambda self, plan, sample, claimed: _is_bad(sample.request)),
+    "looked up": (Prefill, "_entry", lambda self, plan, sample, claimed: _is_bad(sample.request)),
     "matched": (PrefixTree, "match", lambda self, tokens, salt, *_: salt == "bad"),
     "its pages found": (PrefixTree, "extend", lambda self, node, tokens, salt, *_: salt == "bad"),
     "entered": (Lifecycle, "_stop_state", lambda self, sample: _is_bad(sample.request)),

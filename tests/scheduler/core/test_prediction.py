@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.life.preemption import choose_victims
+from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
@@ -176,7 +176,7 @@ def test_a_wider_margin_leaves_more_pages_free(margin):
     for number in range(32):
         driver.submit([2 + number] * 7, max_tokens=100, stop_token_ids=EARLY)
     driver.plan()
-    admission = driver.core._planner._onboarding._admission(driver.core.state, driver.core.state.pool.step)
+    admission = driver.core._planner._prefill._admission(driver.core.state, driver.core.state.pool.step)
     limit = admission._limit(np.zeros(0, np.int64))
     assert limit == SHAPE.page_count if margin == 0 else limit < SHAPE.page_count
     driver.run()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
-from services.scheduler.core.future import outlook
+from services.scheduler.core.future import estimate
 from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.plan import Failure, Result, WrongAnswer
 from services.scheduler.core.policy import Policy
@@ -326,15 +326,15 @@ def test_a_sequence_the_worker_cannot_compute_ends_alone():
 
 def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monkeypatch):
     looked = []
-    first_fit = outlook.Placement._first_fit
+    first_fit = estimate.Placement._first_fit
     monkeypatch.setattr(
-        outlook.Placement,
+        estimate.Placement,
         "_first_fit",
         lambda self, *parts: looked.append(len(self.pages)) or first_fit(self, *parts),
     )
-    monkeypatch.setattr(outlook, "_MOST_CELLS", 5000)
+    monkeypatch.setattr(estimate, "_MOST_CELLS", 5000)
     driver = Driver(SHAPE)
     handles = [driver.submit(PROMPT, max_tokens=200) for _ in range(300)]
-    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]])
+    last = estimate.estimate(driver.core.state, driver.requests[handles[-1]])
     assert sum(looked) < 10_000
     assert last.finish > last.start > 0

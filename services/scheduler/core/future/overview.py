@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.future.outlook import Placement
+from services.scheduler.core.future.estimate import Placement
 from services.scheduler.core.request import Request
 from services.scheduler.core.state import State
 

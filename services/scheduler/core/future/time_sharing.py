@@ -4,7 +4,7 @@ A step lasts as long as all of its tokens need. A key that computes one token in
 prompts of another key, though it uses less than its share. So while some keys want much less of a step than others,
 most plans hold the others back: their sequences keep slots and pages, and compute nothing. Both sides get the same
 time: a plan with everything in it earns the time that plans of the small demands spend afterwards. A plan costs its
-tokens and the fixed cost of a step, ``State.step_cost``.
+tokens and the fixed cost of a step, ``Queue.step_cost``.
 
 Steps with few tokens use the device badly. So a key has steps of its own only if it was served less than half of its
 fair share lately, or if it is through in a moment: busy keys whose demands go up and down share full steps.
@@ -25,25 +25,25 @@ _SHORTER = 1.5  # a step that is not shorter by this factor is not worth a plan
 _SOON = 2.0  # a key whose work is at most this multiple of a step's fixed cost is through in a moment
 
 
-class Turn(NamedTuple):
-    """A plan for some keys only."""
+class TimeSlice(NamedTuple):
+    """Which keys a plan computes tokens for."""
 
     keys: frozenset[str]  # whose waiting samples may be admitted
     held: np.ndarray  # bool ``[slots]``: they compute nothing in this plan
 
 
-class Turns:
-    """Owned by the core, for as long as one worker lives."""
+class TimeSharing:
+    """Chooses which keys a plan serves. Owned by the core, for as long as one worker is attached."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._credit = 0.0  # what plans with everything cost that small demands have not spent since
 
-    def next(self) -> Turn | None:
-        """Return the turn of the plan that is built now, or None for a plan with everything."""
+    def next(self) -> TimeSlice | None:
+        """Return which keys the plan that is built now serves, or None for all keys."""
         state = self._state
         most = state.queue.step_cost + state.pool.shape.max_tokens_per_step
-        if state.queue.apart is not None or not state.several_keys:
+        if state.queue.on_trial is not None or not state.several_keys:
             self._credit = most
             return None
         demands = self._demands()
@@ -61,15 +61,15 @@ class Turns:
             self._credit = min(self._credit + whole, most)
             return None
         self._credit -= cost
-        return Turn(frozenset(demand.key for demand in small), held)
+        return TimeSlice(frozenset(demand.key for demand in small), held)
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, time_slice: TimeSlice) -> None:
         """Postpone the ends of the sequences that are held back."""
-        self._state.pool.slots.end_step[turn.held] += 1
+        self._state.pool.slots.end_step[time_slice.held] += 1
 
-    def undo(self, turn: Turn) -> None:
+    def undo(self, time_slice: TimeSlice) -> None:
         """Take ``begin`` back: the plan would have been empty."""
-        self._state.pool.slots.end_step[turn.held] -= 1
+        self._state.pool.slots.end_step[time_slice.held] -= 1
 
     def _demands(self) -> list["_Demand"]:
         """Return what each key could compute now."""

@@ -5,7 +5,7 @@ from itertools import count
 import numpy as np
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
-from services.scheduler.core.future.outlook import steps_until_released
+from services.scheduler.core.future.estimate import steps_until_released
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import (
     AdmissionMode,

@@ -8,8 +8,8 @@ import numpy.typing as npt
 from services.common.errors import Internal
 from services.scheduler.core.life.ending import Ending, finish_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared, SlotColumns
-from services.scheduler.core.life.preemption import firm_until, may_yield
 from services.scheduler.core.life.sharing import Sharing
+from services.scheduler.core.life.victims import firm_until, may_yield
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.state import State
 
@@ -187,22 +187,22 @@ class Lifecycle:
         state.queue.outbox.finish(request.sink, finish)
 
     def preempt(self, victims: np.ndarray) -> None:
-        """Running samples give their pages up, since a prediction was wrong."""
+        """Preempt sequences whose pages are needed because a prediction was wrong."""
         for sample in self._state.pool.slots.samples[victims].tolist():
             sample.preemptions += 1
         self._state.queue.counters.preemptions += len(victims)
         self._interrupt(victims)
 
-    def give_way(self, yielding: np.ndarray, *, to_key: bool = False) -> None:
-        """Running samples give their place up for samples of a higher class, or of another key."""
+    def preempt_for_others(self, victims: np.ndarray, *, to_key: bool = False) -> None:
+        """Preempt sequences for samples of a higher class, or of another key."""
         state, slots = self._state, self._state.pool.slots
         # A prompt that is not through goes on where it stopped, if its pages are kept.
         keeps = state.policy.prefix_caching and not to_key
-        loses = (slots.scheduled[yielding] >= slots.given[yielding]) | (not keeps)
-        for sample in slots.samples[yielding[loses]].tolist():
+        loses = (slots.scheduled[victims] >= slots.given[victims]) | (not keeps)
+        for sample in slots.samples[victims[loses]].tolist():
             sample.yields += 1
-        state.queue.counters.yields += len(yielding)
-        self._interrupt(yielding)
+        state.queue.counters.yields += len(victims)
+        self._interrupt(victims)
 
     def set_aside(self) -> None:
         """All running samples wait: others are to run without them."""

@@ -1,4 +1,4 @@
-"""Chooses who makes room when predictions were wrong, and says who makes way for higher classes."""
+"""Chooses the sequences to preempt when pages run out, and those that may be preempted for higher classes."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
 from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
 
-_MOST_YIELDS = 4  # of one sample; then it is one of those that hold their own
-_TOKENS_OF_A_YIELD = 16  # of its answer, for each time that a sample makes way for another key after that
+_MOST_YIELDS = 4  # preemptions of a sample for others, after which it is protected
+_TOKENS_OF_A_YIELD = 16  # tokens that a protected sample computes before another key may preempt it
 
 
 def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
-    """Slots that together hold ``needed`` pages alone, those with the least work to lose; fewer if there are no more.
+    """Return slots that release at least ``needed`` pages, or all eligible slots if these are too few.
 
-    Only predicted sequences; of lower classes before higher ones, of equal work the latest come. Work is the tokens
-    that only this sequence has computed.
+    Only predicted sequences are eligible. Lower classes come first, then sequences with less work, then those admitted
+    later. Work is the number of computed tokens that no other sequence shares.
     """
     slots, tree = state.pool.slots, state.pool.tree
     eligible: npt.NDArray[np.int64] = np.flatnonzero(slots.active & ~slots.guaranteed)
@@ -29,7 +29,7 @@ def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
 
 
 def by_work(state: State, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The order in which the slots ``chosen`` are given up: int64 indices into them."""
+    """Return the order in which the slots ``chosen`` are preempted: int64 indices into them."""
     slots = state.pool.slots
     shared = _shared_pages(state.pool.tree, slots.node[chosen])
     work = np.maximum(slots.scheduled[chosen] - shared * state.pool.shape.page_size, 0)
@@ -37,7 +37,7 @@ def by_work(state: State, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
 
 
 def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Leading pages of sequences on ``nodes`` that somebody else holds too: int32 beside ``nodes``."""
+    """Return the leading pages of sequences on ``nodes`` that other sequences hold too: int32 beside ``nodes``."""
     nodes = nodes.copy()
     while (alone := (nodes != ROOT) & (tree.users[nodes] == 1)).any():
         nodes[alone] = tree.parent[nodes[alone]]
@@ -45,7 +45,7 @@ def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray
 
 
 def may_yield(state: State, samples: Sequence[Sample]) -> list[bool]:
-    """Return whether each of ``samples``, which left the queue to run, makes way for higher classes."""
+    """Return whether each of ``samples``, which are being admitted, may be preempted for higher classes."""
     found = []
     before_ns = state.queue.waiting.overdue_before(Priority.LOW)
     left = -1  # slots for samples of class low that do not
@@ -62,16 +62,19 @@ def may_yield(state: State, samples: Sequence[Sample]) -> list[bool]:
 
 
 def firm_until(samples: Sequence[Sample]) -> list[int]:
-    """The known tokens with which each of ``samples``, which left the queue to run, makes way for other keys: one that
-    yielded a few times already gets further first, so keys do not take places from each other for ever."""
+    """Return for each of ``samples`` the number of known tokens from which on it may be preempted for other keys.
+
+    A sample that was preempted four times in this way first computes 16 more tokens. So keys do not take slots from
+    each other without end.
+    """
     return [sample.given + _TOKENS_OF_A_YIELD if sample.yields >= _MOST_YIELDS else 0 for sample in samples]
 
 
 def without_overdue(state: State, low: np.ndarray) -> np.ndarray:
-    """Return the slots of ``low``, int64, that still make way for higher classes.
+    """Return the slots of ``low``, int64, that may still be preempted for higher classes.
 
-    Sequences that would be overdue in the queue would only take their slots back. The oldest of them no longer make way
-    from here on, as many as the share of class ``low`` allows.
+    Sequences that would be overdue in the queue would only take their slots back. The oldest of them are protected from
+    now on, as many as the share of class ``low`` allows.
     """
     slots, left = state.pool.slots, state.low_share - _steadfast(state)
     before_ns = state.queue.waiting.overdue_before(Priority.LOW)
@@ -84,7 +87,7 @@ def without_overdue(state: State, low: np.ndarray) -> np.ndarray:
 
 
 def _steadfast(state: State) -> int:
-    """Return the number of running sequences of class low that do not make way."""
+    """Return the number of running sequences of class low that are protected."""
     slots = state.pool.slots
     running = slots.running_slots()
     return int(np.count_nonzero((slots.priority[running] == Priority.LOW) & ~slots.yields[running]))

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.future.ahead import PagesAhead
+from services.scheduler.core.future.summary import PageForecast
 from services.scheduler.core.state import State
 
 
@@ -25,13 +25,13 @@ class Load:
     plans_in_flight: int = 0
     plans_ahead: int = 0
     step_ns: int = 0
-    forecast: PagesAhead = ()
+    forecast: PageForecast = ()
     steps_by_tokens: tuple[int, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
 def read_load(
-    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PagesAhead = ()
+    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PageForecast = ()
 ) -> Load:
     """The present load. ``not_ready_reason``: empty when it is ready; ``step_s``: recent time of a step."""
     ready = not not_ready_reason

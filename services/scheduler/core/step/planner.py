@@ -4,15 +4,15 @@ import numpy as np
 
 from services.scheduler.core.counters import STEP_SIZES
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.turns import Turn, Turns
+from services.scheduler.core.future.time_sharing import TimeSharing, TimeSlice
 from services.scheduler.core.life.lifecycle import Lifecycle
-from services.scheduler.core.life.preemption import choose_victims
+from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.plan import Plan
 from services.scheduler.core.request import Priority
 from services.scheduler.core.state import State
 from services.scheduler.core.step.batching import Batching
-from services.scheduler.core.step.onboarding import Onboarding, Rows
-from services.scheduler.core.step.yielding import Yielding
+from services.scheduler.core.step.preemption import Preemption
+from services.scheduler.core.step.prefill import Prefill, Rows
 
 _MOST_HURRIED = 3  # plans in a row
 
@@ -24,36 +24,36 @@ class Planner:
         self,
         state: State,
         lifecycle: Lifecycle,
-        onboarding: Onboarding,
+        prefill: Prefill,
         prediction: Prediction,
-        yielding: Yielding,
+        preemption: Preemption,
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self._onboarding = onboarding
+        self._prefill = prefill
         self._prediction = prediction
-        self._yielding = yielding
+        self._preemption = preemption
         self._batching = Batching(state)
-        self._turns = Turns(state)
+        self._time_sharing = TimeSharing(state)
         self._hurried = 0  # plans since the last one that was not
 
     def build(self, now_ns: int, *, hurry: bool = False) -> Plan | None:
         """The next plan, or None when there is nothing to compute.
 
-        ``hurry``: the worker is about to run dry. What can wait (onboarding, predictions, Hydragen groups) then waits
-        for a later plan, a few times in a row at most.
+        ``hurry``: the worker is about to run dry. Admissions, predictions and Hydragen groups then wait for a
+        later plan, at most three plans in a row.
         """
         state = self._state
         plan = Plan(step=state.pool.step + 1)
         hurry = hurry and self._hurried < _MOST_HURRIED
         if not hurry:
             self._prediction.refresh(plan.step)
-            self._yielding.make_way(plan)
-        if (turn := self._turns.next()) is not None:
-            self._turns.begin(turn)
-        decoding, prefilling = self._compute(plan, turn, now_ns, hurry=hurry)
-        if turn is not None and len(decoding) == 0 and not prefilling:
-            self._turns.undo(turn)
+            self._preemption.preempt_for_waiting(plan)
+        if (time_slice := self._time_sharing.next()) is not None:
+            self._time_sharing.begin(time_slice)
+        decoding, prefilling = self._compute(plan, time_slice, now_ns, hurry=hurry)
+        if time_slice is not None and len(decoding) == 0 and not prefilling:
+            self._time_sharing.undo(time_slice)
             decoding, prefilling = self._compute(plan, None, now_ns, hurry=hurry)
         if len(decoding) == 0 and not prefilling:
             return None
@@ -72,21 +72,23 @@ class Planner:
         state.queue.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
-    def _compute(self, plan: Plan, turn: Turn | None, now_ns: int, *, hurry: bool) -> tuple[np.ndarray, Rows]:
+    def _compute(
+        self, plan: Plan, time_slice: TimeSlice | None, now_ns: int, *, hurry: bool
+    ) -> tuple[np.ndarray, Rows]:
         """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
         state = self._state
-        decoding = self._decode(plan, turn)
+        decoding = self._decode(plan, time_slice)
         budget = state.pool.shape.max_tokens_per_step - len(decoding)
         if hurry and len(decoding):
             self._hurried += 1
             plan.postponed = bool(state.queue.waiting)
             state.queue.counters.postponed_plans += plan.postponed
-            return decoding, self._onboarding.continue_prefill(plan, budget, turn)
+            return decoding, self._prefill.continue_prefill(plan, budget, time_slice)
         self._hurried = 0
-        if state.queue.apart is None and state.several_keys:
-            return decoding, self._onboarding.share_prefill(plan, budget, now_ns, turn)
-        prefilling = self._onboarding.continue_prefill(plan, budget)
-        return decoding, prefilling + self._onboarding.admit(plan, budget - plan.prefill_tokens, now_ns)
+        if state.queue.on_trial is None and state.several_keys:
+            return decoding, self._prefill.share_prefill(plan, budget, now_ns, time_slice)
+        prefilling = self._prefill.continue_prefill(plan, budget)
+        return decoding, prefilling + self._prefill.admit(plan, budget - plan.prefill_tokens, now_ns)
 
     def _charge(self, decoding: np.ndarray, prefilling: Rows) -> None:
         """Count what the plan computes for each key."""
@@ -110,13 +112,13 @@ class Planner:
                     state.queue.waiting.charge(priority, key, int(of_classes[priority]))
         state.queue.recent.charge(computed, state.pool.shape.max_tokens_per_step)
 
-    def _decode(self, plan: Plan, turn: Turn | None) -> np.ndarray:
+    def _decode(self, plan: Plan, time_slice: TimeSlice | None) -> np.ndarray:
         """Compute one more token for every sequence that is past its prompt, and take the pages where those tokens
         go."""
         state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         decoding = slots.decoding()
-        if turn is not None:
-            decoding = decoding[~turn.held[decoding]]
+        if time_slice is not None:
+            decoding = decoding[~time_slice.held[decoding]]
         while True:
             position = slots.scheduled[decoding]
             full = decoding[position >= slots.page_count[decoding] * size]

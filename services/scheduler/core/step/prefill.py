@@ -1,4 +1,4 @@
-"""Lets waiting samples in, and computes their prompts in chunks."""
+"""Admits waiting samples, and computes their prompts in chunks."""
 
 from collections.abc import Iterable, Mapping
 from itertools import compress
@@ -10,7 +10,7 @@ from services.common.errors import Internal
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.turns import Turn
+from services.scheduler.core.future.time_sharing import TimeSlice
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.entry import Entry, Lengths, Prepared
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -33,8 +33,8 @@ _MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue a
 Rows = list[tuple[int, int]]  # (slot, tokens) of prefilling rows
 
 
-class Onboarding:
-    """Owned by the core."""
+class Prefill:
+    """Fills what decoding leaves of a step with prompts. Owned by the core."""
 
     def __init__(
         self, state: State, lifecycle: Lifecycle, prediction: Prediction, admission: type[Admission] = Admission
@@ -44,38 +44,38 @@ class Onboarding:
         self._prediction = prediction
         self._admission = admission
 
-    def continue_prefill(self, plan: Plan, budget: int, turn: Turn | None = None) -> Rows:
+    def continue_prefill(self, plan: Plan, budget: int, time_slice: TimeSlice | None = None) -> Rows:
         """Compute the next chunks of prompts that were begun."""
         slots, rows = self._state.pool.slots, []
         for slot in self._state.pool.prefilling:
             if budget == 0:
                 break
-            if turn is not None and turn.held[slot]:
+            if time_slice is not None and time_slice.held[slot]:
                 continue
             rows.append((slot, min(int(slots.given[slot] - slots.scheduled[slot]), budget)))
             budget -= rows[-1][1]
         self._compute(plan, rows)
         return rows
 
-    def share_prefill(self, plan: Plan, budget: int, now_ns: int, turn: Turn | None) -> Rows:
+    def share_prefill(self, plan: Plan, budget: int, now_ns: int, time_slice: TimeSlice | None) -> Rows:
         """Compute chunks of prompts of several keys: of those that were begun, and of samples that are admitted.
 
         Each key gets the same part of ``budget``, or what it needs if that is less. What one does not use is for the
         others.
         """
         state, slots = self._state, self._state.pool.slots
-        begun = [slot for slot in state.pool.prefilling if turn is None or not turn.held[slot]]
+        begun = [slot for slot in state.pool.prefilling if time_slice is None or not time_slice.held[slot]]
         keys = {slot: slots.samples[slot].request.fairness_key for slot in begun}
         missing = {slot: int(slots.given[slot] - slots.scheduled[slot]) for slot in begun}
         wanted = {keys[slot]: missing[slot] for slot in begun}
         for _, key, given in state.queue.waiting.flows():
-            if turn is None or key in turn.keys:
+            if time_slice is None or key in time_slice.keys:
                 wanted[key] = wanted.get(key, 0) + given
         parts = _fair_parts(wanted, budget)
         rows = [(slot, tokens) for slot in begun if (tokens := min(missing[slot], parts[keys[slot]]))]
         self._compute(plan, rows)
         left = budget - sum(tokens for _, tokens in rows)
-        admitted = self.admit(plan, left, now_ns, turn)
+        admitted = self.admit(plan, left, now_ns, time_slice)
         left -= sum(tokens for _, tokens in admitted)
         more = []
         for slot in begun:
@@ -88,19 +88,19 @@ class Onboarding:
             total[slot] = total.get(slot, 0) + tokens
         return [*total.items(), *admitted]
 
-    def admit(self, plan: Plan, budget: int, now_ns: int, turn: Turn | None = None) -> Rows:
-        """Let in waiting samples, in order, as long as the first chunk of each has room and the forecast allows.
+    def admit(self, plan: Plan, budget: int, now_ns: int, time_slice: TimeSlice | None = None) -> Rows:
+        """Admit waiting samples in order, as long as the first chunk of each has room and the forecast allows.
 
-        One whose prefix is being computed now is first again next time. One that does not fit may be passed by others
-        that leave it its place in the forecast, a limited number of times.
+        A sample whose prefix is being computed now waits for the next plan. A sample that does not fit may be passed by
+        others that leave it its pages in the forecast, a limited number of times.
         """
         state = self._state
         if budget == 0 or not state.queue.waiting or state.pool.slots.running == state.pool.shape.max_running:
             return []
         room = min(MOST_ADMISSIONS, state.pool.shape.max_running - state.pool.slots.running)
         waiting = state.in_order(2 * MOST_ADMISSIONS)
-        if turn is not None:
-            waiting = [sample for sample in waiting if sample.request.fairness_key in turn.keys]
+        if time_slice is not None:
+            waiting = [sample for sample in waiting if sample.request.fairness_key in time_slice.keys]
         if state.pool.prefilling:  # the next prompt of a key begins behind the one before
             keys = {state.pool.slots.samples[slot].request.fairness_key for slot in state.pool.prefilling}
             waiting = [sample for sample in waiting if sample.request.fairness_key not in keys]
@@ -112,12 +112,14 @@ class Onboarding:
         samples, admission = candidates.samples, self._admission(state, plan.step)
         chosen = self._note_overtaken(samples, admission.select(candidates.sequences, candidates.classes))
         if len(chosen) == 0:
-            return self._make_room(plan, samples[0], budget, now_ns, turn)
+            return self._make_room(plan, samples[0], budget, now_ns, time_slice)
         return self._enter(plan, _only(entries, chosen), candidates.lengths.take(chosen), now_ns)
 
     def gather(self, plan: Plan, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
-        """Those of ``waiting`` whose prefix is ready, as many as there are slots (``room``) and tokens (``budget``)
-        for. Makes nothing happen."""
+        """Return entries for the samples of ``waiting`` whose prefix is ready. Changes nothing.
+
+        ``room`` slots and ``budget`` tokens bound their number.
+        """
         entries = []
         looked_up = carried = 0
         later: set[Request] = set()
@@ -156,7 +158,7 @@ class Onboarding:
         return entries
 
     def _entry(self, plan: Plan, sample: Sample, claimed: set[PageName]) -> Entry | None:
-        """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
+        """Return the entry of ``sample``, or None while a sent plan or an earlier entry computes more of its prefix."""
         state, request, size = self._state, sample.request, self._state.pool.shape.page_size
         share, tokens = request.share, sample.tokens
         alone = _carries(sample) + 4 * -(-len(tokens) // size)
@@ -182,7 +184,7 @@ class Onboarding:
         return Entry([sample], tokens, at * size, node, leads=leads)
 
     def candidates(self, plan: Plan, entries: list[Entry], budget: int) -> "Candidates":
-        """The samples of ``entries`` as the forecast sees them, let in by ``plan``, which has ``budget`` tokens."""
+        """Return what the forecast needs to know of ``entries``, if ``plan`` admits them with ``budget`` tokens."""
         state, size = self._state, self._state.pool.shape.page_size
         samples = [sample for entry in entries for sample in entry.samples]
         counts = [len(entry.samples) for entry in entries]
@@ -202,7 +204,7 @@ class Onboarding:
         return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 
     def _begun_tokens(self) -> int:
-        """Tokens that are missing of prompts that were begun."""
+        """Return the tokens that are missing of prompts that were begun."""
         slots, begun = self._state.pool.slots, self._state.pool.prefilling
         return int((slots.given[begun] - slots.scheduled[begun]).sum()) if begun else 0
 
@@ -269,7 +271,7 @@ class Onboarding:
         return entries, lengths, [each for each in prepared if each is not None]
 
     def _compute(self, plan: Plan, rows: Rows) -> None:
-        """Schedule so many more of each slot's known tokens."""
+        """Schedule more of the known tokens of slots: ``rows`` are (slot, tokens)."""
         if not rows:
             return
         state, slots = self._state, self._state.pool.slots
@@ -296,8 +298,10 @@ class Onboarding:
             self._lifecycle.shares.ready(slots.samples[slot], plan.step)
 
     def _note_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> np.ndarray:
-        """``chosen``: indices into ``samples``; the first that is missing was passed by all behind it, unless it was
-        passed too often before: then these must wait."""
+        """Count how often the first sample that is not ``chosen`` was passed, and return the indices to admit.
+
+        ``chosen``: indices into ``samples``. If that sample was passed too often, the samples behind it are left out.
+        """
         gaps = np.flatnonzero(chosen != np.arange(len(chosen)))
         if not len(gaps):
             return chosen
@@ -309,9 +313,11 @@ class Onboarding:
         self._state.queue.counters.overtakes += len(chosen) - first
         return chosen
 
-    def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int, turn: Turn | None) -> Rows:
-        """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with
-        nothing running its own is too. A sample that does not fit even then ends with an error, never with a hang."""
+    def _make_room(self, plan: Plan, head: Sample, budget: int, now_ns: int, time_slice: TimeSlice | None) -> Rows:
+        """Release prompts that are held for other samples, as the first sample of the queue does not fit.
+
+        If nothing runs, its own shared prompt is released too. A sample that does not fit even then ends with an error.
+        """
         state = self._state
         idle = state.pool.slots.running == 0
         let_go = [request for request in state.pool.sharing if idle or request is not head.request]
@@ -322,11 +328,11 @@ class Onboarding:
         if not let_go:
             error = Internal("the sequence does not fit the KV cache by itself")
             self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
-        return self.admit(plan, budget, now_ns, turn)
+        return self.admit(plan, budget, now_ns, time_slice)
 
 
 class Candidates(NamedTuple):
-    """Beside the samples of the entries."""
+    """The samples of all entries, and columns beside them."""
 
     samples: list[Sample]
     sequences: Sequences
@@ -335,7 +341,7 @@ class Candidates(NamedTuple):
 
 
 def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-    """Divide ``budget`` between keys: all get the same, or what they want if that is less."""
+    """Divide ``budget`` equally between keys. A key that wants less than its part leaves the rest to the others."""
     parts, left = {}, budget
     for at, (key, tokens) in enumerate(sorted(wanted.items(), key=lambda each: each[1])):
         parts[key] = min(tokens, -(-left // (len(wanted) - at)))
@@ -344,13 +350,13 @@ def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
 
 
 def _carries(sample: Sample) -> int:
-    """Bytes that its admission takes in a plan at most, its pages aside. Siblings have a copy each."""
+    """Return the bytes that an admission takes in a plan at most, without its pages. Each sibling has a copy."""
     sampling = sample.request.sampling
     return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * len(sampling.logit_bias_token_ids)
 
 
 def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:
-    """The entries with only those of their samples, counted through, that are in ``chosen`` (ascending)."""
+    """Return the entries with the samples at the indices ``chosen`` (ascending, over all entries) only."""
     ends = np.cumsum([len(entry.samples) for entry in entries])
     if len(chosen) == ends[-1]:
         return entries
