@@ -95,11 +95,11 @@ class StaticAdmission(Admission):
 
     def fits(self, candidates: Sequences, classes: np.ndarray) -> bool:
         forecast = forecast_running(self._state, self._set_aside(self._running), horizon=1)
-        return bool(forecast.with_candidates(self._set_aside(candidates))[0] <= self._state.pool.size)
+        return bool(forecast.with_candidates(self._set_aside(candidates))[0] <= self._state.pool.pages.size)
 
     def _set_aside(self, sequences: Sequences) -> Sequences:
         """``sequences`` as if they held all the pages that they may ever need."""
-        return sequences._replace(pages=-(-(sequences.limit - 1) // self._state.shape.page_size))
+        return sequences._replace(pages=-(-(sequences.limit - 1) // self._state.pool.shape.page_size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def simulate(trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: t
     """The whole trace, until its last answer."""
     started, rows = time.perf_counter(), []
     simulation = Simulation(trace, shape, mode, admission)
-    pool, counters = simulation.core.state.pool, simulation.core.state.counters
+    pool, counters = simulation.core.state.pool.pages, simulation.core.state.queue.counters
     while (plan := simulation.step()) is not None:
         finished = np.count_nonzero(simulation.finished)
         step = (pool.in_use, plan.sequences, plan.tokens, plan.prefill_tokens, finished, counters.generated_tokens)
@@ -194,13 +194,13 @@ def share_prompt(samples: int) -> SharedPrompt:
     first, second = trace.requests
     shape = worker_shape(page_size, 64 * (samples + 1), samples + 1, 4096 + samples)
     simulation, prefilled = Simulation(trace, shape, AdmissionMode.GUARANTEED), [0, 0]
-    slots = simulation.core.state.slots
+    slots = simulation.core.state.pool.slots
     while slots.running <= samples:
         for entry in simulation.step().admissions:
             prefilled[entry.sampling.seed] += len(entry.token_ids) - entry.cached_tokens
     whole = (len(first.tokens) - 1) // page_size
     own = int(slots.page_count[slots.active].sum()) - whole * slots.running
-    pages = simulation.core.state.pool.in_use - own
+    pages = simulation.core.state.pool.pages.in_use - own
     return SharedPrompt(samples, len(first.tokens), pages, *prefilled, len(second.tokens))
 
 

@@ -50,19 +50,21 @@ def running_state(sequences: int, prompts: int, guaranteed: bool) -> State:
         core.submit(request, 1)
     state = core.state
     lengths = random.geometric(1 / STEPS_AHEAD, 4096)
-    classes = np.full(len(lengths), state.lengths.class_of("", 2 * STEPS_AHEAD))
-    state.lengths.observe(classes, lengths, np.ones(len(lengths), bool), np.zeros(len(lengths), np.int64))
-    state.lengths.refresh(classes[:0], lengths[:0], lengths[:0])
-    while state.waiting:
+    classes = np.full(len(lengths), state.queue.lengths.class_of("", 2 * STEPS_AHEAD))
+    state.queue.lengths.observe(classes, lengths, np.ones(len(lengths), bool), np.zeros(len(lengths), np.int64))
+    state.queue.lengths.refresh(classes[:0], lengths[:0], lengths[:0])
+    while state.queue.waiting:
         plan = core.plan(1)
-        state.slots.known[state.slots.active] = np.maximum(state.slots.known, state.slots.scheduled)[state.slots.active]
+        state.pool.slots.known[state.pool.slots.active] = np.maximum(
+            state.pool.slots.known, state.pool.slots.scheduled
+        )[state.pool.slots.active]
         core._pending.pop(plan.step)  # nobody answers
     ages = random.integers(0, STEPS_AHEAD, sequences)
-    slots = state.slots
+    slots = state.pool.slots
     for values in (slots.scheduled, slots.known):
         values[:] = PROMPT_TOKENS + ages
     rest = slots.limit - slots.known if guaranteed else random.geometric(1 / STEPS_AHEAD, sequences)
-    slots.end_step[:] = state.step + np.minimum(rest, slots.limit - slots.known)
+    slots.end_step[:] = state.pool.step + np.minimum(rest, slots.limit - slots.known)
     return state
 
 
@@ -70,8 +72,8 @@ def candidates(state: State, guaranteed: bool) -> tuple[Sequences, np.ndarray]:
     """The next of the queue: prompts that nobody has, and what they will grow to."""
     given = np.full(CANDIDATES, PROMPT_TOKENS)
     limit, none = given + 2 * STEPS_AHEAD, np.zeros(CANDIDATES, np.int64)
-    classes = np.full(CANDIDATES, -1 if guaranteed else state.lengths.class_of("", 2 * STEPS_AHEAD))
-    drawn = state.lengths.draw(np.maximum(classes, 0), none, (np.arange(CANDIDATES) + 0.5) / CANDIDATES)
+    classes = np.full(CANDIDATES, -1 if guaranteed else state.queue.lengths.class_of("", 2 * STEPS_AHEAD))
+    drawn = state.queue.lengths.draw(np.maximum(classes, 0), none, (np.arange(CANDIDATES) + 0.5) / CANDIDATES)
     end = np.minimum(limit, given + np.minimum(drawn, limit)) - given if not guaranteed else limit - given
     return Sequences(given, limit, -(-given // PAGE_SIZE), none, end, none, none), classes
 
@@ -87,21 +89,23 @@ def milliseconds(repeats: int, action) -> float:
 
 def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dict[str, float]:
     state = running_state(sequences, prompts, guaranteed)
-    horizon = int((state.slots.end_step - state.step).max()) + 1
+    horizon = int((state.pool.slots.end_step - state.pool.step).max()) + 1
     fresh, classes = candidates(state, guaranteed)
 
     def forecast() -> int:
-        return int(forecast_running(state, running_sequences(state.slots, state.step), horizon).curve.max())
+        return int(forecast_running(state, running_sequences(state.pool.slots, state.pool.step), horizon).curve.max())
 
     def decide() -> int:
-        return len(Admission(state, state.step).select(fresh, classes))
+        return len(Admission(state, state.pool.step).select(fresh, classes))
 
     # The pool becomes so small that half of the candidates fit: the bisection goes all its way.
-    peak = Admission(state, state.step)._at_hand(fresh).with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
-    counts = np.bincount(state.slots.length_class[~state.slots.guaranteed], minlength=MOST_CLASSES)
+    peak = (
+        Admission(state, state.pool.step)._at_hand(fresh).with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
+    )
+    counts = np.bincount(state.pool.slots.length_class[~state.pool.slots.guaranteed], minlength=MOST_CLASSES)
     if not guaranteed:
         counts += np.bincount(classes[: CANDIDATES // 2], minlength=MOST_CLASSES)
-    state.pool.size = int(peak + state.lengths.deviation(counts) / PAGE_SIZE) + 1
+    state.pool.pages.size = int(peak + state.queue.lengths.deviation(counts) / PAGE_SIZE) + 1
     return {
         "forecast_ms": milliseconds(repeats, forecast),
         "admission_ms": milliseconds(repeats, decide),

@@ -169,7 +169,7 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
                 tokens += len(delta.tokens)
                 encode_outputs(MergedDelta([delta])).SerializeToString()
 
-    while core.state.slots.running < sequences and done < (500 if full else 4000):
+    while core.state.pool.slots.running < sequences and done < (500 if full else 4000):
         turn()
         done += 1
     for _ in range(50):
@@ -181,8 +181,8 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
     found = {name: 1000 * seconds / steps for name, seconds in spent.items()}
     found["total"] = sum(found.values())
     found["tokens_per_step"] = tokens / steps
-    found["pages_in_use"] = core.state.pool.in_use / core.state.pool.size
-    found["preemptions"] = core.state.counters.preemptions
+    found["pages_in_use"] = core.state.pool.pages.in_use / core.state.pool.pages.size
+    found["preemptions"] = core.state.queue.counters.preemptions
     return found
 
 

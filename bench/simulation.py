@@ -89,7 +89,7 @@ class Simulation:
 
     def step(self) -> PlannedStep | None:
         """The next plan, as soon as one may be sent; None when every sample is through."""
-        pool = self.core.state.pool
+        pool = self.core.state.pool.pages
         while not self.finished.all():
             plan = self.core.plan(self._now_ns)
             if plan is None:

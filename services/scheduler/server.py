@@ -150,7 +150,7 @@ class SchedulerServer:
         self.engine.drain()
         log.info("draining", seconds=self._config.drain_seconds)
         await stop.within(self._config.drain_seconds, lambda: self._unless_failed(self._idle()))
-        if unfinished := await self._hub.ask(lambda core: len(core.state.requests)):
+        if unfinished := await self._hub.ask(lambda core: len(core.state.queue.requests)):
             log.warning("requests are handed over", requests=unfinished)
         self._hub.end(Unavailable("the scheduler is going away; send what is left to another", reason="DRAINING"))
 
@@ -215,7 +215,7 @@ class SchedulerServer:
     async def _idle(self) -> None:
         """Until there is no request any more, or no worker."""
         while True:
-            goes_on = await self._hub.ask(lambda core: self.engine.connected and bool(core.state.requests))
+            goes_on = await self._hub.ask(lambda core: self.engine.connected and bool(core.state.queue.requests))
             if not (goes_on or self.engine.backlog):
                 return
             await asyncio.sleep(_IDLE_LOOK_S)

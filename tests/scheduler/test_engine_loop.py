@@ -36,7 +36,7 @@ class Worker:
         self.loop: EngineLoop
 
     def send(self, plan) -> None:
-        self.accepted_before.append(self._core.state.counters.requests_accepted)
+        self.accepted_before.append(self._core.state.queue.counters.requests_accepted)
         self._answers.append(self._model.apply(plan))
 
     def answer(self) -> None:
@@ -107,7 +107,7 @@ def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, mon
 
     def answering(request, now_ns):
         submit(request, now_ns)
-        accepted = bench.core.state.counters.requests_accepted
+        accepted = bench.core.state.queue.counters.requests_accepted
         if accepted >= 150 and accepted % 50 == 0:
             answered_at.append(accepted)
             bench.worker.answer()
@@ -182,7 +182,7 @@ def test_what_a_closed_session_still_had_in_line_is_refused(bench):
         bench.submit(handle)
     bench.loop.ask(lambda core: core.close_sink(SINK))
     bench.run_until(lambda: len(bench.told(Rejected)) == 5)
-    assert len(bench.core.state.waiting) == bench.core.state.slots.running == 0
+    assert len(bench.core.state.queue.waiting) == bench.core.state.pool.slots.running == 0
 
 
 def test_requests_are_taken_in_while_there_is_no_worker_and_refused(bench):

@@ -45,7 +45,7 @@ class SchedulerConfig(KeysConfig, MetricsConfig):
         1.0, ge=0, allow_inf_nan=False, description="standard deviations of the forecast kept free; 0 = none"
     )
     priority_ageing_seconds: Float = Field(
-        30.0, ge=0, le=1e6, description="a waiting priority class rises by one for so many seconds; 0 = never"
+        30.0, ge=0, le=1e6, description="seconds of waiting that outweigh one priority class; 0 = strict priorities"
     )
     logprobs_mode: LogprobsMode = Field(
         "raw",

@@ -20,7 +20,7 @@ from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text
 from services.scheduler.api.session import Session
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
-from services.scheduler.core.future.outlook import Outlook, look_ahead
+from services.scheduler.core.future.estimate import Estimate, estimate
 from services.scheduler.core.future.overview import Overview, look_over
 from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import Request
@@ -90,7 +90,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         shape = self._model.shape
         match request.WhichOneof("subject"):
             case "request_id":
-                outlook, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id, key))
+                found, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id, key))
             case "request":
                 self._access.sign(request.request, key)
                 tokens = await read_prompt(request.request, self._model)
@@ -99,14 +99,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if subject.sampling.grammar:
                     await self._prover.prove(subject.sampling.grammar, name_of(request.request.sampling.grammar))
                 subject.limit = resolve_limit(subject, shape)
-                outlook, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
+                found, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
             case _:
                 raise InvalidRequest("set request_id or request", field="subject")
-        response = observe_pb2.ForecastResponse(start_step=outlook.start, finish_step=outlook.finish)
+        response = observe_pb2.ForecastResponse(start_step=found.start, finish_step=found.finish)
         if step_s:
-            response.start_seconds, response.finish_seconds = outlook.start * step_s, outlook.finish * step_s
+            response.start_seconds, response.finish_seconds = found.start * step_s, found.finish * step_s
         if request.horizon_steps:
-            response.curve.CopyFrom(encode_curve(outlook.curve, shape.page_count, request.horizon_steps))
+            response.curve.CopyFrom(encode_curve(found.curve, shape.page_count, request.horizon_steps))
         return response
 
     async def ListRequests(
@@ -189,8 +189,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.DetokenizeResponse(text=text)
 
 
-def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Outlook, float]:
-    request = core.state.requests.get(request_id)
+def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Estimate, float]:
+    request = core.state.queue.requests.get(request_id)
     if request is None or (key is not None and request.fairness_key != key.name):
         raise _not_there(request_id)
     return _look(core, request), core.step_s
@@ -201,9 +201,9 @@ def _not_there(request_id: str) -> NotFound:
     return NotFound(f"no unfinished request has the id {request_id[:100]!r}", field="request_id")
 
 
-def _look(core: Scheduler, subject: Request) -> Outlook:
+def _look(core: Scheduler, subject: Request) -> Estimate:
     _check_attached(core)
-    return look_ahead(core.state, subject, time.monotonic_ns())
+    return estimate(core.state, subject)
 
 
 def _overview(core: Scheduler, most: int) -> Overview:

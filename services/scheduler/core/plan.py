@@ -52,7 +52,7 @@ class PlannedStep:
     hydragen_groups: int = 0
     hydragen_rows: int = 0
     micro_batches: int = 1
-    postponed: bool = False  # onboarding waits for a later plan
+    postponed: bool = False  # admissions wait for a later plan
 
     def to_plan(self) -> Plan:
         """Return the plan that the worker gets."""

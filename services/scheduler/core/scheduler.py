@@ -9,8 +9,8 @@ import numpy as np
 from services.common.errors import Cancelled, Internal, Unavailable
 from services.common.plan.result import StepResult
 from services.scheduler.core.future.admission import Admission
-from services.scheduler.core.future.ahead import PagesAhead
 from services.scheduler.core.future.prediction import Prediction
+from services.scheduler.core.future.summary import PageForecast
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -23,10 +23,10 @@ from services.scheduler.core.request import FinishReason, Request, Sample, Worke
 from services.scheduler.core.state import State
 from services.scheduler.core.step.answers import check_answer
 from services.scheduler.core.step.load import Load, read_load
-from services.scheduler.core.step.onboarding import Onboarding
 from services.scheduler.core.step.planner import Planner
+from services.scheduler.core.step.preemption import Preemption
+from services.scheduler.core.step.prefill import Prefill
 from services.scheduler.core.step.results import Results
-from services.scheduler.core.step.yielding import Yielding
 
 
 class _Pending(NamedTuple):
@@ -67,11 +67,11 @@ class Scheduler:
         state = self.state
         state.attach(shape)
         prediction = Prediction(state)
-        onboarding = Onboarding(state, self._lifecycle, prediction, self._admission)
-        yielding = Yielding(state, self._lifecycle, onboarding, self._admission)
-        self._planner = Planner(state, self._lifecycle, onboarding, prediction, yielding)
+        prefill = Prefill(state, self._lifecycle, prediction, self._admission)
+        preemption = Preemption(state, self._lifecycle, prefill, self._admission)
+        self._planner = Planner(state, self._lifecycle, prefill, prediction, preemption)
         self._results = Results(state, self._lifecycle)
-        for sample in list(state.waiting):
+        for sample in list(state.queue.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
                 error = Internal("the worker came back smaller than the one that accepted this request; send it again")
                 self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
@@ -86,7 +86,7 @@ class Scheduler:
         self._lifecycle.lose_worker()
         self._quarantine.note_loss(computing)
         self._end_broken()
-        shape = state.shape
+        shape = state.pool.shape
         state.attach(shape)  # an empty pool until the next worker says otherwise
         self._pending.clear()
 
@@ -102,11 +102,11 @@ class Scheduler:
 
     def _computing(self) -> list[Sample]:
         """Those in plans that the worker has not answered, in order of arrival."""
-        state, slots = self.state, self.state.slots
+        state, slots = self.state, self.state.pool.slots
         if not self._pending:
             return []
         rows = [each.sampling[slots.admitted_step[each.sampling] <= step] for step, each in self._pending.items()]
-        found = np.unique(np.concatenate((*rows, np.array(state.prefilling, np.int64))))
+        found = np.unique(np.concatenate((*rows, np.array(state.pool.prefilling, np.int64))))
         return sorted(slots.samples[found[slots.active[found]]].tolist(), key=attrgetter("arrival"))
 
     # -- requests
@@ -137,7 +137,7 @@ class Scheduler:
 
     def cancel_request(self, request_id: str) -> int:
         """End what is left of a request, whoever sent it, and tell its client; how many samples that was."""
-        request = self.state.requests.get(request_id)
+        request = self.state.queue.requests.get(request_id)
         live = [] if request is None else [sample for sample in request.samples if not sample.finished]
         error = Cancelled("an operator ended this request")
         self._lifecycle.finish([Ending(sample, FinishReason.CANCELLED, error=error) for sample in live])
@@ -155,20 +155,20 @@ class Scheduler:
     def fail(self, sink: int, handle: int, error: Exception) -> None:
         """Something went wrong with what this sample's client is told: its request ends."""
         if (sample := self._sinks.get(sink, {}).get(handle)) is not None:
-            self.state.broken.setdefault(sample.request, error)
+            self.state.queue.broken.setdefault(sample.request, error)
             self._end_broken()
 
     def take_failures(self) -> list[tuple[str, Exception]]:
         """Requests that ended since the last call because something went wrong with them, for the log: (id, what). A
         ``TokaError`` says it all."""
-        failures, self.state.failures = self.state.failures, {}
+        failures, self.state.queue.failures = self.state.queue.failures, {}
         return list(failures.items())
 
     def _end_broken(self) -> bool:
         """End requests that something went wrong with; whether there were any."""
-        any_broken, failures = bool(self.state.broken), self.state.failures
-        while self.state.broken:  # ending them may go wrong, too
-            request, error = self.state.broken.popitem()
+        any_broken, failures = bool(self.state.queue.broken), self.state.queue.failures
+        while self.state.queue.broken:  # ending them may go wrong, too
+            request, error = self.state.queue.broken.popitem()
             failures.setdefault(request.request_id, error)
             live = [sample for sample in request.samples if not sample.finished]
             self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=Internal.logged()) for sample in live])
@@ -194,34 +194,34 @@ class Scheduler:
     def stuck(self) -> bool:
         """Requests are unfinished, and no plan is in flight that would bring them on. ``plan`` never leaves it so:
         whoever has nobody to wait for has room, or ends."""
-        return self.state.attached and bool(self.state.requests) and not self._pending
+        return self.state.attached and bool(self.state.queue.requests) and not self._pending
 
-    def look_ahead(self, plans: int) -> None:
+    def set_steps_ahead(self, plans: int) -> None:
         """Let ``plans`` be in flight from now on, if that is safe.
 
         Forecasts count on everything being released so many plans behind its last one. More of them keep pages longer
         than those who were admitted were told; so only where all that runs has room at its longest.
         """
-        more = plans - self.state.steps_ahead
+        more = plans - self.state.queue.steps_ahead
         if more > 0 and self.state.attached:
             if not self._has_room_for_all():
                 return
-            self.state.slots.end_step[self.state.slots.running_slots()] += more
-        self.state.steps_ahead = plans
+            self.state.pool.slots.end_step[self.state.pool.slots.running_slots()] += more
+        self.state.queue.steps_ahead = plans
 
     def _has_room_for_all(self) -> bool:
-        slots, pool = self.state.slots, self.state.pool
+        slots, pool = self.state.pool.slots, self.state.pool.pages
         running = slots.running_slots()
         most = -(-(slots.limit[running] - 1) // pool.page_size)
         return pool.in_use + int(np.maximum(most - slots.page_count[running], 0).sum()) <= pool.size
 
     def plan(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
         """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
-        if len(self._pending) >= self.state.steps_ahead:
+        if len(self._pending) >= self.state.queue.steps_ahead:
             return None
         plan, more = None, True
         while plan is None and more:
-            if self.state.apart is not None:  # one plan at a time: a worker that is lost is lost in this one
+            if self.state.queue.on_trial is not None:  # one plan at a time: a worker that is lost is lost in this one
                 if self._pending:
                     return None
                 self._quarantine.proceed()
@@ -238,26 +238,26 @@ class Scheduler:
         if result.step != expected:
             raise WrongAnswer(f"the worker answered step {result.step}, expected was {expected}")
         pending = self._pending[result.step]
-        check_answer(result, pending.sampling, self.state.shape)
+        check_answer(result, pending.sampling, self.state.pool.shape)
         del self._pending[result.step]
         self._quarantine.note_answer()
-        self.state.counters.device_busy_ns += result.timing.device
+        self.state.queue.counters.device_busy_ns += result.timing.device
         if pending.queued:  # else there was nothing that the device could have done
-            self.state.counters.device_idle_ns += result.timing.idle
+            self.state.queue.counters.device_idle_ns += result.timing.idle
         self._results.take(result, now_ns)
         self._end_broken()
 
     def take_output(self) -> list[tuple[int, Delta]]:
         """News since the last call, as (sink, delta), for sinks that are open. A finished sample's handle is free from
         here on."""
-        news = [each for each in self.state.outbox.take(self.state.step) if each[0] in self._sinks]
+        news = [each for each in self.state.queue.outbox.take(self.state.pool.step) if each[0] in self._sinks]
         for sink, delta in news:
             live = self._sinks[sink]
             for finish in delta.finished:
                 live.pop(finish.handle, None)
         return news
 
-    def load(self, *, not_ready_reason: str, forecast: PagesAhead = ()) -> Load:
+    def load(self, *, not_ready_reason: str, forecast: PageForecast = ()) -> Load:
         """``not_ready_reason``: empty when it is ready."""
         return read_load(
             self.state,

@@ -10,7 +10,7 @@ import structlog
 
 from services.common.errors import TokaError
 from services.common.plan.codec import encode_plan
-from services.scheduler.core.future.ahead import PagesAhead, pages_ahead
+from services.scheduler.core.future.summary import PageForecast, forecast_pages
 from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
@@ -70,8 +70,8 @@ class EngineLoop:
         self._silence = Silence(step_deadline_s)
         self._stall = Stall(step_deadline_s)
         self._stats = Stats(stats_report_seconds, time.monotonic(), statsd)
-        self._stages = Stages(core.state.counters)
-        self._forecast: PagesAhead = ()
+        self._stages = Stages(core.state.queue.counters)
+        self._forecast: PageForecast = ()
         self._pace = Pace()
         self._ahead = (1, 1)  # plans in flight: at least, at most
         self._shared_until = 0.0  # keys shared the worker a while ago: plans are sent late, so that requests are early
@@ -158,7 +158,7 @@ class EngineLoop:
     @property
     def _worker_waits(self) -> bool:
         """Whether another plan may be sent now, if there is something to compute."""
-        if self._stream is None or self._core.plans_in_flight >= self._core.state.steps_ahead:
+        if self._stream is None or self._core.plans_in_flight >= self._core.state.queue.steps_ahead:
             return False
         return self._send_at <= time.monotonic()
 
@@ -183,16 +183,16 @@ class EngineLoop:
         core, state, pace = self._core, self._core.state, self._pace
         self._send_at = 0.0
         if self._stream is not None:
-            state.step_cost = pace.times.step_cost or state.step_cost
-            ahead = pace.plans_ahead(state.steps_ahead, *self._ahead)
-            if ahead != state.steps_ahead:
-                core.look_ahead(ahead)
+            state.queue.step_cost = pace.times.step_cost or state.queue.step_cost
+            ahead = pace.plans_ahead(state.queue.steps_ahead, *self._ahead)
+            if ahead != state.queue.steps_ahead:
+                core.set_steps_ahead(ahead)
         while self._stream is not None:
-            begun, waiting = time.monotonic(), bool(state.waiting)
-            if core.plans_in_flight < state.steps_ahead and (later_s := self._hold_plan(begun)):
+            begun, waiting = time.monotonic(), bool(state.queue.waiting)
+            if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(begun)):
                 self._send_at = begun + later_s
                 return
-            hurry = pace.runs_dry(begun, state.steps_ahead)
+            hurry = pace.runs_dry(begun, state.queue.steps_ahead)
             plan = core.plan(time.monotonic_ns(), hurry=hurry)
             self._stages.planned()
             if plan is None:
@@ -248,7 +248,7 @@ class EngineLoop:
         core, most = self._core, stream.plans_in_flight
         policy, stages = core.state.policy, stream.info.pipeline_parallel.size
         self._ahead = min(policy.steps_ahead, most), most
-        core.state.steps_ahead = self._ahead[0]
+        core.state.queue.steps_ahead = self._ahead[0]
         core.attach(self.shape_of(stream.info))
         self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
@@ -265,8 +265,8 @@ class EngineLoop:
         self._core.detach()
         if self._recorder is not None:
             self._recorder.disconnected(reason)
-        self._core.state.counters.worker_restarts += 1
-        facts = {"waiting": len(self._core.state.waiting), "suspects": self._core.suspects}
+        self._core.state.queue.counters.worker_restarts += 1
+        facts = {"waiting": len(self._core.state.queue.waiting), "suspects": self._core.suspects}
         (log.info if stopping else log.warning)("worker lost", reason=reason, **facts)
 
     def _abandon(self, stream: WorkerStream, reason: str) -> None:
@@ -286,7 +286,7 @@ class EngineLoop:
         self._news.append((request.sink, take_in(self._core, request, draining=self._readiness.draining)))
 
     def _reject(self, sink: int, handle: int, error: TokaError) -> None:
-        self._core.state.counters.requests_rejected += 1
+        self._core.state.queue.counters.requests_rejected += 1
         self._news.append((sink, Rejected(handle, error)))
 
     # -- what others may know
@@ -307,21 +307,23 @@ class EngineLoop:
 
     def load(self) -> Load:
         if bool(self._forecast) != self._core.state.attached:  # the worker has come, or gone
-            self._forecast = pages_ahead(self._core.state)
+            self._forecast = forecast_pages(self._core.state)
         return self._core.load(not_ready_reason=self.not_ready_reason, forecast=self._forecast)
 
     def _busy(self) -> bool:
-        return bool(self._core.state.attached and (self._core.state.slots.running or self._core.state.waiting))
+        return bool(
+            self._core.state.attached and (self._core.state.pool.slots.running or self._core.state.queue.waiting)
+        )
 
     def _report(self) -> None:
         now = time.monotonic()
         if self._stats.load_is_due(now):
             state = self._core.state
-            if self._stats.forecast_is_due(now, running=state.attached and state.slots.running > 0):
-                self._forecast = pages_ahead(state)
+            if self._stats.forecast_is_due(now, running=state.attached and state.pool.slots.running > 0):
+                self._forecast = forecast_pages(state)
             self._news.append((None, self.load()))
         if self._stats.line_is_due(now) and self._busy():
-            self._stats.log(self.load(), now, self._core.step_s, self._core.state.steps_ahead)
+            self._stats.log(self.load(), now, self._core.step_s, self._core.state.queue.steps_ahead)
         if (statsd := self._stats.due_statsd(now)) is not None:
             statsd.tell(self.load())
 

@@ -38,7 +38,7 @@ class PlanNews:
 
     @classmethod
     def of(cls, plan: PlannedStep, core: Scheduler) -> "PlanNews":
-        return cls(plan, len(core.state.waiting), core.state.pool.in_use, core.plans_in_flight)
+        return cls(plan, len(core.state.queue.waiting), core.state.pool.pages.in_use, core.plans_in_flight)
 
 
 # (sink, news): a Delta or one of the above; sink None = for everybody who wants that kind.

@@ -17,7 +17,7 @@ _LEAD = 0.25
 class Pace:
     """Times are seconds of a monotonic clock. Owned by the step loop.
 
-    A plan is full when onboarding was part of it, though perhaps of nobody, and else light.
+    A plan is full if samples could be admitted by it, and light otherwise.
     """
 
     def __init__(self) -> None:

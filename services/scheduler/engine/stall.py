@@ -24,8 +24,8 @@ class Stall:
         elif self._silence.look(now):
             state = core.state
             raise Internal(
-                f"{len(state.requests)} requests are unfinished, {len(state.waiting)} samples wait and"
-                f" {state.slots.running} run, and no plan was made for them for {self._silence.seconds:.0f} s"
+                f"{len(state.queue.requests)} requests are unfinished, {len(state.queue.waiting)} samples wait and"
+                f" {state.pool.slots.running} run, and no plan was made for them for {self._silence.seconds:.0f} s"
                 " (flag step_deadline)"
             )
 

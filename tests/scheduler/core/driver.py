@@ -168,7 +168,7 @@ def _stops(request: Request, generated: list[int]) -> bool:
 
 def check(core: Scheduler) -> None:
     """Every page has exactly its holders, and every count is what it counts."""
-    state, pool, slots, tree = core.state, core.state.pool, core.state.slots, core.state.tree
+    state, pool, slots, tree = core.state, core.state.pool.pages, core.state.pool.slots, core.state.pool.tree
     nodes = [node for node in range(1, tree.top) if tree._keys[node] is not UNNAMED]
     in_tree = {page: node for node in nodes for page in tree._pages[node].tolist()}
     assert len(in_tree) == sum(int(tree.size[node]) for node in nodes), "a page in two nodes"
@@ -179,7 +179,7 @@ def check(core: Scheduler) -> None:
         assert pages[: tree.depth[node]] == tree.path(node).tolist()
         owners.update(pages[tree.depth[node] :])
         users[node] += 1
-    for request in state.sharing:
+    for request in state.pool.sharing:
         share = request.share
         users[share.node] += bool(share.ready_step)
         if share.owns_last_page:
@@ -201,14 +201,14 @@ def check(core: Scheduler) -> None:
     assert (pool.free, pool.in_use, pool.cached) == (len(free), len(owners) + len(held), len(in_tree) - len(held))
     assert pool.free + pool.in_use + pool.cached == pool.size
     assert state.policy.prefix_caching or not pool.cached
-    waiting = list(state.waiting)
-    assert len(waiting) == len(state.waiting)
-    assert state.waiting.tokens == sum(sample.outstanding for sample in waiting)
+    waiting = list(state.queue.waiting)
+    assert len(waiting) == len(state.queue.waiting)
+    assert state.queue.waiting.tokens == sum(sample.outstanding for sample in waiting)
     assert all(sample.slot < 0 and not sample.finished for sample in waiting)
     assert slots.running == np.count_nonzero(slots.active)
     ours = [sample for sample in (*waiting, *slots.running_samples()) if sample.request.sink == SINK]  # no canary
     assert len(ours) == core.live(SINK)
-    for request in state.requests.values():
+    for request in state.queue.requests.values():
         assert not request.guaranteed or not any(sample.preemptions for sample in request.samples)
         assert all(sample.preemptions <= 2 for sample in request.samples)
 
@@ -220,5 +220,5 @@ def check_all(driver: Driver) -> None:
         assert (seen.tokens, seen.finish.reason) == driver.expected(handle)
     while driver.answer():
         pass
-    assert driver.core.state.pool.in_use == 0
-    assert len(driver.core.state.running_keys) == 0
+    assert driver.core.state.pool.pages.in_use == 0
+    assert len(driver.core.state.pool.running_keys) == 0

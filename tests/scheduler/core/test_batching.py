@@ -48,7 +48,7 @@ def test_groups_stay_within_balanced_micro_batches():
     edges = np.cumsum(parts)
     assert (np.searchsorted(edges, starts, "right") == np.searchsorted(edges, starts + counts - 1, "right")).all()
     assert sorted(set(pages.tolist())) == [7, 10]
-    assert driver.core.state.counters.hydragen_rows > 0
+    assert driver.core.state.queue.counters.hydragen_rows > 0
     driver.run()
     assert all(seen.tokens == driver.expected(handle)[0] for handle, seen in driver.seen.items())
 
@@ -57,20 +57,20 @@ def test_groups_that_would_not_pay_are_not_made():
     driver = Driver(SHAPE, hydragen=HydragenPolicy(min_group_size=4, min_prefix_len=8))
     driver.submit(FIRST, n=20, max_tokens=12)
     driver.run()
-    assert driver.core.state.counters.hydragen_rows == 0
+    assert driver.core.state.queue.counters.hydragen_rows == 0
 
 
-def test_a_hurried_plan_leaves_onboarding_to_a_later_one_but_not_for_ever():
+def test_a_hurried_plan_leaves_admissions_to_a_later_one_but_not_for_ever():
     driver = Driver(SHAPE)
     driver.submit(FIRST, max_tokens=60)
     driver.step()
     driver.step()
     late = driver.submit(SECOND, max_tokens=5)
     postponed = []
-    while driver.core.state.waiting:
+    while driver.core.state.queue.waiting:
         postponed.append(driver.plan(hurry=True).postponed)
         driver.answer()
     assert postponed == [True, True, True, False]
-    assert driver.core.state.counters.postponed_plans == 3
+    assert driver.core.state.queue.counters.postponed_plans == 3
     driver.run()
     assert driver.seen[late].tokens == driver.expected(late)[0]

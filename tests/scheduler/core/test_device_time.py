@@ -18,7 +18,7 @@ def test_idle_time_counts_only_when_the_next_plan_was_there():
     while driver.plan() or driver.in_flight:
         driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
         driver.answer()
-    counters = driver.core.state.counters
+    counters = driver.core.state.queue.counters
     assert counters.device_busy_ns == 100 * counters.steps
     # The first plan went out to an idle worker, and each later one behind the answer to the one before.
     assert counters.device_idle_ns == 0

@@ -20,7 +20,7 @@ SHAPE = {
 
 def driver(*, shape=None, **policy) -> Driver:
     made = Driver(FakeShape(**SHAPE | (shape or {})), **{"mode": AdmissionMode.PREDICTED, "margin": 0.0, **policy})
-    made.core.state.step_cost = 8.0
+    made.core.state.queue.step_cost = 8.0
     return made
 
 
@@ -50,7 +50,7 @@ def test_a_request_of_another_key_is_through_in_few_and_short_steps(steps):
         busy.step()
     chat = busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
     plans = steps_until_finished(busy, chat)
-    assert len(plans) <= 4 + 2 * busy.core.state.steps_ahead
+    assert len(plans) <= 4 + 2 * busy.core.state.queue.steps_ahead
     check_all(busy)
 
 
@@ -59,13 +59,13 @@ def test_a_request_of_another_key_takes_a_slot_at_once_and_the_busy_key_gets_it_
     lines = flood(busy, 64)
     for _ in range(40):
         busy.step()
-    slots = busy.core.state.slots
+    slots = busy.core.state.pool.slots
     assert slots.running == SHAPE["max_slots"]
     chat = busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
     busy.answer()
     busy.plan()
     assert busy.requests[chat].samples[0].slot >= 0
-    assert busy.core.state.counters.yields == 1
+    assert busy.core.state.queue.counters.yields == 1
     steps_until_finished(busy, chat)
     busy.step()
     busy.step()
@@ -81,7 +81,7 @@ def test_a_request_of_another_key_takes_pages_at_once():
     flood(busy, 8)
     for _ in range(40):
         busy.step()
-    assert busy.core.state.waiting
+    assert busy.core.state.queue.waiting
     chat = busy.submit([3] * 30, max_tokens=90, fairness_key="other")
     busy.answer()
     busy.plan()
@@ -96,7 +96,7 @@ def test_guaranteed_sequences_never_make_way():
         busy.step()
     busy.submit([3, 4, 5], max_tokens=4, fairness_key="other")
     check_all(busy)
-    assert busy.core.state.counters.yields == busy.core.state.counters.preemptions == 0
+    assert busy.core.state.queue.counters.yields == busy.core.state.queue.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -110,7 +110,7 @@ def test_keys_do_not_take_the_only_place_from_each_other_for_ever(monkeypatch, a
     handles = [both.submit([number + 2] * 20, max_tokens=18, fairness_key=str(number)) for number in range(2)]
     both.run(2000)
     assert [len(both.seen[handle].tokens) for handle in handles] == [18, 18]
-    assert both.core.state.counters.yields <= 16
+    assert both.core.state.queue.counters.yields <= 16
 
 
 def test_what_was_computed_lately_counts_with_steps_of_one_token():
@@ -130,7 +130,7 @@ def test_a_key_of_a_lower_class_neither_preempts_a_higher_one_nor_holds_it_back(
     for _ in range(10):
         busy.step()
         assert busy.plans[-1].sequences == SHAPE["max_slots"]
-    assert busy.core.state.counters.yields == 0
+    assert busy.core.state.queue.counters.yields == 0
     check_all(busy)
 
 
@@ -179,7 +179,7 @@ def test_keys_with_a_backlog_are_served_alike(kinds, slots, mode):
     bound = 2 * slots * max(2 * length + limit for length, limit in kinds) + 2 * 32
     for _ in range(120):
         for number, (length, limit) in enumerate(kinds):
-            while not any(sample.request.fairness_key == str(number) for sample in keys.core.state.waiting):
+            while not any(sample.request.fairness_key == str(number) for sample in keys.core.state.queue.waiting):
                 prompt = [2 + number, 2 + keys.next_handle % 60] * length
                 keys.submit(prompt, max_tokens=limit, fairness_key=str(number), cache_salt=str(keys.next_handle))
         keys.step()
@@ -192,5 +192,5 @@ def test_keys_with_a_backlog_are_served_alike(kinds, slots, mode):
 def check_cancelled(driver: Driver) -> None:
     while driver.answer():
         pass
-    assert driver.core.state.pool.in_use == 0
-    assert len(driver.core.state.running_keys) == 0
+    assert driver.core.state.pool.pages.in_use == 0
+    assert len(driver.core.state.pool.running_keys) == 0

@@ -1,40 +1,43 @@
 """The forecast is what a naive simulation says, and what then happens."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.scheduler.core.future.admission import Admission, _first_gap, running_curve
-from services.scheduler.core.step import onboarding
-from tests.fakes.model import FakeShape
+from services.scheduler.core.request import AdmissionMode
+from services.scheduler.core.step import prefill
+from tests.fakes.model import FakeShape, continuation
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
 
 
 def curve_of(driver: Driver) -> np.ndarray:
-    return running_curve(driver.core.state, driver.core.state.step)
+    return running_curve(driver.core.state, driver.core.state.pool.step)
 
 
 def simulate(driver: Driver, steps: int) -> list[int]:
     """Walk every running sequence forward, one token of every step, holding pages by number."""
     state = driver.core.state
-    slots, size = state.slots, state.shape.page_size
+    slots, size = state.pool.slots, state.pool.shape.page_size
     sequences = []
     lasting = set()
     for slot in np.flatnonzero(slots.active).tolist():
         length = max(int(slots.scheduled[slot]), int(slots.given[slot]))
         pages = [("held", page) for page in slots.pages(slot).tolist()]
         if slots.lent_pages[slot]:  # waiting siblings will need these, and what else of the tree they hang on
-            depth = int(state.tree.depth[slots.node[slot]])
+            depth = int(state.pool.tree.depth[slots.node[slot]])
             lasting |= set(pages[: max(depth, int(slots.lent_pages[slot]))])
-        end = max(1, int(slots.end_step[slot]) - state.step)
+        end = max(1, int(slots.end_step[slot]) - state.pool.step)
         sequences.append([length, int(slots.limit[slot]), end, int(slots.delay[slot]), pages, slot])
-    for request in state.sharing:
+    for request in state.pool.sharing:
         if request.share.ready_step:
-            lasting |= {("held", page) for page in state.tree.path(request.share.node).tolist()}
+            lasting |= {("held", page) for page in state.pool.tree.path(request.share.node).tolist()}
         if request.share.owns_last_page:
             lasting.add(("held", request.share.last_page))
     found = []
@@ -73,25 +76,72 @@ def drivers(draw):
 def test_the_curve_equals_a_naive_simulation(driver):
     curve = curve_of(driver)
     assert curve.tolist() == simulate(driver, len(curve))
-    assert curve.max() <= driver.core.state.pool.size
+    assert curve.max() <= driver.core.state.pool.pages.size
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_what_happens_follows_the_curve(driver):
-    """Answers come as late as they can and nobody stops early. With a prefill in progress the curve is a bound."""
+    """No sample stops early. While a prompt is computed in part, the curve is a bound."""
+    driver.cancel(*[sample.handle for sample in driver.core.state.queue.waiting])
+    check_curve_comes_true(driver)
+
+
+def check_curve_comes_true(driver: Driver) -> None:
+    """Answers come as late as they can until nothing runs."""
     state = driver.core.state
-    driver.cancel(*[sample.handle for sample in state.waiting])
-    exact = not state.prefilling
-    curve, begun = curve_of(driver), state.step
+    exact = not state.pool.prefilling
+    curve, begun = curve_of(driver), state.pool.step
     while driver.core.live(SINK):
-        if driver.core.plans_in_flight == state.steps_ahead:
+        if driver.core.plans_in_flight == state.queue.steps_ahead:
             driver.answer()
         if driver.plan() is None:
             driver.answer()
             continue
-        expected = curve[state.step - begun] if state.step - begun < len(curve) else 0
-        assert state.pool.in_use == expected if exact else state.pool.in_use <= expected
+        passed = state.pool.step - begun
+        expected = curve[passed] if passed < len(curve) else 0
+        assert state.pool.pages.in_use == expected if exact else state.pool.pages.in_use <= expected
+        if exact and driver.core.live(SINK):
+            now = curve_of(driver)
+            assert now.tolist() == curve[passed : passed + len(now)].tolist()
+            assert not curve[passed + len(now) :].any()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes(), st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(2, 4))
+def test_what_happens_follows_the_curve_of_predicted_ends(shape, length, pauses, steps_ahead):
+    """Every answer of a class stops by itself behind ``length`` tokens, long before its limit."""
+    shape = dataclasses.replace(shape, page_count=400, max_slots=6, max_context_tokens=100, eos_every=0)
+    driver = Driver(shape, steps_ahead=steps_ahead, mode=AdmissionMode.PREDICTED, margin=0.0)
+    for number in range(20):
+        submit_stopping(driver, number, length)
+        driver.run()
+    for _ in range(40):  # what was learnt is looked at from time to time
+        driver.submit([61], max_tokens=1, length_class="another")
+        driver.run()
+    for number, pause in enumerate(pauses):
+        submit_stopping(driver, 20 + number, length)
+        for _ in range(pause):
+            driver.step()
+    while driver.core.state.queue.waiting or driver.core.state.pool.prefilling:
+        driver.step()
+    slots = driver.core.state.pool.slots
+    running = slots.running_slots()
+    assert (slots.total[running] == slots.prompt[running] + length).all()
+    if driver.core.live(SINK):
+        check_curve_comes_true(driver)
+    assert all(seen.finish.completion_tokens == length for seen in driver.seen.values() if len(seen.tokens) > 1)
+
+
+def submit_stopping(driver: Driver, number: int, length: int) -> None:
+    """Queue a request whose sample stops by itself behind ``length`` tokens."""
+    for last in range(2, 62):
+        prompt = [2 + number, last, 2 + number]
+        *before, stop = continuation(driver.shape, prompt, length, seed=7)
+        if stop not in before:
+            driver.submit(prompt, max_tokens=90, length_class="alike", stop_token_ids=frozenset({stop}))
+            return
+    raise AssertionError("no prompt found")
 
 
 def test_sequences_that_end_at_different_times_share_pages_they_never_need_together():
@@ -104,7 +154,7 @@ def test_sequences_that_end_at_different_times_share_pages_they_never_need_toget
         driver.step()
     driver.submit([4, 5], max_tokens=11)  # three pages, over before the first has eight
     driver.step()
-    assert driver.core.state.slots.running == 2
+    assert driver.core.state.pool.slots.running == 2
     driver.run()
 
 
@@ -124,11 +174,11 @@ def test_the_head_of_the_queue_is_passed_only_by_what_leaves_it_its_place():
     driver.submit([5], max_tokens=40)  # would still be there: the head would wait for it
     driver.run()
     assert admitted(driver) == ["r0", "r2", "r1", "r3"]
-    assert driver.core.state.counters.overtakes == 1
+    assert driver.core.state.queue.counters.overtakes == 1
 
 
 def test_the_head_of_the_queue_is_not_passed_for_ever(monkeypatch):
-    monkeypatch.setattr(onboarding, "_MOST_OVERTAKEN", 3)
+    monkeypatch.setattr(prefill, "_MOST_OVERTAKEN", 3)
     driver = Driver(SMALL)
     driver.submit([2] * 8, max_tokens=20)
     driver.submit([3] * 20, max_tokens=20)
@@ -157,23 +207,44 @@ class Watched(Admission):
         return chosen
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
-def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
-    driver.core._planner._onboarding._admission = Watched
+def check_admission_is_as_forecast(driver: Driver) -> None:
+    """Build a plan: the curve behind it is the one that admission saw with what it let in."""
+    driver.core._planner._prefill._admission = Watched
     Watched.latest = None
-    with contextlib.suppress(InvalidRequest):
-        driver.submit(prompt, n=n, max_tokens=12)
     while driver.core.plans_in_flight:
         driver.answer()
     state = driver.core.state
-    shares = dict(state.sharing)
+    shares = dict(state.pool.sharing)
     driver.plan()
-    if Watched.latest is not None and not state.prefilling and shares.keys() <= state.sharing.keys():
+    if Watched.latest is not None and not state.pool.prefilling and shares.keys() <= state.pool.sharing.keys():
         curve = curve_of(driver)
         expected = Watched.latest.last[: len(curve)]
-        # One who passed another may get more of this step than the queue's order gave it, and be through sooner.
+        # A sample that passed another may get more of this step than the queue's order gave it, and end sooner.
         assert (expected == curve).all() if Watched.latest.in_order else (expected >= curve).all()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
+def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
+    with contextlib.suppress(InvalidRequest):
+        driver.submit(prompt, n=n, max_tokens=12)
+    check_admission_is_as_forecast(driver)
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_a_prompt_whose_first_page_ends_another_prompt_waits_until_that_page_is_computed(page_size):
+    """Both in one plan would compute the page twice, and only one of them would be found by siblings."""
+    shape = FakeShape(vocab_size=62, page_size=page_size, page_count=13, max_slots=4, max_tokens_per_step=9,
+                      max_context_tokens=14, first_token=2)  # fmt: skip
+    driver = Driver(shape)
+    first = [2] * page_size
+    driver.submit(first, max_tokens=1)
+    handle = driver.submit([*first, 2], n=3, max_tokens=6)
+    check_admission_is_as_forecast(driver)
+    assert admitted(driver) == ["r0"]
+    driver.run()
+    assert driver.seen[handle].finish.cached_prompt_tokens == page_size
+    assert driver.model.prefilled_tokens == page_size + 3
 
 
 def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_holders_end():
@@ -191,4 +262,4 @@ def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_hol
     driver.submit([*prompt, *[51] * 5], max_tokens=27)
     driver.submit([40 + index % 10 for index in range(10)], max_tokens=14)
     driver.run()  # every plan finds the pages it needs
-    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.pool.pages.in_use == 0

@@ -92,7 +92,7 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
             case ("cancel", handle):
                 driver.cancel(handle)
             case ("ahead", plans):
-                driver.core.look_ahead(plans)
+                driver.core.set_steps_ahead(plans)
             case "plan":
                 driver.plan()
             case "hurry":
@@ -113,10 +113,10 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
         assert seen.finish.completion_tokens == len(seen.tokens)
     while driver.answer():
         pass
-    assert driver.core.state.pool.in_use == 0
-    assert driver.core.state.slots.running == 0
-    assert not driver.core.state.requests
-    assert driver.core.state.counters.sequences_finished == len(driver.seen)
+    assert driver.core.state.pool.pages.in_use == 0
+    assert driver.core.state.pool.slots.running == 0
+    assert not driver.core.state.queue.requests
+    assert driver.core.state.queue.counters.sequences_finished == len(driver.seen)
 
 
 def _quarantined(finish: Finish) -> bool:

@@ -14,7 +14,7 @@ from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.queue.lengths import LengthPredictor
 from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import AdmissionMode, FinishReason
-from services.scheduler.core.step.onboarding import Onboarding
+from services.scheduler.core.step.prefill import Prefill
 from services.scheduler.core.step.results import Results
 from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
@@ -61,7 +61,7 @@ def _is_of_bad(automaton) -> bool:
 
 # Where, and whether it is about the bad request.
 POINTS = {
-    "looked up": (Onboarding, "_entry", lambda self, plan, sample, claimed: _is_bad(sample.request)),
+    "looked up": (Prefill, "_entry", lambda self, plan, sample, claimed: _is_bad(sample.request)),
     "matched": (PrefixTree, "match", lambda self, tokens, salt, *_: salt == "bad"),
     "its pages found": (PrefixTree, "extend", lambda self, node, tokens, salt, *_: salt == "bad"),
     "entered": (Lifecycle, "_stop_state", lambda self, sample: _is_bad(sample.request)),
@@ -117,20 +117,24 @@ def test_a_request_that_cannot_be_queued_leaves_no_trace(owner, name, concerns, 
     driver = Driver(SHAPE)
     others = _submit_others(driver, 10)
     driver.step()
-    before = len(driver.core.state.waiting), driver.core.state.waiting.tokens, driver.core.live(SINK)
+    before = len(driver.core.state.queue.waiting), driver.core.state.queue.waiting.tokens, driver.core.live(SINK)
     with pytest.raises(RuntimeError, match="injected"):
         driver.submit(
             [7] * 9, n=4, max_tokens=4, stop=("bca", "aba"), cache_salt="bad", length_class="bad", deadline_ms=10**15
         )
     assert raised
-    assert (len(driver.core.state.waiting), driver.core.state.waiting.tokens, driver.core.live(SINK)) == before
-    assert f"r{driver.next_handle}" not in driver.core.state.requests
-    assert not driver.core.state.matcher.in_use
+    assert (
+        len(driver.core.state.queue.waiting),
+        driver.core.state.queue.waiting.tokens,
+        driver.core.live(SINK),
+    ) == before
+    assert f"r{driver.next_handle}" not in driver.core.state.queue.requests
+    assert not driver.core.state.queue.matcher.in_use
     driver.collect()
     again = driver.submit([7] * 9, n=4, max_tokens=4)  # the handles are free
     driver.run()
     _check_others(driver, [*others, *range(again, again + 4)])
-    assert driver.core.state.counters.requests_accepted == len(driver.requests)
+    assert driver.core.state.queue.counters.requests_accepted == len(driver.requests)
 
 
 def test_a_client_that_cannot_be_told_something_loses_that_request_alone():
@@ -161,8 +165,8 @@ def test_what_goes_wrong_as_requests_are_cancelled_without_a_worker_is_not_kept(
     bad = driver.submit([7] * 9, n=3, max_tokens=4, cache_salt="bad")
     driver.core.detach()
     driver.core.cancel(SINK, [bad])
-    assert not driver.core.state.broken
-    assert not driver.core.state.requests
+    assert not driver.core.state.queue.broken
+    assert not driver.core.state.queue.requests
     driver.collect()
     assert [request_id for request_id, _ in driver.core.take_failures()] == [f"r{bad}"]
 
@@ -183,6 +187,6 @@ def _check_others(driver: Driver, handles: list[int]) -> None:
     while driver.answer():
         pass
     state = driver.core.state
-    assert state.pool.in_use == state.slots.running == len(state.waiting) == 0
-    assert not state.requests
-    assert not state.broken
+    assert state.pool.pages.in_use == state.pool.slots.running == len(state.queue.waiting) == 0
+    assert not state.queue.requests
+    assert not state.queue.broken

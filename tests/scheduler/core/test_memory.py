@@ -66,7 +66,7 @@ def test_a_lost_worker_leaves_nothing_behind(without_collector):
     for _ in range(10):
         driver.step()
     state = driver.core.state
-    known = [weakref.ref(each) for each in (state.tree, state.pool, state.slots)]
+    known = [weakref.ref(each) for each in (state.pool.tree, state.pool.pages, state.pool.slots)]
     del state
     driver.lose_worker()
     driver.run()

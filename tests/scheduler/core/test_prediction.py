@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.life.preemption import choose_victims
+from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
@@ -31,7 +31,7 @@ def most_running(driver: Driver) -> int:
     most = 0
     while driver.core.live(1):
         driver.step()
-        most = max(most, driver.core.state.slots.running)
+        most = max(most, driver.core.state.pool.slots.running)
     return most
 
 
@@ -51,7 +51,7 @@ def test_a_class_of_which_nothing_is_known_runs_as_if_guaranteed():
     for number in range(20):
         driver.submit([30 + number] * 7, max_tokens=100, stop_token_ids=EARLY, length_class="another")
     driver.plan()
-    assert driver.core.state.slots.running == 2  # of 27 pages each
+    assert driver.core.state.pool.slots.running == 2  # of 27 pages each
 
 
 def run_long(driver: Driver, count: int, **fields) -> list[int]:
@@ -63,7 +63,7 @@ def test_wrong_predictions_preempt_and_lose_nothing():
     driver = experienced()
     handles = run_long(driver, 12)
     driver.run()
-    counters = driver.core.state.counters
+    counters = driver.core.state.queue.counters
     assert counters.preemptions > 0
     assert counters.recomputed_tokens > 0
     for handle in handles:
@@ -77,7 +77,7 @@ def test_guaranteed_sequences_are_never_preempted_by_predicted_ones():
     driver = experienced()
     mixed = [run_long(driver, 3, mode=mode) for mode in (PREDICTED, GUARANTEED, PREDICTED, GUARANTEED)]
     driver.run()
-    assert driver.core.state.counters.preemptions > 0
+    assert driver.core.state.queue.counters.preemptions > 0
     kept = {f"r{handle}" for handle in mixed[1] + mixed[3]}
     assert not kept & {name for plan in driver.plans for name in plan.preempted_ids}
     for handle in chain(*mixed):
@@ -106,20 +106,34 @@ def test_the_victim_has_the_least_work_to_lose():
     young = driver.submit([8] * 6, max_tokens=90)
     for _ in range(3):
         driver.step()
-    slots = {sample.handle: sample.slot for sample in driver.core.state.slots.running_samples()}
+    slots = {sample.handle: sample.slot for sample in driver.core.state.pool.slots.running_samples()}
     assert choose_victims(driver.core.state, 1).tolist() == [slots[young]]
     assert choose_victims(driver.core.state, 4).tolist() == [slots[young], slots[old]]
     low = driver.submit([7] * 40, max_tokens=50, priority=Priority.LOW)
     driver.step()
-    low_slot = next(s.slot for s in driver.core.state.slots.running_samples() if s.handle == low)
+    low_slot = next(s.slot for s in driver.core.state.pool.slots.running_samples() if s.handle == low)
     assert choose_victims(driver.core.state, 1).tolist() == [low_slot]  # the lower class first, whatever it costs
+
+
+def test_of_equal_work_the_latest_admitted_is_the_first_victim():
+    driver = experienced()
+    handles, length = [], 6
+    for number in range(5):
+        handles.append(driver.submit([9 + number] * length, max_tokens=90 - length))
+        driver.plan()
+        driver.answer()
+        length += 1  # as many as those before have by the next plan
+    slots, running = driver.core.state.pool.slots, driver.core.state.pool.slots.running_samples()
+    assert len({int(slots.scheduled[sample.slot]) for sample in running}) == 1
+    slot_of = {sample.handle: sample.slot for sample in running}
+    assert choose_victims(driver.core.state, 10**6).tolist() == [slot_of[handle] for handle in reversed(handles)]
 
 
 def test_sequences_whose_pages_are_all_in_the_tree_can_be_victims():
     driver = experienced()
     handles = [driver.submit([2 + number] * 8, max_tokens=60) for number in range(6)]
     driver.step()
-    slots, tree = driver.core.state.slots, driver.core.state.tree
+    slots, tree = driver.core.state.pool.slots, driver.core.state.pool.tree
     active = np.flatnonzero(slots.active)
     assert (slots.page_count[active] - tree.depth[slots.node[active]]).max() <= 1
     assert len(choose_victims(driver.core.state, 12)) >= 3
@@ -133,7 +147,7 @@ def test_what_a_victim_shares_is_not_lost():
     for _ in range(3):
         driver.step()
     before = driver.model.prefilled_tokens
-    slots = driver.core.state.slots
+    slots = driver.core.state.pool.slots
     victim = slots.running_samples()[-1]
     driver.core._lifecycle.preempt(np.array([victim.slot]))
     known = victim.given
@@ -147,10 +161,10 @@ def test_what_a_victim_shares_is_not_lost():
 def test_a_leader_preempted_before_its_prompt_is_computed_lets_its_siblings_go():
     driver = experienced()
     handle = driver.submit([5] * 100, n=3, max_tokens=20)
-    driver.core.state.shape.__dict__["max_tokens_per_step"] = 32
+    driver.core.state.pool.shape.__dict__["max_tokens_per_step"] = 32
     driver.plan()
-    assert driver.core.state.prefilling
-    leader = driver.core.state.slots.running_samples()[0]
+    assert driver.core.state.pool.prefilling
+    leader = driver.core.state.pool.slots.running_samples()[0]
     driver.core._lifecycle.preempt(np.array([leader.slot]))
     driver.run()
     assert all(driver.seen[h].tokens == driver.expected(h)[0] for h in range(handle, handle + 3))
@@ -162,7 +176,7 @@ def test_a_wider_margin_leaves_more_pages_free(margin):
     for number in range(32):
         driver.submit([2 + number] * 7, max_tokens=100, stop_token_ids=EARLY)
     driver.plan()
-    admission = driver.core._planner._onboarding._admission(driver.core.state, driver.core.state.step)
+    admission = driver.core._planner._prefill._admission(driver.core.state, driver.core.state.pool.step)
     limit = admission._limit(np.zeros(0, np.int64))
     assert limit == SHAPE.page_count if margin == 0 else limit < SHAPE.page_count
     driver.run()
@@ -194,7 +208,7 @@ def test_whatever_was_predicted_everyone_ends_as_alone(requests, pages, margin):
         assert reason in (FinishReason.STOP, FinishReason.LENGTH)
     while driver.answer():
         pass
-    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.pool.pages.in_use == 0
 
 
 def test_a_leader_that_comes_back_gives_all_its_pages():
@@ -207,4 +221,4 @@ def test_a_leader_that_comes_back_gives_all_its_pages():
     driver.plan()
     assert leader.slot >= 0  # first of its kind, so back before its siblings
     driver.run()
-    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.pool.pages.in_use == 0

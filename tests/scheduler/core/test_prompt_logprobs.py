@@ -143,7 +143,7 @@ def test_a_lost_worker_loses_none_and_repeats_none(steps, n):
 
 def test_who_asks_for_them_is_never_preempted():
     driver = Scores(SHAPE, mode=AdmissionMode.PREDICTED)
-    assert driver.core.state.requests == {}
+    assert driver.core.state.queue.requests == {}
     handle = driver.submit(PROMPT, sampling=ASKED, max_tokens=20)
     other = driver.submit(PROMPT[1:], max_tokens=20)
     assert driver.requests[handle].guaranteed

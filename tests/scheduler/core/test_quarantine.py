@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import Internal
 from services.scheduler.core.life.intake import CANARY_ID
 from services.scheduler.core.request import AdmissionMode, FinishReason
-from services.scheduler.core.step.onboarding import Onboarding
+from services.scheduler.core.step.prefill import Prefill
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver, check
 
@@ -39,12 +39,12 @@ class Mortal(Driver):
         plan = super().plan(hurry=hurry)
         if plan is not None and self._dies_behind is None and self._is_fatal(plan):
             self._dies_behind = len(self.in_flight) - 1
-        if self.core.state.apart is not None:
+        if self.core.state.queue.on_trial is not None:
             self.most_in_flight_apart = max(self.most_in_flight_apart, len(self.in_flight))
         return plan
 
     def _is_fatal(self, plan) -> bool:
-        slots = self.core.state.slots
+        slots = self.core.state.pool.slots
         for slot in (slot for rows in plan.sampling for slot in rows.tolist()):
             sample = slots.samples[slot]
             fatal = self.fatal.get(sample.handle) if sample.request.sink == SINK else None
@@ -80,9 +80,9 @@ class Mortal(Driver):
                 assert seen.tokens == tokens[: self.fatal[handle] - 1]
             else:
                 assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error
-        assert self.core.state.apart is None
-        assert self.core.state.pool.in_use == 0
-        assert not self.core.state.requests
+        assert self.core.state.queue.on_trial is None
+        assert self.core.state.pool.pages.in_use == 0
+        assert not self.core.state.queue.requests
 
     def submit_innocents(self, count: int, longest: int = 60) -> None:
         for _ in range(count):
@@ -128,6 +128,33 @@ def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too()
     driver.submit_innocents(40)
     driver.fatal = dict(zip(poisoned, (40, 1, 17), strict=True))
     _run_with_kills(driver, mean_steps=200)
+    driver.check_answers(*poisoned)
+
+
+@pytest.mark.parametrize("slots", [SHAPE.max_slots, 4])
+def test_a_suspect_stays_one_until_it_gets_past_its_place_or_ends(slots):
+    """Whichever of the poisoned the worker is lost of, and though not all of a group fit beside each other."""
+    driver = Mortal(steps_ahead=2)
+    handles = [driver.submit([2 + number % 60, number // 60 + 2], max_tokens=40) for number in range(64)]
+    poisoned = [handles[2], handles[3], handles[20], handles[21], handles[63]]
+    for _ in range(3):
+        driver.step()
+    driver.plan()
+    driver.lose_worker()
+    driver.plan()
+    driver.shape = FakeShape(**{**SHAPE.__dict__, "max_slots": slots})
+    driver.lose_worker()
+    assert driver.core.suspects == 64
+    reached = {handle: len(driver.seen[handle].tokens) for handle in handles}
+    driver.fatal = {handle: reached[handle] + 1 for handle in poisoned}
+    while driver.core.suspects:
+        losses = driver.losses
+        driver.step()
+        past = sum(len(driver.seen[handle].tokens) > reached[handle] for handle in handles)
+        ended = sum(driver.seen[handle].finish is not None for handle in poisoned)
+        if driver.losses > losses:
+            assert driver.core.suspects >= 64 - past - ended
+    driver.run()
     driver.check_answers(*poisoned)
 
 
@@ -181,10 +208,10 @@ def test_a_clients_request_may_be_called_canary():
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
     assert driver.core.distrust == ""
-    assert list(driver.core.state.requests) == ["canary"]
+    assert list(driver.core.state.queue.requests) == ["canary"]
     driver.run()
     driver.check_answers()
-    assert driver.core.state.counters.sequences_finished == 1
+    assert driver.core.state.queue.counters.sequences_finished == 1
 
 
 def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
@@ -194,14 +221,14 @@ def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
         driver.plan()
         driver.lose_worker()
     driver.cancel(first)
-    assert not driver.core.state.requests
+    assert not driver.core.state.queue.requests
     assert driver.core.suspects == 0
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
     assert driver.plan() is None
-    assert driver.core.state.apart is None
+    assert driver.core.state.queue.on_trial is None
     assert driver.core.distrust == ""
-    assert driver.core.state.pool.in_use == len(driver.core.state.waiting) == 0
+    assert driver.core.state.pool.pages.in_use == len(driver.core.state.queue.waiting) == 0
 
 
 @pytest.mark.parametrize("end", ["broken", "too large"])
@@ -213,17 +240,17 @@ def test_others_get_the_very_plan_in_which_the_last_on_trial_ends(end, monkeypat
         driver.lose_worker()
     other = driver.submit([8] * 5, max_tokens=40)
     if end == "broken":
-        original = Onboarding._entry
+        original = Prefill._entry
 
         def breaking(self, plan, sample, claimed):
             if sample.handle == suspect:
                 raise RuntimeError("injected")
             return original(self, plan, sample, claimed)
 
-        monkeypatch.setattr(Onboarding, "_entry", breaking)
+        monkeypatch.setattr(Prefill, "_entry", breaking)
     else:
         driver.requests[suspect].limit = 10**6
-    assert driver.core.state.apart is not None
+    assert driver.core.state.queue.on_trial is not None
     assert driver.plan().admitted_ids == [f"r{other}"]
     assert driver.seen[suspect].finish.reason is FinishReason.ERROR
 
@@ -233,13 +260,13 @@ def test_a_suspect_that_is_cancelled_is_forgotten_and_others_go_on():
     poison = driver.submit([9] * 5, max_tokens=30)
     driver.fatal[poison] = 4
     other = driver.submit([8] * 5, max_tokens=30)
-    while driver.core.state.apart is None:
+    while driver.core.state.queue.on_trial is None:
         driver.step()
     driver.cancel(poison)
     driver.run()
     assert driver.seen[poison].finish.reason is FinishReason.CANCELLED
     assert driver.seen[other].tokens == driver.expected(other)[0]
-    assert driver.core.state.apart is None
+    assert driver.core.state.queue.on_trial is None
 
 
 def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
@@ -252,9 +279,9 @@ def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
         driver.lose_worker()
     late = driver.submit([7] * 5, max_tokens=3)
     ran = []
-    while driver.core.state.apart is not None:
+    while driver.core.state.queue.on_trial is not None:
         driver.step()
-        ran.append({sample.handle for sample in driver.core.state.slots.running_samples()})
+        ran.append({sample.handle for sample in driver.core.state.pool.slots.running_samples()})
     assert [{first}, {second}] == [handles for at, handles in enumerate(ran[:-1]) if at == 0 or handles != ran[at - 1]]
     driver.run()
     driver.check_answers()
@@ -269,7 +296,7 @@ def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
         while driver.answer():
             pass
         driver.lose_worker()
-    assert driver.core.state.apart is None
+    assert driver.core.state.queue.on_trial is None
     driver.run()
     driver.check_answers()
 

@@ -7,7 +7,7 @@ from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.common.plan.result import SlotFailure, StepResult
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import SamplingSettings
-from services.scheduler.core.future import outlook
+from services.scheduler.core.future import estimate
 from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.policy import Policy
@@ -26,13 +26,24 @@ def test_samples_prefill_their_prompt_once_and_use_its_pages_once():
     driver.submit(PROMPT, n=40, max_tokens=3)
     driver.step()  # two plans: the prompt, then all its siblings
     state = driver.core.state
-    assert state.slots.running == 40
+    assert state.pool.slots.running == 40
     assert driver.model.prefilled_tokens == len(PROMPT) + 39  # each sibling computes the last token only
-    assert state.pool.in_use == 11 + 39  # ten whole pages for all, the eleventh for each
+    assert state.pool.pages.in_use == 11 + 39  # ten whole pages for all, the eleventh for each
     driver.run()
     assert [driver.seen[handle].tokens for handle in range(40)] == [driver.expected(handle)[0] for handle in range(40)]
     cached = [driver.seen[handle].finish.cached_prompt_tokens for handle in range(40)]
     assert cached == [0] + [42] * 39
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_prompt_is_prefilled_once_though_its_samples_run_one_after_the_other(slots, prefix_caching):
+    driver = Driver(FakeShape(**{**SHAPE.__dict__, "max_slots": slots}), prefix_caching=prefix_caching)
+    driver.submit(PROMPT, n=8, max_tokens=3)
+    driver.run()
+    assert driver.model.prefilled_tokens == len(PROMPT) + 7
+    cached = [driver.seen[handle].finish.cached_prompt_tokens for handle in range(8)]
+    assert cached == [0] + [42] * 7
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 43])
@@ -100,7 +111,7 @@ def test_without_prefix_caching_requests_share_nothing_and_samples_still_do():
     driver.run()
     assert driver.seen[again].finish.cached_prompt_tokens == 0
     assert driver.model.prefilled_tokens == 2 * len(PROMPT) + 2
-    assert driver.core.state.pool.free == SHAPE.page_count
+    assert driver.core.state.pool.pages.free == SHAPE.page_count
 
 
 def test_the_prefix_unused_longest_is_evicted_first():
@@ -126,9 +137,9 @@ def test_a_cancelled_prefill_frees_its_pages():
     driver = Driver(SHAPE)
     handle = driver.submit([3] * 200, max_tokens=2)
     driver.plan()
-    assert driver.core.state.prefilling
+    assert driver.core.state.pool.prefilling
     driver.cancel(handle)
-    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.pool.pages.in_use == 0
     assert driver.seen[handle].finish.reason is FinishReason.CANCELLED
     after = driver.submit(PROMPT, max_tokens=4)
     driver.run()
@@ -140,7 +151,7 @@ def test_a_sample_cancelled_twice_at_once_ends_once():
     handle = driver.submit(PROMPT, n=2, max_tokens=2)
     driver.step()
     driver.cancel(handle, handle, handle + 1)
-    assert driver.core.state.counters.sequences_finished == 2
+    assert driver.core.state.queue.counters.sequences_finished == 2
 
 
 def test_a_lost_worker_costs_nothing_but_the_time():
@@ -152,7 +163,7 @@ def test_a_lost_worker_costs_nothing_but_the_time():
     driver.run()
     for index in range(handle, handle + 6):
         assert driver.seen[index].tokens == driver.expected(index)[0]
-    assert driver.core.state.counters.recomputed_tokens > 0
+    assert driver.core.state.queue.counters.recomputed_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -217,7 +228,7 @@ def test_a_finished_request_wastes_at_most_the_steps_ahead():
     driver.run()
     while driver.answer():
         pass
-    assert 0 < driver.core.state.counters.wasted_tokens <= 4
+    assert 0 < driver.core.state.queue.counters.wasted_tokens <= 4
 
 
 def driver_first_token() -> int:
@@ -237,7 +248,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back():
     core = Scheduler([b"a"] * 62, 62, Policy(max_queued=3))
     driver = Driver(SHAPE)
     core.open_sink(SINK)
-    core.attach(driver.core.state.shape)
+    core.attach(driver.core.state.pool.shape)
     driver.core = core
     driver.submit(PROMPT, n=3, max_tokens=4)
     with pytest.raises(Overloaded) as refused:
@@ -271,8 +282,8 @@ def test_a_closed_session_ends_all_its_samples_once():
     driver.step()
     driver.core.close_sink(SINK)
     state = driver.core.state
-    assert (state.slots.running, len(state.waiting), state.pool.in_use) == (0, 0, 0)
-    assert state.counters.sequences_cancelled == 50
+    assert (state.pool.slots.running, len(state.queue.waiting), state.pool.pages.in_use) == (0, 0, 0)
+    assert state.queue.counters.sequences_cancelled == 50
 
 
 def test_handles_and_ids_in_use_are_refused():
@@ -306,7 +317,7 @@ def test_deadlines_end_requests_wherever_they_are():
     driver.core.end_overdue(2500)
     driver.collect()
     assert driver.seen[1].finish.reason is FinishReason.DEADLINE
-    assert driver.core.state.pool.in_use == 0
+    assert driver.core.state.pool.pages.in_use == 0
 
 
 def test_a_sequence_the_worker_cannot_compute_ends_alone():
@@ -317,20 +328,20 @@ def test_a_sequence_the_worker_cannot_compute_ends_alone():
     assert driver.seen[bad].finish.reason is FinishReason.ERROR
     assert "not a number" in driver.seen[bad].finish.error.message
     assert driver.seen[good].tokens == driver.expected(good)[0]
-    assert driver.core.state.tree.match(np.array([61, *PROMPT], np.uint32), "", 5, 10**9) == (ROOT, False)
+    assert driver.core.state.pool.tree.match(np.array([61, *PROMPT], np.uint32), "", 5, 10**9) == (ROOT, False)
 
 
 def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monkeypatch):
     looked = []
-    first_fit = outlook.Placement._first_fit
+    first_fit = estimate.Placement._first_fit
     monkeypatch.setattr(
-        outlook.Placement,
+        estimate.Placement,
         "_first_fit",
         lambda self, *parts: looked.append(len(self.pages)) or first_fit(self, *parts),
     )
-    monkeypatch.setattr(outlook, "_MOST_CELLS", 5000)
+    monkeypatch.setattr(estimate, "_MOST_CELLS", 5000)
     driver = Driver(SHAPE)
     handles = [driver.submit(PROMPT, max_tokens=200) for _ in range(300)]
-    last = outlook.look_ahead(driver.core.state, driver.requests[handles[-1]], driver.tick())
+    last = estimate.estimate(driver.core.state, driver.requests[handles[-1]])
     assert sum(looked) < 10_000
     assert last.finish > last.start > 0

@@ -20,12 +20,12 @@ class Admission:
     def __init__(self, state: State, step: int, without: np.ndarray | None = None) -> None:
         """``without``: slots taken to be given up before."""
         self._state = state
-        self._running = running_sequences(state.slots, step, without)
-        active = state.slots.running_slots()
+        self._running = running_sequences(state.pool.slots, step, without)
+        active = state.pool.slots.running_slots()
         if without is not None:
             active = np.setdiff1d(active, without, assume_unique=True)
-        predicted = active[~state.slots.guaranteed[active]]
-        self._predicted = np.bincount(state.slots.length_class[predicted], minlength=MOST_CLASSES)
+        predicted = active[~state.pool.slots.guaranteed[active]]
+        self._predicted = np.bincount(state.pool.slots.length_class[predicted], minlength=MOST_CLASSES)
         self._forecast: Forecast | None = None
 
     def select(self, candidates: Sequences, classes: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ class Admission:
 
         A candidate counts with all its pages from the first step on, so this admits somewhat less than could be.
         """
-        limit, page_size = int(self._limit(classes)), self._state.shape.page_size
+        limit, page_size = int(self._limit(classes)), self._state.pool.shape.page_size
         curve = self._at_hand(candidates).with_candidates(candidates.take(np.arange(head)))
         largest = candidates.pages + growth(candidates, page_size)[1]
         end = int(candidates.end[head])
@@ -87,13 +87,16 @@ class Admission:
         """Pages that may be in use. A sequence that is alone may have them all."""
         state = self._state
         if len(self._running.length) + len(classes) <= 1:
-            return state.pool.size
+            return state.pool.pages.size
         counts = self._predicted + np.bincount(classes[classes >= 0], minlength=MOST_CLASSES)
-        return state.pool.size - state.policy.margin * state.lengths.deviation(counts) / state.shape.page_size
+        return (
+            state.pool.pages.size
+            - state.policy.margin * state.queue.lengths.deviation(counts) / state.pool.shape.page_size
+        )
 
     def _at_most(self, candidates: Sequences) -> int:
         """A bound on the peak: everything that runs and every candidate at its largest, all at once."""
-        pool, tree, page_size = self._state.pool, self._state.tree, self._state.shape.page_size
+        pool, tree, page_size = self._state.pool.pages, self._state.pool.tree, self._state.pool.shape.page_size
         unheld = set(candidates.node[tree.users[candidates.node] == 0].tolist())
         cached = sum(int(tree.depth[node]) for node in unheld)
         grown = sum(int(growth(sequences, page_size)[1].sum()) for sequences in (self._running, candidates))
@@ -115,13 +118,13 @@ def _first_gap(full: np.ndarray, length: int) -> int:
 
 def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast:
     """The forecast of what runs, shares of prompts included."""
-    shares = [share for share in state.sharing.values() if share.ready_step]
+    shares = [share for share in state.pool.sharing.values() if share.ready_step]
     extra = sum(share.owns_last_page for share in shares)
     nodes = [share.node for share in shares]
-    return Forecast(state.pool, state.tree, running, nodes, extra, horizon)
+    return Forecast(state.pool.pages, state.pool.tree, running, nodes, extra, horizon)
 
 
 def running_curve(state: State, step: int) -> np.ndarray:
     """Pages in use by the running sequences from ``step`` on, until the last is gone."""
-    running = running_sequences(state.slots, step)
+    running = running_sequences(state.pool.slots, step)
     return forecast_running(state, running, int(running.end.max(initial=0)) + 1).curve

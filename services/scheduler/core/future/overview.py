@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.future.outlook import Placement
+from services.scheduler.core.future.estimate import Placement
 from services.scheduler.core.request import Request
 from services.scheduler.core.state import State
 
@@ -45,7 +45,7 @@ def look_over(state: State, most: int, now_ns: int) -> Overview:
     entries = _running(state, most, now_ns)
     running = sorted(entries.values(), key=lambda entry: entry.finish)
     placement = Placement(state)
-    queue = state.in_order(_LOOKED_AT, now_ns)
+    queue = state.in_order(_LOOKED_AT)
     for sample, begins, ends in placement.place(queue) if queue else ():
         request = sample.request
         if request not in entries:
@@ -53,14 +53,14 @@ def look_over(state: State, most: int, now_ns: int) -> Overview:
                 continue  # it runs, too, and is behind those that are listed
             entries[request] = Entry(request, _age(request, now_ns))
         entries[request].add(begins, ends, sample.given - request.prompt_tokens)
-    return Overview([*running, *list(entries.values())[len(running) :]], len(state.requests), placement.pages)
+    return Overview([*running, *list(entries.values())[len(running) :]], len(state.queue.requests), placement.pages)
 
 
 def _running(state: State, most: int, now_ns: int) -> dict[Request, Entry]:
     """Of the requests that run those of which a sample ends first, without their waiting samples."""
-    slots, active = state.slots, state.slots.running_slots()
+    slots, active = state.pool.slots, state.pool.slots.running_slots()
     to_prefill = np.maximum(slots.given - slots.scheduled, 0)
-    begins = np.where(slots.known > slots.given, 0, 1 + to_prefill // state.shape.max_tokens_per_step)
+    begins = np.where(slots.known > slots.given, 0, 1 + to_prefill // state.pool.shape.max_tokens_per_step)
     ends = begins + np.maximum(slots.total - slots.known, 0)
     generated = slots.known - slots.prompt
     entries: dict[Request, Entry] = {}

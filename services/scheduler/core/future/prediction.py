@@ -34,14 +34,14 @@ class Prediction:
 
     def refresh(self, step: int) -> None:
         """Before the plan ``step``: new lengths for sequences that should be gone, and from time to time for all."""
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         running = slots.running_slots()
         if 0 <= step - self._refreshed < _REFRESH_STEPS:
             chosen = running[slots.end_step[running] <= step]
         else:
             chosen, self._refreshed = running, step
             ages = slots.known[running] - slots.prompt[running]
-            state.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
+            state.queue.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
             slots.looked_at[running] = ages
         if len(chosen):
             chosen = chosen[~slots.guaranteed[chosen]]
@@ -50,24 +50,11 @@ class Prediction:
             slots.quantile[chosen] = (slots.quantile[chosen] + _GOLDEN) % 1
             known = slots.known[chosen]
             classes, limits = slots.length_class[chosen], slots.limit[chosen]
-            slots.total[chosen] = self._draw(classes, slots.prompt[chosen], known, limits, slots.quantile[chosen])
-            # As of the plan before: this one has not computed anything yet.
-            slots.end_step[chosen] = step - 1 + self.steps_to_end(chosen)
-
-    def steps_to_end(self, chosen: _Ints) -> _Ints:
-        """Steps from the last plan that computed something for these slots to the one that releases them, if prefill is
-        as slow as it can be: later chunks get what decoding leaves of a step. int64.
-
-        The last result arrives ``steps_ahead`` plans after its own at the latest.
-        """
-        state, slots = self._state, self._state.slots
-        missing = np.maximum(slots.given[chosen] - slots.scheduled[chosen], 0)
-        slowest = max(1, state.shape.max_tokens_per_step - slots.running)
-        decoding = np.maximum(slots.total[chosen] - 1 - np.maximum(slots.scheduled[chosen], slots.given[chosen]), 0)
-        steps: _Ints = -(-missing // slowest) + decoding + state.steps_ahead
-        return steps
+            total = self._draw(classes, slots.prompt[chosen], known, limits, slots.quantile[chosen])
+            slots.end_step[chosen] += total - slots.total[chosen]  # a token of every step
+            slots.total[chosen] = total
 
     def _draw(self, classes: _Ints, prompts: _Ints, known: _Ints, limits: _Ints, quantiles: np.ndarray) -> _Ints:
         """Total lengths, int64; arrays beside each other, lengths in tokens."""
-        drawn = self._state.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
+        drawn = self._state.queue.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
         return np.minimum(prompts + np.minimum(drawn, limits), limits)

@@ -6,7 +6,7 @@ import numpy as np
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.common.plan.types import SamplingSettings
-from services.scheduler.core.future.outlook import steps_until_released
+from services.scheduler.core.future.estimate import steps_until_released
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import AdmissionMode, Priority, Request, Sample, WorkerShape
 from services.scheduler.core.state import State
@@ -31,32 +31,32 @@ class Intake:
         try:
             self._check(request, handles, step_s)
             if request.automaton is not None:
-                state.matcher.acquire(request.automaton)
+                state.queue.matcher.acquire(request.automaton)
         except (InvalidRequest, AlreadyExists, Overloaded):
-            state.counters.requests_rejected += 1
+            state.queue.counters.requests_rejected += 1
             raise
         try:
             self._enter(request, handles, now_ns)
         except BaseException:
             self._withdraw(request, handles)
             raise
-        state.counters.requests_accepted += 1
-        state.counters.prompt_tokens += request.prompt_tokens
+        state.queue.counters.requests_accepted += 1
+        state.queue.counters.prompt_tokens += request.prompt_tokens
 
     def canary(self) -> Sample:
         """A sample of nobody's that waits: one token behind one token. What is told of it goes nowhere."""
         request = Request(CANARY_ID, np.zeros(1, np.uint32), SamplingSettings(), max_tokens=1, priority=Priority.HIGH)
-        request.limit = resolve_limit(request, self._state.shape)
+        request.limit = resolve_limit(request, self._state.pool.shape)
         self._resolve(request)
         request.unfinished = 1
         sample = Sample(request, 0, next(self._arrivals), 0)
         request.samples.append(sample)
-        self._state.waiting.push(sample)
+        self._state.queue.waiting.push(sample)
         return sample
 
     def retry_after_s(self, places: int, step_s: float) -> float:
         """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
-        if not self._state.slots.running:
+        if not self._state.pool.slots.running:
             return _WORKER_RETRY_S
         return max(_SHORTEST_RETRY_S, steps_until_released(self._state, places) * step_s)
 
@@ -68,21 +68,21 @@ class Intake:
             sample = Sample(request, offset, next(self._arrivals), now_ns)
             request.samples.append(sample)
             handles[sample.handle] = sample
-            state.waiting.push(sample)
-        state.requests[request.request_id] = request
+            state.queue.waiting.push(sample)
+        state.queue.requests[request.request_id] = request
         self._deadlines.add(request)
 
     def _withdraw(self, request: Request, handles: dict[int, Sample]) -> None:
         """It did not enter to the end."""
         state, request.unfinished = self._state, 0
-        state.requests.pop(request.request_id, None)
+        state.queue.requests.pop(request.request_id, None)
         for sample in request.samples:
             handles.pop(sample.handle, None)
-            if sample in state.waiting:
-                state.waiting.remove(sample)
+            if sample in state.queue.waiting:
+                state.queue.waiting.remove(sample)
         request.samples.clear()
         if request.automaton is not None:
-            state.matcher.release(request.automaton)
+            state.queue.matcher.release(request.automaton)
 
     def _resolve(self, request: Request) -> None:
         """What the core wants to know about an accepted request."""
@@ -94,13 +94,15 @@ class Intake:
         request.guaranteed = scored or (request.mode or default) is AdmissionMode.GUARANTEED
         request.salt = request.cache_salt if policy.prefix_caching else (request.request_id, request.cache_salt)
         answer = request.limit - request.prompt_tokens
-        request.length_class_id = state.lengths.class_of(request.length_class, answer)
-        request.cost = -(-request.prompt_tokens // request.n) + state.lengths.expected(request.length_class_id, answer)
+        request.length_class_id = state.queue.lengths.class_of(request.length_class, answer)
+        request.cost = -(-request.prompt_tokens // request.n) + state.queue.lengths.expected(
+            request.length_class_id, answer
+        )
 
     def _check(self, request: Request, handles: dict[int, Sample], step_s: float) -> None:
-        waiting, most = len(self._state.waiting), self._state.policy.max_queued
-        request.limit = resolve_limit(request, self._state.shape)
-        if request.request_id in self._state.requests:
+        waiting, most = len(self._state.queue.waiting), self._state.policy.max_queued
+        request.limit = resolve_limit(request, self._state.pool.shape)
+        if request.request_id in self._state.queue.requests:
             raise AlreadyExists(f"request_id {request.request_id!r} names an unfinished request; choose another")
         wanted = range(request.handle, request.handle + request.n)
         taken = next((handle for handle in wanted if handle in handles), None)

@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from services.common.errors import Internal
 from services.scheduler.core.life.ending import Ending, finish_of
-from services.scheduler.core.life.entering import Entry, Lengths, Placed, Settings
-from services.scheduler.core.life.preemption import firm_until, may_yield
+from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared, SlotColumns
 from services.scheduler.core.life.sharing import Sharing
+from services.scheduler.core.life.victims import firm_until, may_yield
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.state import State
 
@@ -23,51 +23,64 @@ class Lifecycle:
 
     # -- in
 
-    def prepare(self, entry: Entry) -> Settings:
-        """For ``enter``, which must follow. When it raises, nothing has happened."""
+    def prepare(self, entry: Entry) -> Prepared:
+        """Return what ``admit``, which must follow, puts into slots. If it raises, nothing has happened."""
         state, request = self._state, entry.samples[0].request
         stop_states = [self._stop_state(sample) for sample in entry.samples]
-        shared = (len(entry.tokens), request.prompt_tokens, request.limit, request.min_tokens, int(request.priority),
-                  entry.cached, request.length_class_id, entry.node, request.sink, int(entry.tokens[-1]),
-                  entry.lent_pages(state.shape.page_size))  # fmt: skip
-        stop_set = state.stop_tokens.acquire(request.stop_token_ids, len(entry.samples))
-        key = state.running_keys.acquire(request.fairness_key, len(entry.samples))
-        return Settings((*shared, stop_set, key), stop_states)
+        last_token, lent_pages = int(entry.tokens[-1]), entry.lent_pages(state.pool.shape.page_size)
+        columns = SlotColumns(
+            given=len(entry.tokens),
+            prompt=request.prompt_tokens,
+            limit=request.limit,
+            min_known=request.prompt_tokens + request.min_tokens,
+            priority=request.priority,
+            scheduled=entry.cached,
+            length_class=request.length_class_id,
+            node=entry.node,
+            sink=request.sink,
+            last_token=last_token,
+            lent_pages=lent_pages,
+            stop_set=state.queue.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
+            key=state.pool.running_keys.acquire(request.fairness_key, len(entry.samples)),
+        )
+        return Prepared(columns, stop_states)
 
-    def enter(self, entries: list[Entry], settings: list[Settings], lengths: Lengths, step: int, now_ns: int) -> Placed:
-        """Put waiting samples into free slots, with pages for all tokens they know.
+    def admit(
+        self, entries: list[Entry], prepared: list[Prepared], lengths: Lengths, step: int, now_ns: int
+    ) -> list[Placed]:
+        """Put waiting samples into free slots, with pages for all their known tokens. Return the slots of each entry.
 
-        ``settings``: beside ``entries``; ``lengths``: beside the samples of all entries.
+        ``prepared``: beside ``entries``; ``lengths``: beside the samples of all entries.
         """
-        state, slots, tree = self._state, self._state.slots, self._state.tree
+        state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
         counts = np.array([len(entry.samples) for entry in entries])
         samples = [sample for entry in entries for sample in entry.samples]
-        state.waiting.serve(samples)
+        for sample in samples:
+            state.queue.waiting.remove(sample)
         # All that is cached is held before a page is taken: taking evicts.
         for entry in entries:
             tree.attach(entry.node, len(entry.samples))
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
-        self._fill_slots(settings, counts, samples, taken, step)
-        slots.yields[taken] = may_yield(state, samples, now_ns)
+        self._fill_slots(prepared, counts, samples, taken, step)
+        slots.yields[taken] = may_yield(state, samples)
         slots.firm_until[taken] = firm_until(samples)
-        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot
             sample.first_plan_ns = sample.first_plan_ns or now_ns
         for entry in entries:
             self._count_cached(entry)
-        state.membership += len(samples)
+        state.pool.membership += len(samples)
         return placed
 
-    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> Placed:
-        """Page tables of the slots ``taken``, ``counts`` of them for each entry; returns what ``enter`` does."""
-        state, slots, size = self._state, self._state.slots, self._state.shape.page_size
-        depths = [int(state.tree.depth[entry.node]) for entry in entries]
+    def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> list[Placed]:
+        """Fill the page tables of the slots ``taken``, ``counts`` of them for each entry. Return them by entry."""
+        state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
+        depths = [int(state.pool.tree.depth[entry.node]) for entry in entries]
         news = [-(-len(entry.tokens) // size) - depth for entry, depth in zip(entries, depths, strict=True)]
         depth, new = np.repeat(np.array([depths, news]), counts, axis=1)
-        fresh = state.pool.take(int(new.sum()))
+        fresh = state.pool.pages.take(int(new.sum()))
         slots.page_count[taken] = depth + new
         first = np.cumsum(new) - new
         columns = np.arange(len(fresh)) - np.repeat(first - depth, new)
@@ -82,44 +95,40 @@ class Lifecycle:
             held[own].reshape(count, -1)[:, : len(rest)] = rest
             table = fresh[own].reshape(count, pages)
             if whole:
-                path = np.broadcast_to(state.tree.path(entry.node), (count, whole))
+                path = np.broadcast_to(state.pool.tree.path(entry.node), (count, whole))
                 slots.table[chosen, :whole] = path
                 table = np.concatenate((path, table), axis=1)
-            placed.append((chosen, table))
+            placed.append(Placed(chosen, table))
             at, page_at = at + count, page_at + count * pages
-        state.pool.tokens[fresh] = held
+        state.pool.pages.tokens[fresh] = held
         return placed
 
     def _fill_slots(
-        self, settings: list[Settings], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
+        self, prepared: list[Prepared], counts: np.ndarray, samples: list[Sample], taken: np.ndarray, step: int
     ) -> None:
-        slots = self._state.slots
+        slots = self._state.pool.slots
         slots.samples[taken] = samples
         slots.activate(taken)
         slots.admitted_step[taken], slots.delay[taken] = step, 0
-        rows = np.array([each.shared for each in settings], np.int64).reshape(len(settings), -1)
-        given, prompt, limit, least, priority, cached, classes, node, sink, last, lent, stop_set, key = np.repeat(
-            rows, counts, axis=0
-        ).T
-        slots.given[taken] = slots.known[taken] = given
-        slots.looked_at[taken] = given - prompt
-        slots.prompt[taken], slots.limit[taken], slots.min_known[taken] = prompt, limit, prompt + least
-        slots.scheduled[taken], slots.length_class[taken], slots.node[taken] = cached, classes, node
-        slots.sink[taken], slots.last_token[taken], slots.stop_set[taken] = sink, last, stop_set
-        slots.lent_pages[taken], slots.priority[taken] = lent, priority
-        slots.key[taken] = key
+        rows = np.array([each.columns for each in prepared], np.int64)
+        shared = SlotColumns(*np.repeat(rows, counts, axis=0).T)
+        for name, column in zip(SlotColumns._fields, shared, strict=True):
+            getattr(slots, name)[taken] = column
+        slots.known[taken] = shared.given
+        slots.looked_at[taken] = slots.given[taken] - slots.prompt[taken]
         slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
         slots.handle[taken] = [sample.handle for sample in samples]
+        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
         slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
         slots.last_token_ns[taken] = [sample.last_token_ns for sample in samples]
-        slots.stop_state[taken] = [stop_state for each in settings for stop_state in each.stop_states]
+        slots.stop_state[taken] = [stop_state for each in prepared for stop_state in each.stop_states]
 
     def _stop_state(self, sample: Sample) -> int:
         automaton = sample.request.automaton
-        return -1 if automaton is None else self._state.matcher.base(automaton) + sample.stop_state
+        return -1 if automaton is None else self._state.queue.matcher.base(automaton) + sample.stop_state
 
     def _count_cached(self, entry: Entry) -> None:
-        counters = self._state.counters
+        counters = self._state.queue.counters
         for sample in entry.samples:
             if sample.cached_tokens < 0:
                 sample.cached_tokens = min(entry.cached, sample.request.prompt_tokens)
@@ -132,13 +141,13 @@ class Lifecycle:
 
     def finish(self, endings: Sequence[Ending]) -> None:
         """End samples, wherever they are, and tell their sinks."""
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         running = []
         for ending in endings:
             if ending.sample.slot >= 0:
                 running.append(ending)
             else:
-                state.waiting.remove(ending.sample)
+                state.queue.waiting.remove(ending.sample)
         if running:
             at = np.array([ending.sample.slot for ending in running])
             stopped = np.array([ending.reason is FinishReason.STOP for ending in running])
@@ -151,9 +160,9 @@ class Lifecycle:
 
     def _observe(self, leaving: np.ndarray, stopped: np.ndarray) -> None:
         """Tell the predictor how long these ran."""
-        slots = self._state.slots
+        slots = self._state.pool.slots
         generated = slots.known[leaving] - slots.prompt[leaving]
-        self._state.lengths.observe(slots.length_class[leaving], generated, stopped, slots.looked_at[leaving])
+        self._state.queue.lengths.observe(slots.length_class[leaving], generated, stopped, slots.looked_at[leaving])
 
     def _finish(self, ending: Ending) -> None:
         state, sample = self._state, ending.sample
@@ -161,52 +170,52 @@ class Lifecycle:
         sample.finished = True
         request.unfinished -= 1
         if request.request_id:  # the quarantine's canary has none, and is no client's
-            state.counters.sequences_finished += 1
-        state.counters.sequences_cancelled += reason is FinishReason.CANCELLED
+            state.queue.counters.sequences_finished += 1
+        state.queue.counters.sequences_cancelled += reason is FinishReason.CANCELLED
         if not request.unfinished:
-            state.requests.pop(request.request_id, None)
+            state.queue.requests.pop(request.request_id, None)
             request.samples.clear()  # they know their request, and garbage in a circle stays for minutes
         try:
             if request.share is not None and not request.waiting:
                 self.shares.end(request)
             if not request.unfinished and request.automaton is not None:
-                state.matcher.release(request.automaton)
+                state.queue.matcher.release(request.automaton)
             finish = finish_of(ending)
         except Exception as error:
-            state.broken.setdefault(request, error)
+            state.queue.broken.setdefault(request, error)
             finish = Finish(sample.handle, FinishReason.ERROR, request.prompt_tokens, error=Internal.logged())
-        state.outbox.finish(request.sink, finish)
+        state.queue.outbox.finish(request.sink, finish)
 
     def preempt(self, victims: np.ndarray) -> None:
-        """Running samples give their pages up, since a prediction was wrong."""
-        for sample in self._state.slots.samples[victims].tolist():
+        """Preempt sequences whose pages are needed because a prediction was wrong."""
+        for sample in self._state.pool.slots.samples[victims].tolist():
             sample.preemptions += 1
-        self._state.counters.preemptions += len(victims)
+        self._state.queue.counters.preemptions += len(victims)
         self._interrupt(victims)
 
-    def give_way(self, yielding: np.ndarray, *, to_key: bool = False) -> None:
-        """Running samples give their place up for samples of a higher class, or of another key."""
-        state, slots = self._state, self._state.slots
+    def preempt_for_others(self, victims: np.ndarray, *, to_key: bool = False) -> None:
+        """Preempt sequences for samples of a higher class, or of another key."""
+        state, slots = self._state, self._state.pool.slots
         # A prompt that is not through goes on where it stopped, if its pages are kept.
         keeps = state.policy.prefix_caching and not to_key
-        loses = (slots.scheduled[yielding] >= slots.given[yielding]) | (not keeps)
-        for sample in slots.samples[yielding[loses]].tolist():
+        loses = (slots.scheduled[victims] >= slots.given[victims]) | (not keeps)
+        for sample in slots.samples[victims[loses]].tolist():
             sample.yields += 1
-        state.counters.yields += len(yielding)
-        self._interrupt(yielding)
+        state.queue.counters.yields += len(victims)
+        self._interrupt(victims)
 
     def set_aside(self) -> None:
         """All running samples wait: others are to run without them."""
-        self._interrupt(self._state.slots.running_slots())
+        self._interrupt(self._state.pool.slots.running_slots())
 
     def _interrupt(self, slots: np.ndarray) -> None:
         """Those in ``slots`` wait again, first of their kind, their tokens kept."""
         if not len(slots):
             return
         state = self._state
-        samples = state.slots.samples[slots].tolist()
+        samples = state.pool.slots.samples[slots].tolist()
         for sample in samples:
-            state.preempted.append(sample.request.request_id)
+            state.pool.preempted.append(sample.request.request_id)
             self._keep_tokens(sample)
         self._observe(slots, np.zeros(len(samples), bool))
         self._leave(slots, [True] * len(samples))
@@ -215,40 +224,40 @@ class Lifecycle:
     def lose_worker(self) -> None:
         """All running samples wait again, their tokens kept; their pages are gone with the worker."""
         state = self._state
-        samples = state.slots.running_samples()
+        samples = state.pool.slots.running_samples()
         for sample in samples:
             slot = sample.slot
             self._keep_tokens(sample)
             self._note_times(sample, slot)
-            state.stop_tokens.release(sample.request.stop_token_ids)
-            state.running_keys.release(sample.request.fairness_key)
+            state.queue.stop_tokens.release(sample.request.stop_token_ids)
+            state.pool.running_keys.release(sample.request.fairness_key)
             sample.slot = -1
-        for request in state.sharing:
+        for request in state.pool.sharing:
             request.share = None
         self._wait_again(samples)
 
     def _wait_again(self, samples: list[Sample]) -> None:
         for sample in sorted(samples, key=lambda sample: sample.arrival, reverse=True):
-            self._state.waiting.push_front(sample)
+            self._state.queue.waiting.push_front(sample)
 
     def _keep_tokens(self, sample: Sample) -> None:
         """Of a sample that leaves its slot to come back."""
         try:
             self._copy_tokens(sample)
         except Exception as error:  # it does not come back: without them it would say them again
-            self._state.broken.setdefault(sample.request, error)
+            self._state.queue.broken.setdefault(sample.request, error)
 
     def _copy_tokens(self, sample: Sample) -> None:
-        state, slots, slot = self._state, self._state.slots, sample.slot
+        state, slots, slot = self._state, self._state.pool.slots, sample.slot
         sample.generated = self._generated(slot, len(sample.request.tokens))
         sample.known = int(slots.known[slot])
         sample.computed_before = int(slots.scheduled[slot])
         if sample.request.automaton is not None:
-            sample.stop_state = int(slots.stop_state[slot]) - state.matcher.base(sample.request.automaton)
+            sample.stop_state = int(slots.stop_state[slot]) - state.queue.matcher.base(sample.request.automaton)
 
     def _generated(self, slot: int, start: int) -> npt.NDArray[np.uint32]:
         """Known tokens of a slot from position ``start`` on."""
-        slots, pool = self._state.slots, self._state.pool
+        slots, pool = self._state.pool.slots, self._state.pool.pages
         known = int(slots.known[slot])
         tokens: npt.NDArray[np.uint32] = pool.tokens[slots.pages(slot)].reshape(-1)[:known]
         if known > len(tokens):  # the newest token has no page yet
@@ -256,48 +265,48 @@ class Lifecycle:
         return tokens[start:].astype(np.uint32)
 
     def _note_times(self, sample: Sample, slot: int) -> None:
-        slots = self._state.slots
+        slots = self._state.pool.slots
         sample.first_token_ns, sample.last_token_ns = int(slots.first_token_ns[slot]), int(slots.last_token_ns[slot])
 
     def _leave(self, leaving: np.ndarray, keep_pages: list[bool]) -> None:
         """Give slots and pages back. What was computed stays in the tree, unless ``keep_pages`` says it is wrong."""
-        state, slots, tree = self._state, self._state.slots, self._state.tree
+        state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
         samples = slots.samples[leaving].tolist()
         lent = np.array([self.shares.leave(*each) for each in zip(samples, keep_pages, strict=True)])
         whole = leaving[np.array(keep_pages) & (lent == 0)]
         computed = np.minimum(slots.known[whole], slots.scheduled[whole])
-        self.register_pages(whole, computed, ready_step=state.step + 1)
+        self.register_pages(whole, computed, ready_step=state.pool.step + 1)
         nodes = slots.node[leaving]
         own_from = tree.depth[nodes] + lent
         for sample, slot, node, keep in zip(samples, leaving.tolist(), nodes.tolist(), keep_pages, strict=True):
-            if slot in state.prefilling:
-                state.prefilling.remove(slot)
+            if slot in state.pool.prefilling:
+                state.pool.prefilling.remove(slot)
             tree.detach(node)
             if not keep:
                 tree.forget(node)
-            state.stop_tokens.release(sample.request.stop_token_ids)
-            state.running_keys.release(sample.request.fairness_key)
+            state.queue.stop_tokens.release(sample.request.stop_token_ids)
+            state.pool.running_keys.release(sample.request.fairness_key)
             self._note_times(sample, slot)
             sample.slot = -1
-            state.to_release.append((slot, sample.request.request_id))
+            state.pool.to_release.append((slot, sample.request.request_id))
         counts = slots.page_count[leaving]
         columns = np.arange(counts.max(initial=0))
         own = (columns >= own_from[:, None]) & (columns < counts[:, None])
-        state.pool.give(slots.table[leaving, : len(columns)][own])
+        state.pool.pages.give(slots.table[leaving, : len(columns)][own])
         slots.give(leaving)
-        state.membership += len(leaving)
+        state.pool.membership += len(leaving)
 
     def register_pages(self, chosen: np.ndarray, lengths: np.ndarray, ready_step: int) -> None:
         """Make the pages within the first ``lengths`` tokens of slots findable for plans from ``ready_step`` on."""
-        state, slots, tree = self._state, self._state.slots, self._state.tree
-        nodes, ends = slots.node[chosen], lengths // state.shape.page_size
+        state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
+        nodes, ends = slots.node[chosen], lengths // state.pool.shape.page_size
         more = np.flatnonzero(tree.depth[nodes] < ends)
         columns = (chosen[more], nodes[more], tree.depth[nodes[more]], ends[more])
         for slot, node, start, end in zip(*(column.tolist() for column in columns), strict=True):
             pages = slots.table[slot, start:end].copy()
-            tokens = state.pool.tokens[pages[0]]
+            tokens = state.pool.pages.tokens[pages[0]]
             request = slots.samples[slot].request
             try:
                 slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
             except Exception as error:  # they stay its own
-                state.broken.setdefault(request, error)
+                state.queue.broken.setdefault(request, error)

@@ -28,7 +28,7 @@ _MUTE = 3  # losses in a row without an answer between; fewer than end a request
 
 
 class Quarantine:
-    """Outlives workers. Owned by the core; ``state.apart`` is its own."""
+    """Outlives workers. Owned by the core; ``state.queue.on_trial`` is its own."""
 
     def __init__(self, state: State, lifecycle: Lifecycle) -> None:
         self._state = state
@@ -66,7 +66,7 @@ class Quarantine:
         self._canary = canary()
         self._canary.strikes, self._canary.reach = 1, self._canary.known
         self._groups.appendleft([self._canary])
-        self._state.apart = self._groups[0]
+        self._state.queue.on_trial = self._groups[0]
 
     def note_loss(self, computing: list[Sample]) -> None:
         """The worker is lost, and all who ran wait again. ``computing``: those in plans that it had not answered, in
@@ -80,7 +80,7 @@ class Quarantine:
             self._divide(self._groups.popleft(), computing)
         new = [sample for sample in computing if sample.strikes >= _SUSPICIOUS and sample not in suspects]
         self._groups.extend(_parts(new))
-        self._state.apart = self._groups[0] if self._groups else None
+        self._state.queue.on_trial = self._groups[0] if self._groups else None
 
     def proceed(self) -> None:
         """Between two plans of a trial: let go of those who are past, and go on with the next group."""
@@ -90,7 +90,7 @@ class Quarantine:
         # Those who are past run on until somebody else is to run alone, or has no room beside them.
         if group is not None and (group is not before or not any(sample.slot >= 0 for sample in group)):
             self._lifecycle.set_aside()
-        state.apart = group
+        state.queue.on_trial = group
 
     def _strike(self, sample: Sample) -> None:
         if sample.known > sample.reach:  # it got on: this is about another place
@@ -109,7 +109,7 @@ class Quarantine:
             self._groups.popleft()
 
     def _is_past(self, sample: Sample) -> bool:
-        known = sample.known if sample.slot < 0 else int(self._state.slots.known[sample.slot])
+        known = sample.known if sample.slot < 0 else int(self._state.pool.slots.known[sample.slot])
         return known > sample.reach
 
     def _divide(self, group: list[Sample], computing: list[Sample]) -> None:
@@ -132,7 +132,7 @@ class Quarantine:
             " it computed nothing else",
             reason="QUARANTINED",
         )
-        self._state.failures[sample.request.request_id] = error
+        self._state.queue.failures[sample.request.request_id] = error
         samples = [each for each in sample.request.samples if not each.finished]
         self._lifecycle.finish([Ending(each, FinishReason.ERROR, error=error) for each in samples])
 

@@ -17,35 +17,35 @@ class Sharing:
 
     def begin(self, leader: Sample) -> None:
         """Siblings wait for what ``leader`` computes; they may use it when ``ready`` says so."""
-        leader.request.share = self._state.sharing[leader.request] = PromptShare(leader)
+        leader.request.share = self._state.pool.sharing[leader.request] = PromptShare(leader)
 
     def ready(self, leader: Sample, step: int) -> None:
         """The plan ``step`` computes the last of the prompt."""
         state, share, slot = self._state, leader.request.share, leader.slot
         if share is None or share.leader is not leader or share.ready_step:
             return
-        whole, rest = divmod(leader.given - 1, state.shape.page_size)
-        share.node = int(state.slots.node[slot])
-        if state.tree.depth[share.node] != whole:  # somebody else's pages are in its place: siblings find those
+        whole, rest = divmod(leader.given - 1, state.pool.shape.page_size)
+        share.node = int(state.pool.slots.node[slot])
+        if state.pool.tree.depth[share.node] != whole:  # somebody else's pages are in its place: siblings find those
             self.end(leader.request)
             return
         share.ready_step = step + 1
-        state.tree.attach(share.node)
+        state.pool.tree.attach(share.node)
         if rest:
-            share.last_page = int(state.slots.table[slot, whole])
+            share.last_page = int(state.pool.slots.table[slot, whole])
 
     def end(self, request: Request) -> None:
         """Let go of the prompt's pages: nobody waits for them, or they are needed elsewhere."""
         share, request.share = request.share, None
         if share is None:
             return
-        del self._state.sharing[request]
+        del self._state.pool.sharing[request]
         if share.leader is not None:
-            self._state.slots.lent_pages[share.leader.slot] = 0
+            self._state.pool.slots.lent_pages[share.leader.slot] = 0
         if share.ready_step:
-            self._state.tree.detach(share.node)
+            self._state.pool.tree.detach(share.node)
         if share.owns_last_page:
-            self._state.pool.give(np.array([share.last_page]))
+            self._state.pool.pages.give(np.array([share.last_page]))
 
     def leave(self, sample: Sample, keep: bool) -> int:
         """What becomes of the prompt that ``sample`` computed for its siblings; returns how many of its own pages stay

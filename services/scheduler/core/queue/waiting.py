@@ -1,45 +1,42 @@
-"""The queue of samples that are accepted and not running: priority classes, ageing, fairness between keys."""
+"""The queue of samples that are accepted and not running: priority classes with ageing, fairness between keys."""
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
-from itertools import count, groupby, islice
-from math import inf
-from operator import attrgetter
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Set
+from heapq import heapify, heappop, heapreplace, merge
+from itertools import islice, takewhile
 
-from services.scheduler.core.queue.lazy_heap import LazyHeap
 from services.scheduler.core.request import Priority, Sample
 
-_MOST_REMEMBERED = 4096  # tags of keys that do not wait
+_MOST_REMEMBERED = 4096  # start tags of keys without waiting samples
 
 
 class WaitingQueue:
     """Orders waiting samples by class, and within a class by fairness key. Owned by the core.
 
-    A class ranks as its priority, less one for every ``ageing_ns`` that its oldest sample waited. Between equal ranks
-    the higher class goes first. When a class goes before a higher one, which only age can bring about, its oldest
-    sample is served. Otherwise its keys share the service by start-time fair queueing (Goyal, Vin, Cheng 1996), counted
-    in tokens, and each key is first come, first served. With ``ageing_ns`` 0 priorities are strict.
+    The keys of a class share the service by start-time fair queueing (Goyal, Vin, Cheng 1996), counted in tokens. Each
+    key is first come, first served. ``charge`` counts what was computed for a key. A sample waiting behind others of
+    its key has a start tag later by what these are expected to cost, so one plan admits samples of all keys.
 
-    ``charge`` counts what was computed for a key. The order of one call of ``candidates`` also counts what the samples
-    before are expected to take, so that one plan admits samples of all keys.
+    Higher classes are served first. For each class that it is lower, a sample competes with the highest waiting class
+    as if it had been accepted ``ageing_ns`` later. Samples that so come before the oldest of that class are overdue.
+    Overdue samples are served before all others, the oldest first. With ``ageing_ns`` 0 no sample is overdue.
 
-    The cost of a call grows with the samples that it concerns, and with the logarithm at most of all that wait.
-    ``arrival`` must differ between samples: it settles equal ages.
+    The order changes only when samples enter or leave and when service is charged. The cost of a call grows with the
+    samples that it concerns and with the number of waiting keys.
     """
 
     def __init__(self, ageing_ns: int) -> None:
         self.tokens = 0  # outstanding tokens of all samples here
         self._length = 0
         self._ageing_ns = ageing_ns
-        self._classes = [_PriorityClass(priority, ageing=ageing_ns > 0) for priority in Priority]
+        self._classes = {priority: _FairQueue() for priority in Priority}
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Sample]:
         """Yield every sample once: class by class and key by key, not in the order of service."""
-        for each in self._classes:
+        for each in self._classes.values():
             for flow in each.flows.values():
                 yield from flow.samples
 
@@ -49,52 +46,43 @@ class WaitingQueue:
 
     def push(self, sample: Sample) -> None:
         """Add a sample as the last of its key in its class."""
-        self._classes[sample.request.priority].push(sample)
+        self._classes[sample.request.priority].flow(sample.request.fairness_key).push(sample)
         self._count(sample, 1)
 
     def push_front(self, sample: Sample) -> None:
         """Add a sample that was running as the first of its key in its class."""
-        self._classes[sample.request.priority].push(sample, front=True)
+        self._classes[sample.request.priority].flow(sample.request.fairness_key).push_front(sample)
         self._count(sample, 1)
 
     def remove(self, sample: Sample) -> None:
-        """Remove a sample that does not start to run. Raises ``KeyError`` if it is not here."""
-        self._classes[sample.request.priority].take(sample.request.fairness_key, (sample,))
+        """Remove a sample. Raises ``KeyError`` if it is not here."""
+        self._classes[sample.request.priority].remove(sample)
         self._count(sample, -1)
-
-    def serve(self, samples: Sequence[Sample]) -> None:
-        """Remove samples that start to run. Raises ``KeyError`` if one is not here."""
-        for (priority, key), run in groupby(samples, attrgetter("request.priority", "request.fairness_key")):
-            served = list(run)
-            self._classes[priority].take(key, served)
-            for sample in served:
-                self._count(sample, -1)
 
     def charge(self, priority: Priority, key: str, tokens: int) -> None:
         """Count ``tokens`` that were computed for a key in a class."""
         self._classes[priority].charge(key, tokens)
 
     def charge_only(self, key: str, tokens: int) -> None:
-        """Count ``tokens`` that were computed while no other key had samples running. The classes are not told apart:
-        that would matter only between keys."""
-        for each in self._classes:
-            if each.flows:
-                each.charge(key, tokens)
+        """Count ``tokens`` that were computed while no other key had samples running, in every class: the difference
+        between classes would matter only between keys."""
+        for each in self._classes.values():
+            each.charge(key, tokens)
 
     @property
     def highest(self) -> Priority | None:
         """The highest class in which a sample waits."""
-        return next((each.priority for each in self._classes if each.flows), None)
+        return next((priority for priority, each in self._classes.items() if each.flows), None)
 
     def flows(self) -> Iterator[tuple[Priority, str, int]]:
         """Yield class, key and known tokens of the waiting samples, for every key of every class."""
-        for each in self._classes:
+        for priority, each in self._classes.items():
             for key, flow in each.flows.items():
-                yield each.priority, key, flow.given
+                yield priority, key, flow.given
 
     def has_other_key(self, key: str | None) -> bool:
         """Return whether samples wait under a key other than ``key``. None: under two keys at least."""
-        for each in self._classes:
+        for each in self._classes.values():
             for found in each.flows:
                 if key is None:
                     key = found
@@ -102,34 +90,40 @@ class WaitingQueue:
                     return True
         return False
 
-    def candidates(self, most: int, now_ns: int, low_by_age: int | None = None) -> list[Sample]:
+    def overdue_before(self, priority: Priority) -> int | None:
+        """Return the time before which samples of a class must have been accepted to be overdue, in nanoseconds.
+
+        None if there is no such time: without ageing, and where no higher class waits.
+        """
+        highest = self.highest
+        if not self._ageing_ns or highest is None or highest >= priority:
+            return None
+        oldest = min(flow.first.accepted_ns for flow in self._classes[highest].flows.values())
+        return oldest - (priority - highest) * self._ageing_ns
+
+    def candidates(self, most: int, most_overdue_low: int | None = None) -> list[Sample]:
         """Return the next ``most`` samples in the order of service, as if each was served now. Changes nothing.
 
-        ``low_by_age``: samples of class ``low`` that may go before higher classes; None: any number.
+        ``most_overdue_low``: samples of class ``low`` that may go before higher classes; None: any number.
         """
-        order: list[Sample] = []
-        waiting = [each for each in self._classes if each.flows]
-        if not self._ageing_ns or len(waiting) == 1:
-            for each in waiting:
-                order += islice(each.in_turn(), most - len(order))
-            return order
-        bounds = {Priority.LOW: low_by_age}
-        contest = [_Contender(each, self._ageing_ns, now_ns, bounds.get(each.priority)) for each in waiting]
-        while contest and len(order) < most:
-            first = contest[0]
-            rival = min(contest[1:], key=attrgetter("rank"), default=None)
-            if rival is None or rival.rank >= first.priority:  # age takes `first` only further ahead
-                order += islice(first.in_turn(), most - len(order))
-                del contest[0]
-                continue
-            chosen = first if first.rank <= rival.rank else rival
-            take = chosen.take_in_turn if chosen is first else chosen.take_oldest
-            rank = chosen.rank
-            while chosen.rank == rank and len(order) < most:  # until it changes, the same class is chosen
-                order.append(take())
-            if chosen.rank == inf:
-                contest.remove(chosen)
+        order = self._overdue(most, {Priority.LOW: most_overdue_low})
+        overdue = set(order)
+        for priority, each in self._classes.items():
+            served = {sample for sample in overdue if sample.request.priority == priority}
+            order += islice(each.in_order(served), most - len(order))
         return order
+
+    def _overdue(self, most: int, limits: dict[Priority, int | None]) -> list[Sample]:
+        found = []
+        for priority, each in self._classes.items():
+            if (before_ns := self.overdue_before(priority)) is not None:
+                flows = (flow.accepted_before(before_ns) for flow in each.flows.values())
+                found.append(islice(merge(*flows, key=self._rank), limits.get(priority)))
+        return list(islice(merge(*found, key=self._rank), most))
+
+    def _rank(self, sample: Sample) -> tuple[int, int]:
+        """Return what orders overdue samples of all classes; ``arrival`` settles equal times."""
+        return sample.accepted_ns + sample.request.priority * self._ageing_ns, sample.arrival
 
     def _count(self, sample: Sample, change: int) -> None:
         self._length += change
@@ -138,177 +132,109 @@ class WaitingQueue:
 
 
 class _Flow:
-    """The samples of one fairness key in one class, in order of service."""
+    """The waiting samples of one fairness key in one class, in the order of service."""
 
-    __slots__ = ("given", "joined", "key", "samples", "tag")
+    __slots__ = ("given", "joined", "samples", "start")
 
-    def __init__(self, key: str, tag: int, joined: int) -> None:
-        self.key = key
-        self.tag = tag  # the key's virtual service, in tokens
-        self.joined = joined  # settles equal tags
+    def __init__(self, start: int, joined: int) -> None:
+        self.start = start  # tag of the first sample, in tokens of service
+        self.joined = joined  # keys that started to wait before
         self.given = 0  # known tokens of all samples
         self.samples: OrderedDict[Sample, None] = OrderedDict()
 
+    @property
+    def first(self) -> Sample:
+        return next(iter(self.samples))
 
-class _PriorityClass:
+    def accepted_before(self, time_ns: int) -> Iterator[Sample]:
+        """Yield the first samples, up to one that was not accepted before ``time_ns``."""
+        return takewhile(lambda sample: sample.accepted_ns < time_ns, self.samples)
+
+    def push(self, sample: Sample) -> None:
+        self.samples[sample] = None
+        self.given += sample.known
+
+    def push_front(self, sample: Sample) -> None:
+        self.push(sample)
+        self.samples.move_to_end(sample, last=False)
+
+
+class _FairQueue:
     """Start-time fair queueing over the keys of one class.
 
-    The tag of a key is its virtual service, in tokens. The key with the least tag is served. The virtual time is the
-    least tag of all keys that wait. A key that starts to wait begins at the virtual time, or at its own tag if that is
-    more: it has no credit for its idle time. While no key waits, no key is denied service, and all begin anew alike.
-
-    The first key that joins at a virtual time goes before the keys that have waited until then, since these were served
-    meanwhile. Each further one joins a token later, so that new keys cannot starve old ones.
+    A key has a start tag: the service that it got, in tokens. The key with the lowest tag is served; of equal tags, the
+    key that started to wait last. The virtual time is the lowest tag of the keys that wait. A key that starts to wait
+    gets the virtual time as its tag, or its former tag if that is higher: it has no credit for its idle time. Each such
+    key gets a tag behind that of the key before, so that new keys cannot starve old ones. When no key waits, all tags
+    are forgotten.
     """
 
-    def __init__(self, priority: Priority, *, ageing: bool) -> None:
-        self.priority = priority
+    def __init__(self) -> None:
         self.flows: dict[str, _Flow] = {}  # keys with waiting samples
-        self.ages: LazyHeap[int, Sample] = LazyHeap()  # by (accepted_ns, arrival); empty without ageing
-        self._tags: dict[str, int] = {}  # tags of keys that wait no more, until no key waits
-        self._turns: LazyHeap[int, _Flow] = LazyHeap()  # by (tag, joined)
-        self._ageing = ageing
-        self._peak = 0  # the largest tag so far
-        self._newcomers = (0, 0)  # the virtual time at which a key joined last, and how many joined at it
-        self._joined = count()
+        self._tags: dict[str, int] = {}  # tags of keys that do not wait now
+        self._newest = 0  # the last tag that was not a key's former one
+        self._joined = 0
 
-    def push(self, sample: Sample, *, front: bool = False) -> None:
-        key = sample.request.fairness_key
+    def flow(self, key: str) -> _Flow:
+        """Return the flow of a key, which starts to wait if it does not yet."""
         flow = self.flows.get(key)
         if flow is None:
-            flow = self.flows[key] = _Flow(key, self._start(key), next(self._joined))
-            self._turns.put(flow.tag, flow.joined, flow)
-        flow.samples[sample] = None
-        flow.given += sample.known
-        if front:
-            flow.samples.move_to_end(sample, last=False)
-        if self._ageing:
-            self.ages.put(sample.accepted_ns, sample.arrival, sample)
+            start, virtual = self._tags.pop(key, -1), self._virtual_time()
+            if start < virtual:
+                start = self._newest = max(virtual, self._newest + 1)
+            self._joined += 1
+            flow = self.flows[key] = _Flow(start, self._joined)
+        return flow
 
-    def _start(self, key: str) -> int:
-        """Return the tag of a key that starts to wait."""
-        # Not before the virtual time of the last that joined: it began a token earlier.
-        virtual = max(self._newcomers[0], self._turns.first if self.flows else self._peak)
-        known = self._tags.pop(key, None)
-        if known is not None and known >= virtual:
-            return known
-        at, joined = self._newcomers
-        joined = joined if at == virtual else 0
-        self._newcomers = virtual, joined + 1
-        return virtual - 1 + joined
-
-    def take(self, key: str, samples: Sequence[Sample]) -> None:
-        """Remove samples of one key."""
+    def remove(self, sample: Sample) -> None:
+        key = sample.request.fairness_key
         flow = self.flows[key]
-        for sample in samples:
-            del flow.samples[sample]
-            flow.given -= sample.known
-            if self._ageing:
-                self.ages.discard(sample)
-        if not flow.samples:
-            del self.flows[key]
-            self._turns.discard(flow)
-            self._remember(key, flow.tag)
+        del flow.samples[sample]
+        flow.given -= sample.known
+        if flow.samples:
+            return
+        del self.flows[key]
+        if self.flows:
+            self._remember(key, flow.start)
+        else:
+            self._tags.clear()
+            self._newest = 0
 
     def charge(self, key: str, tokens: int) -> None:
-        if not self.flows:
+        """Count service for a key; while no key waits it does not matter."""
+        if (flow := self.flows.get(key)) is not None:
+            flow.start += tokens
+        elif self.flows:
+            known = self._tags.get(key)
+            self._remember(key, (self._virtual_time() if known is None else known) + tokens)
+
+    def in_order(self, served: Set[Sample]) -> Iterator[Sample]:
+        """Yield the samples by start tag, less those ``served``, which count as if they had left before."""
+        if len(self.flows) == 1 and not served:
+            (flow,) = self.flows.values()
+            yield from flow.samples
             return
-        flow = self.flows.get(key)
-        if flow is None:
-            self._remember(key, self._tags.get(key, self._turns.first) + tokens)
-            return
-        flow.tag += tokens
-        self._peak = max(self._peak, flow.tag)
-        self._turns.put(flow.tag, flow.joined, flow)
+        before: Counter[str] = Counter()
+        for sample in served:
+            before[sample.request.fairness_key] += sample.cost
+        heads = []
+        for key, flow in self.flows.items():
+            left = (sample for sample in flow.samples if sample not in served) if served else iter(flow.samples)
+            heads.append((flow.start + before[key], -flow.joined, left))
+        heapify(heads)
+        while heads:
+            start, joined, samples = heads[0]
+            if (head := next(samples, None)) is None:
+                heappop(heads)
+            else:
+                yield head
+                heapreplace(heads, (start + head.cost, joined, samples))
+
+    def _virtual_time(self) -> int:
+        return min((flow.start for flow in self.flows.values()), default=0)
 
     def _remember(self, key: str, tag: int) -> None:
-        self._peak = max(self._peak, tag)
-        if not self.flows:
-            self._tags.clear()
-            return
         self._tags[key] = tag
         if len(self._tags) > _MOST_REMEMBERED:
-            least = sorted(self._tags, key=self._tags.__getitem__)[: _MOST_REMEMBERED // 2]
-            for forgotten in least:
+            for forgotten in sorted(self._tags, key=self._tags.__getitem__)[: _MOST_REMEMBERED // 2]:
                 del self._tags[forgotten]
-
-    def in_turn(self, gone: Collection[Sample] = (), charged: Mapping[str, int] | None = None) -> Iterator[Sample]:
-        """Yield the order of service without ageing, as if the samples ``gone`` had left and cost their keys
-        ``charged``."""
-        if len(self.flows) == 1:
-            (flow,) = self.flows.values()
-            yield from (sample for sample in flow.samples if sample not in gone) if gone else flow.samples
-            return
-        charged = charged or {}
-        # Flows that were looked at: (tag, joined, their samples that are left).
-        begun: list[tuple[int, int, Iterator[Sample]]] = []
-        for key, tokens in charged.items():
-            charging = self.flows[key]
-            rest: Iterator[Sample] = (sample for sample in charging.samples if sample not in gone)
-            heappush(begun, (charging.tag + tokens, charging.joined, rest))
-        others = (entry for entry in self._turns if entry[2].key not in charged)
-        other = next(others, None)
-        while begun or other is not None:
-            if other is not None and (not begun or other[:2] < begun[0][:2]):
-                tag, joined, rest = other[0], other[1], iter(other[2].samples)
-                other = next(others, None)
-            else:
-                tag, joined, rest = heappop(begun)
-            next_tag = min(begun[0][0] if begun else inf, inf if other is None else other[0])
-            for sample in rest:
-                yield sample
-                tag += sample.cost
-                if tag >= next_tag:
-                    heappush(begun, (tag, joined, rest))
-                    break
-
-
-class _Contender:
-    """A class while classes contend by age, and what one call of ``candidates`` took of it."""
-
-    def __init__(self, each: _PriorityClass, ageing_ns: int, now_ns: int, by_age: int | None) -> None:
-        self.priority = each.priority
-        self.oldest: Sample  # while anything is left
-        self.rank: float = inf  # until something is found, and when nothing is left
-        self._class = each
-        self._ageing_ns, self._now_ns = ageing_ns, now_ns
-        self._left = by_age  # samples that may go before a higher class; None: any number
-        self._gone: set[Sample] = set()
-        self._charged: dict[str, int] = {}
-        self._by_age = iter(each.ages)
-        self._turns: Iterator[Sample] | None = None
-        self._find_oldest()
-
-    def in_turn(self) -> Iterator[Sample]:
-        """Return the rest by key. A class comes to this when no higher one waits: its age no longer matters."""
-        if self._turns is None:
-            self._turns = self._class.in_turn(self._gone, self._charged)
-        return self._turns
-
-    def take_in_turn(self) -> Sample:
-        sample = next(self.in_turn())
-        self._take(sample)
-        return sample
-
-    def take_oldest(self) -> Sample:
-        sample = self.oldest
-        key = sample.request.fairness_key
-        self._charged[key] = self._charged.get(key, 0) + sample.cost
-        if self._left is not None:
-            self._left -= 1
-        self._take(sample)
-        return sample
-
-    def _take(self, sample: Sample) -> None:
-        self._gone.add(sample)
-        if sample is self.oldest:
-            self._find_oldest()
-
-    def _find_oldest(self) -> None:
-        for accepted_ns, _, sample in self._by_age:
-            if sample not in self._gone:
-                self.oldest = sample
-                rises = self._left is None or self._left > 0
-                self.rank = self.priority - (self._now_ns - accepted_ns) // self._ageing_ns * rises
-                return
-        self.rank = inf

@@ -20,14 +20,14 @@ class Batching:
         self._last_groups = np.zeros((3, 0), np.int64)
         self._membership = 0  # when groups were chosen last
         self._prefix_pages = NO_SLOTS
-        self._no_groups = np.full(len(state.slots.active), -1, np.int32)
+        self._no_groups = np.full(len(state.pool.slots.active), -1, np.int32)
 
     def fill(
         self, plan: PlannedStep, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool
     ) -> None:
         """Put the rows into ``plan``. ``regroup`` allows to choose other Hydragen groups."""
         state, policy = self._state, self._state.policy
-        hydragen = policy.hydragen if state.shape.hydragen else None
+        hydragen = policy.hydragen if state.pool.shape.hydragen else None
         if regroup and hydragen is not None:
             self._regroup(hydragen)
         plan.micro_batches = policy.micro_batches
@@ -35,7 +35,11 @@ class Batching:
             self._fill_plain(plan, decoding)
             return
         rows = np.array(prefilling, np.int64).reshape(-1, 2)
-        groups = state.tree.group[state.slots.node[decoding]] if len(self._prefix_pages) else self._no_groups[decoding]
+        groups = (
+            state.pool.tree.group[state.pool.slots.node[decoding]]
+            if len(self._prefix_pages)
+            else self._no_groups[decoding]
+        )
         least = hydragen.min_group_size if hydragen else 1
         batch = arrange(decoding, groups, self._prefix_pages, rows[:, 0], rows[:, 1], min_rows=least,
                         parts=policy.micro_batches)  # fmt: skip
@@ -44,8 +48,8 @@ class Batching:
         self._set_batch(plan, batch.slots, counts, batch.parts)
         self._set_groups(plan, np.stack((batch.group_starts, batch.group_counts, batch.group_pages)))
         plan.hydragen_groups, plan.hydragen_rows = len(batch.group_counts), int(batch.group_counts.sum())
-        state.counters.batch_rows += plan.sequences
-        state.counters.hydragen_rows += plan.hydragen_rows
+        state.queue.counters.batch_rows += plan.sequences
+        state.queue.counters.hydragen_rows += plan.hydragen_rows
 
     def _fill_plain(self, plan: PlannedStep, decoding: np.ndarray) -> None:
         """What most plans are, in less time: every row decodes, and there is nothing to arrange."""
@@ -53,17 +57,19 @@ class Batching:
         self._set_batch(plan, decoding, NO_SLOTS, NO_SLOTS)
         if self._last_groups.size:
             self._set_groups(plan, np.zeros((3, 0), np.int64))
-        self._state.counters.batch_rows += plan.sequences
+        self._state.queue.counters.batch_rows += plan.sequences
 
     def _regroup(self, policy: HydragenPolicy) -> None:
         state = self._state
-        changed = state.membership - self._membership
-        if changed * _REGROUP_SHARE < state.slots.running or not changed:
+        changed = state.pool.membership - self._membership
+        if changed * _REGROUP_SHARE < state.pool.slots.running or not changed:
             return
-        self._membership = state.membership
-        tree = state.tree
-        rows = state.slots.node[state.slots.active]
-        grouping = choose_groups(tree.parent[: tree.top], tree.depth[: tree.top], rows, state.shape.page_size, policy)
+        self._membership = state.pool.membership
+        tree = state.pool.tree
+        rows = state.pool.slots.node[state.pool.slots.active]
+        grouping = choose_groups(
+            tree.parent[: tree.top], tree.depth[: tree.top], rows, state.pool.shape.page_size, policy
+        )
         tree.group[: tree.top] = grouping.of_node
         self._prefix_pages = grouping.prefix_pages
 

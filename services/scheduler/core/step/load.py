@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.future.ahead import PagesAhead
+from services.scheduler.core.future.summary import PageForecast
 from services.scheduler.core.state import State
 
 
@@ -25,42 +25,42 @@ class Load:
     plans_in_flight: int = 0
     plans_ahead: int = 0
     step_ns: int = 0
-    forecast: PagesAhead = ()
+    forecast: PageForecast = ()
     steps_by_tokens: tuple[int, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 
 def read_load(
-    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PagesAhead = ()
+    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PageForecast = ()
 ) -> Load:
     """The present load. ``not_ready_reason``: empty when it is ready; ``step_s``: recent time of a step."""
     ready = not not_ready_reason
-    waiting, counters = len(state.waiting), dataclasses.replace(state.counters)
+    waiting, counters = len(state.queue.waiting), dataclasses.replace(state.queue.counters)
     if not state.attached:
         return Load(
             waiting_sequences=waiting,
-            outstanding_tokens=state.waiting.tokens,
+            outstanding_tokens=state.queue.waiting.tokens,
             ready=ready,
             not_ready_reason=not_ready_reason,
-            steps_by_tokens=tuple(state.steps_by_tokens),
+            steps_by_tokens=tuple(state.queue.steps_by_tokens),
             counters=counters,
         )
-    pool = state.pool
+    pool = state.pool.pages
     return Load(
-        running_sequences=state.slots.running,
+        running_sequences=state.pool.slots.running,
         waiting_sequences=waiting,
         total_pages=pool.size,
         free_pages=pool.free,
         cached_pages=pool.cached,
         in_use_pages=pool.in_use,
         page_size=pool.page_size,
-        outstanding_tokens=state.slots.outstanding_tokens() + state.waiting.tokens,
+        outstanding_tokens=state.pool.slots.outstanding_tokens() + state.queue.waiting.tokens,
         ready=ready,
         not_ready_reason=not_ready_reason,
         plans_in_flight=plans_in_flight,
-        plans_ahead=state.steps_ahead,
+        plans_ahead=state.queue.steps_ahead,
         step_ns=round(step_s * 1e9),
         forecast=forecast,
-        steps_by_tokens=tuple(state.steps_by_tokens),
+        steps_by_tokens=tuple(state.queue.steps_by_tokens),
         counters=counters,
     )

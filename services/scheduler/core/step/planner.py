@@ -4,15 +4,15 @@ import numpy as np
 
 from services.scheduler.core.counters import STEP_SIZES
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.turns import Turn, Turns
+from services.scheduler.core.future.time_sharing import TimeSharing, TimeSlice
 from services.scheduler.core.life.lifecycle import Lifecycle
-from services.scheduler.core.life.preemption import choose_victims
+from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Priority
 from services.scheduler.core.state import State
 from services.scheduler.core.step.batching import Batching
-from services.scheduler.core.step.onboarding import Onboarding, Rows
-from services.scheduler.core.step.yielding import Yielding
+from services.scheduler.core.step.preemption import Preemption
+from services.scheduler.core.step.prefill import Prefill, Rows
 
 _MOST_HURRIED = 3  # plans in a row
 
@@ -24,106 +24,108 @@ class Planner:
         self,
         state: State,
         lifecycle: Lifecycle,
-        onboarding: Onboarding,
+        prefill: Prefill,
         prediction: Prediction,
-        yielding: Yielding,
+        preemption: Preemption,
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self._onboarding = onboarding
+        self._prefill = prefill
         self._prediction = prediction
-        self._yielding = yielding
+        self._preemption = preemption
         self._batching = Batching(state)
-        self._turns = Turns(state)
+        self._time_sharing = TimeSharing(state)
         self._hurried = 0  # plans since the last one that was not
 
     def build(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
         """The next plan, or None when there is nothing to compute.
 
-        ``hurry``: the worker is about to run dry. What can wait (onboarding, predictions, Hydragen groups) then waits
-        for a later plan, a few times in a row at most.
+        ``hurry``: the worker is about to run dry. Admissions, predictions and Hydragen groups then wait for a
+        later plan, at most three plans in a row.
         """
         state = self._state
-        plan = PlannedStep(step=state.step + 1)
+        plan = PlannedStep(step=state.pool.step + 1)
         hurry = hurry and self._hurried < _MOST_HURRIED
         if not hurry:
             self._prediction.refresh(plan.step)
-            self._yielding.make_way(plan, now_ns)
-        if (turn := self._turns.next()) is not None:
-            self._turns.begin(turn)
-        decoding, prefilling = self._compute(plan, turn, now_ns, hurry=hurry)
-        if turn is not None and len(decoding) == 0 and not prefilling:
-            self._turns.undo(turn)
+            self._preemption.preempt_for_waiting(plan)
+        if (time_slice := self._time_sharing.next()) is not None:
+            self._time_sharing.begin(time_slice)
+        decoding, prefilling = self._compute(plan, time_slice, now_ns, hurry=hurry)
+        if time_slice is not None and len(decoding) == 0 and not prefilling:
+            self._time_sharing.undo(time_slice)
             decoding, prefilling = self._compute(plan, None, now_ns, hurry=hurry)
         if len(decoding) == 0 and not prefilling:
             return None
         self._charge(decoding, prefilling)
         # Not sooner: a page that this plan copies from must not be a page that it copies onto.
-        for request in [request for request in state.sharing if not request.waiting]:
+        for request in [request for request in state.pool.sharing if not request.waiting]:
             self._lifecycle.shares.end(request)
-        state.step = plan.step
-        state.counters.steps += 1
-        plan.released = [slot for slot, _ in state.to_release]
-        plan.released_ids = [request_id for _, request_id in state.to_release]
-        plan.preempted_ids, state.preempted = state.preempted, []
-        state.to_release = []
+        state.pool.step = plan.step
+        state.queue.counters.steps += 1
+        plan.released = [slot for slot, _ in state.pool.to_release]
+        plan.released_ids = [request_id for _, request_id in state.pool.to_release]
+        plan.preempted_ids, state.pool.preempted = state.pool.preempted, []
+        state.pool.to_release = []
         self._batching.fill(plan, decoding, prefilling, regroup=not hurry)
-        state.counters.step_tokens += plan.tokens
-        state.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
+        state.queue.counters.step_tokens += plan.tokens
+        state.queue.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
-    def _compute(self, plan: PlannedStep, turn: Turn | None, now_ns: int, *, hurry: bool) -> tuple[np.ndarray, Rows]:
+    def _compute(
+        self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, hurry: bool
+    ) -> tuple[np.ndarray, Rows]:
         """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
         state = self._state
-        decoding = self._decode(plan, turn)
-        budget = state.shape.max_tokens_per_step - len(decoding)
+        decoding = self._decode(plan, time_slice)
+        budget = state.pool.shape.max_tokens_per_step - len(decoding)
         if hurry and len(decoding):
             self._hurried += 1
-            plan.postponed = bool(state.waiting)
-            state.counters.postponed_plans += plan.postponed
-            return decoding, self._onboarding.continue_prefill(plan, budget, turn)
+            plan.postponed = bool(state.queue.waiting)
+            state.queue.counters.postponed_plans += plan.postponed
+            return decoding, self._prefill.continue_prefill(plan, budget, time_slice)
         self._hurried = 0
-        if state.apart is None and state.several_keys:
-            return decoding, self._onboarding.share_prefill(plan, budget, now_ns, turn)
-        prefilling = self._onboarding.continue_prefill(plan, budget)
-        return decoding, prefilling + self._onboarding.admit(plan, budget - plan.prefill_tokens, now_ns)
+        if state.queue.on_trial is None and state.several_keys:
+            return decoding, self._prefill.share_prefill(plan, budget, now_ns, time_slice)
+        prefilling = self._prefill.continue_prefill(plan, budget)
+        return decoding, prefilling + self._prefill.admit(plan, budget - plan.prefill_tokens, now_ns)
 
     def _charge(self, decoding: np.ndarray, prefilling: Rows) -> None:
         """Count what the plan computes for each key."""
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         if not state.several_keys:
-            if state.waiting and (only := state.running_keys.only) is not None:
-                state.waiting.charge_only(only, len(decoding) + sum(tokens for _, tokens in prefilling))
+            if state.queue.waiting and (only := state.pool.running_keys.only) is not None:
+                state.queue.waiting.charge_only(only, len(decoding) + sum(tokens for _, tokens in prefilling))
             return
         chosen, counts = np.array(prefilling, np.int64).reshape(-1, 2).T
         rows = np.concatenate((decoding, chosen))
         weights = np.concatenate((np.ones(len(decoding), np.int64), counts))
         classes = len(Priority)
         tokens = np.bincount(slots.key[rows] * classes + slots.priority[rows], weights=weights,
-                             minlength=state.running_keys.size * classes)  # fmt: skip
+                             minlength=state.pool.running_keys.size * classes)  # fmt: skip
         computed: dict[str, int] = {}
-        for key, number in state.running_keys.items():
+        for key, number in state.pool.running_keys.items():
             of_classes = tokens[number * classes : (number + 1) * classes]
             computed[key] = int(of_classes.sum())
             for priority in Priority:
                 if of_classes[priority]:
-                    state.waiting.charge(priority, key, int(of_classes[priority]))
-        state.recent.charge(computed, state.shape.max_tokens_per_step)
+                    state.queue.waiting.charge(priority, key, int(of_classes[priority]))
+        state.queue.recent.charge(computed, state.pool.shape.max_tokens_per_step)
 
-    def _decode(self, plan: PlannedStep, turn: Turn | None) -> np.ndarray:
+    def _decode(self, plan: PlannedStep, time_slice: TimeSlice | None) -> np.ndarray:
         """Compute one more token for every sequence that is past its prompt, and take the pages where those tokens
         go."""
-        state, slots, size = self._state, self._state.slots, self._state.shape.page_size
+        state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         decoding = slots.decoding()
-        if turn is not None:
-            decoding = decoding[~turn.held[decoding]]
+        if time_slice is not None:
+            decoding = decoding[~time_slice.held[decoding]]
         while True:
             position = slots.scheduled[decoding]
             full = decoding[position >= slots.page_count[decoding] * size]
-            missing = len(full) - state.pool.available
+            missing = len(full) - state.pool.pages.available
             if missing <= 0:
                 break
-            idle = next((request for request, share in state.sharing.items() if share.leader is None), None)
+            idle = next((request for request, share in state.pool.sharing.items() if share.leader is None), None)
             if idle is not None:  # what only those hold who wait
                 self._lifecycle.shares.end(idle)
                 continue
@@ -133,11 +135,11 @@ class Planner:
             self._lifecycle.preempt(victims)
             decoding = decoding[slots.active[decoding]]
         if len(full):
-            pages = state.pool.take(len(full))
+            pages = state.pool.pages.take(len(full))
             slots.table[full, slots.page_count[full]] = pages
             slots.page_count[full] += 1
             # If its token is not known yet, the result will write it.
-            state.pool.tokens[pages, 0] = slots.last_token[full]
+            state.pool.pages.tokens[pages, 0] = slots.last_token[full]
             plan.append_slots, plan.append_pages = full, pages
         slots.scheduled[decoding] = position + 1
         plan.sampling, plan.tokens = [decoding], len(decoding)

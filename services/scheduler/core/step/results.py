@@ -21,25 +21,25 @@ class Results:
 
     def take(self, result: StepResult, now_ns: int) -> None:
         """Advance every sequence that still runs, and end those that are through."""
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         live = slots.active[result.slots] & (slots.admitted_step[result.slots] <= result.step)
         if np.count_nonzero(live) < len(live):
-            state.counters.wasted_tokens += int(len(live) - np.count_nonzero(live))
-            state.counters.wasted_steps += not live.any()
+            state.queue.counters.wasted_tokens += int(len(live) - np.count_nonzero(live))
+            state.queue.counters.wasted_steps += not live.any()
             result = select_rows(result, np.flatnonzero(live))
         self._take_scored(result)
         self._fail(result)
         rows, tokens = result.slots, result.tokens
         if len(rows) == 0:
             return
-        state.counters.generated_tokens += len(rows)
+        state.queue.counters.generated_tokens += len(rows)
         self._write(rows, tokens, now_ns)
         before = slots.stop_state[rows]
-        matched = self._match_strings(rows, tokens, before) if state.matcher.in_use else np.zeros(len(rows), bool)
-        in_set = state.stop_tokens.contain(slots.stop_set[rows], tokens)
+        matched = self._match_strings(rows, tokens, before) if state.queue.matcher.in_use else np.zeros(len(rows), bool)
+        in_set = state.queue.stop_tokens.contain(slots.stop_set[rows], tokens)
         known = slots.known[rows]
         late_enough = known >= slots.min_known[rows]
-        state.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
+        state.queue.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
         for row in (matched & ~late_enough).nonzero()[0].tolist():
             try:
                 self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
@@ -53,7 +53,7 @@ class Results:
                 if by_token[row]:
                     endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
                 elif by_string[row]:
-                    match = state.matcher.first_match(sample.request.automaton, int(before[row]), token)
+                    match = state.queue.matcher.first_match(sample.request.automaton, int(before[row]), token)
                     endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
                 else:
                     endings.append(Ending(sample, FinishReason.LENGTH))
@@ -64,7 +64,7 @@ class Results:
 
     def _take_scored(self, result: StepResult) -> None:
         """Log-probabilities of prompts, each once: after an interruption some may be computed again."""
-        slots = self._state.slots
+        slots = self._state.pool.slots
         for scored in result.scored:
             slot = scored.slot
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
@@ -77,20 +77,20 @@ class Results:
         told = request.scored + 1 - scored.start
         if 0 <= told < len(scored.logprobs):
             request.scored += len(scored.logprobs) - told
-            self._state.outbox.score(request.sink, request.handle, scored.behind(told))
+            self._state.queue.outbox.score(request.sink, request.handle, scored.behind(told))
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         position = slots.known[rows]
         slots.known[rows] = position + 1
         slots.last_token[rows] = tokens
-        index, offset = np.divmod(position, state.shape.page_size)
+        index, offset = np.divmod(position, state.pool.shape.page_size)
         paged = index < slots.page_count[rows]  # else it is written when its page is taken
         if np.count_nonzero(paged) == len(paged):
-            state.pool.tokens[slots.table[rows, index], offset] = tokens
+            state.pool.pages.tokens[slots.table[rows, index], offset] = tokens
         else:
             pages = slots.table[rows[paged], index[paged]]
-            state.pool.tokens[pages, offset[paged]] = tokens[paged]
+            state.pool.pages.tokens[pages, offset[paged]] = tokens[paged]
         first = rows[slots.first_token_ns[rows] == 0]
         if len(first):
             slots.first_token_ns[first] = now_ns
@@ -101,21 +101,21 @@ class Results:
         matched = np.zeros(len(rows), bool)
         watched = np.flatnonzero(states >= 0)
         if len(watched):
-            moved, matched[watched] = self._state.matcher.advance(states[watched], tokens[watched])
-            self._state.slots.stop_state[rows[watched]] = moved
+            moved, matched[watched] = self._state.queue.matcher.advance(states[watched], tokens[watched])
+            self._state.pool.slots.stop_state[rows[watched]] = moved
         return matched
 
     def _pass_over(self, slot: int, state_before: int, token: int) -> None:
         """A stop string ended before min_tokens: it does not count."""
-        automaton = self._state.slots.samples[slot].request.automaton
-        self._state.slots.stop_state[slot] = self._state.matcher.pass_over(automaton, state_before, token)
+        automaton = self._state.pool.slots.samples[slot].request.automaton
+        self._state.pool.slots.stop_state[slot] = self._state.queue.matcher.pass_over(automaton, state_before, token)
 
     def _blame(self, slot: int, error: Exception) -> None:
         """What went wrong with one sequence is its own."""
-        self._state.broken.setdefault(self._state.slots.samples[slot].request, error)
+        self._state.queue.broken.setdefault(self._state.pool.slots.samples[slot].request, error)
 
     def _fail(self, result: StepResult) -> None:
-        slots = self._state.slots
+        slots = self._state.pool.slots
         for failure in result.failures:
             if slots.active[failure.slot] and slots.admitted_step[failure.slot] <= result.step:
                 sample = slots.samples[failure.slot]

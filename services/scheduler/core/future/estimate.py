@@ -1,4 +1,4 @@
-"""When what is queued will start and finish, if every sequence runs as long as is expected of it."""
+"""Estimates the start and finish step of requests from the forecast and the expected lengths of their answers."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,8 +16,8 @@ _MOST_LOOKED_AT = 4096  # waiting samples; what is behind them is taken to be as
 _MOST_CELLS = 4 * 1024 * 1024  # of curve looked through for all of them: the step loop waits meanwhile
 
 
-class Outlook(NamedTuple):
-    """Steps from now."""
+class Estimate(NamedTuple):
+    """When a request starts and finishes, in steps from now."""
 
     start: int  # first token
     finish: int  # last token
@@ -25,34 +25,37 @@ class Outlook(NamedTuple):
 
 
 def steps_until_released(state: State, count: int) -> int:
-    """Steps until so many sequences will have ended: of those that run, and as many again in the same time."""
-    active = np.flatnonzero(state.slots.active)
+    """Return the step at which ``count`` sequences will have finished, if as many start as finish."""
+    active = np.flatnonzero(state.pool.slots.active)
     rounds, rest = divmod(count - 1, len(active))
-    ends = np.sort(np.maximum(state.slots.end_step[active] - state.step, 1))
+    ends = np.sort(np.maximum(state.pool.slots.end_step[active] - state.pool.step, 1))
     return int(rounds * ends[-1] + ends[rest])
 
 
-def look_ahead(state: State, subject: Request, now_ns: int) -> Outlook:
-    """Place the queue behind the running sequences, in the order of service, until ``subject`` has its place.
+def estimate(state: State, subject: Request) -> Estimate:
+    """Return when ``subject`` starts and finishes, with the queue placed behind the running sequences.
 
-    ``subject`` may be queued, running, or not submitted (then it comes behind all of its class and of higher ones).
+    ``subject`` may be queued, running, or not submitted. In the last case it is placed behind all requests of its class
+    and of higher classes.
     """
     start, finish = _of_running(state, subject)
-    queue, passed_over = _before(state, subject, now_ns)
+    queue, passed_over = _before(state, subject)
     if not queue or queue[-1].request is not subject:
-        return Outlook(start or 0, finish, running_curve(state, state.step))
+        return Estimate(start or 0, finish, running_curve(state, state.pool.step))
     placement = Placement(state)
     for sample, begins, ends in placement.place(queue, passed_over):
         if sample.request is subject:
             start = begins if start is None else min(start, begins)
             finish = max(finish, ends)
-    return Outlook(start or 0, finish, placement.pages)
+    return Estimate(start or 0, finish, placement.pages)
 
 
-def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], int]:
-    """The waiting samples up to the last of ``subject``, in the order of service; and how many of a long queue are left
-    out before those of ``subject`` that stand far back in it."""
-    waiting = state.in_order(_MOST_LOOKED_AT, now_ns)
+def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
+    """Return the waiting samples up to the last of ``subject``, in the order of service.
+
+    The number is that of samples of a long queue that are left out before the last samples of ``subject``.
+    """
+    waiting = state.in_order(_MOST_LOOKED_AT)
     if subject.samples:
         mine = [sample for sample in subject.samples if sample.slot < 0 and not sample.finished]
         within = [index for index, sample in enumerate(waiting) if sample.request is subject]
@@ -60,54 +63,58 @@ def _before(state: State, subject: Request, now_ns: int) -> tuple[list[Sample], 
             return waiting[: within[-1] + 1] if within else [], 0
         mine = mine[len(within) :]
     else:
-        mine = [Sample(subject, index, 0, now_ns) for index in range(subject.n)]
+        mine = [Sample(subject, index, 0, 0) for index in range(subject.n)]
         waiting = [sample for sample in waiting if sample.request.priority <= subject.priority]
-    return waiting + mine, max(0, len(state.waiting) - _MOST_LOOKED_AT - len(mine))
+    return waiting + mine, max(0, len(state.queue.waiting) - _MOST_LOOKED_AT - len(mine))
 
 
 def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
-    """Tokens that waiting samples are expected to generate from here: int64."""
+    """Return the tokens that waiting samples are expected to generate from now on: int64."""
     rows = [(s.request.length_class_id, s.given - s.request.prompt_tokens, s.request.limit - s.request.prompt_tokens)
             for s in samples]  # fmt: skip
     classes, ages, limits = np.array(rows, np.int64).T
     expected: npt.NDArray[np.int64] = np.maximum(
-        np.ceil(state.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1
+        np.ceil(state.queue.lengths.mean(classes, ages, limits)).astype(np.int64) - ages, 1
     )
     return expected
 
 
 def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
-    """(start, finish) of the subject's samples that run or are through."""
+    """Return (start, finish) of the subject's samples that run or have finished."""
     start: int | None = None
     finish = 0
     for sample in subject.samples:
         if sample.finished:
             start = 0
         elif sample.slot >= 0:
-            slots, slot = state.slots, sample.slot
+            slots, slot = state.pool.slots, sample.slot
             missing = int(slots.given[slot] - slots.scheduled[slot])
             sampled = slots.known[slot] > slots.given[slot]
-            begins = 0 if sampled else 1 + max(0, missing) // state.shape.max_tokens_per_step
+            begins = 0 if sampled else 1 + max(0, missing) // state.pool.shape.max_tokens_per_step
             start = begins if start is None else min(start, begins)
             finish = max(finish, begins + int(max(0, slots.total[slot] - slots.known[slot])))
     return start, finish
 
 
 class Placement:
-    """Pages and slots in use at steps 0, 1, ...; grows as samples are placed."""
+    """Pages and slots in use at steps 0, 1, ..., with the samples that were placed so far."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.pages = running_curve(state, state.step)
-        ends = np.clip((state.slots.end_step - state.step)[state.slots.active], 0, len(self.pages))
+        self.pages = running_curve(state, state.pool.step)
+        ends = np.clip((state.pool.slots.end_step - state.pool.step)[state.pool.slots.active], 0, len(self.pages))
         gone = np.cumsum(np.bincount(ends, minlength=len(self.pages) + 1))[: len(self.pages)]
-        self._slots = state.slots.running - gone
+        self._slots = state.pool.slots.running - gone
 
     def place(self, queue: list[Sample], passed_over: int = 0) -> Iterator[tuple[Sample, int, int]]:
-        """``queue``, in the order of service, with the steps of each one's first token and last. ``passed_over``: so
-        many are left out before those that come behind the first ones."""
-        state, shape = self._state, self._state.shape
-        prefill = sum(int(state.slots.given[slot] - state.slots.scheduled[slot]) for slot in state.prefilling)
+        """Yield each sample of ``queue`` with the steps of its first and its last token.
+
+        ``queue`` is in the order of service. ``passed_over`` samples are left out behind the first ones.
+        """
+        state, shape = self._state, self._state.pool.shape
+        prefill = sum(
+            int(state.pool.slots.given[slot] - state.pool.slots.scheduled[slot]) for slot in state.pool.prefilling
+        )
         at, cells, placed = 0, 0, 0
         lengths = _expected(state, queue)
         for index, (sample, length) in enumerate(zip(queue, lengths.tolist(), strict=True)):
@@ -125,13 +132,13 @@ class Placement:
             yield sample, begins, begins + length - 1
 
     def _to_prefill(self, sample: Sample, before: Sample | None) -> int:
-        """Tokens to compute before it decodes: siblings share their prompt."""
+        """Return the tokens to compute before a sample decodes: siblings share their prompt."""
         return 1 if before is not None and before.request is sample.request else sample.given
 
     def _first_fit(self, at: int, needed: int, length: int) -> int:
-        """First step from ``at`` from which on there is room for ``needed`` pages and a slot for good."""
+        """Return the first step from ``at`` on behind which ``needed`` pages and a slot stay free."""
         self._extend(at + length)
-        total, most = self._state.pool.size, self._state.shape.max_running
+        total, most = self._state.pool.pages.size, self._state.pool.shape.max_running
         full = np.flatnonzero((self.pages[at:] + needed > total) | (self._slots[at:] >= most))
         return at if len(full) == 0 else at + int(full[-1]) + 1
 

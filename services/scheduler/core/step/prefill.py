@@ -1,4 +1,4 @@
-"""Lets waiting samples in, and computes their prompts in chunks."""
+"""Admits waiting samples, and computes their prompts in chunks."""
 
 from collections.abc import Iterable, Mapping
 from itertools import compress
@@ -11,9 +11,9 @@ from services.common.plan.types import Admission as SlotAdmission
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.turns import Turn
+from services.scheduler.core.future.time_sharing import TimeSlice
 from services.scheduler.core.life.ending import Ending
-from services.scheduler.core.life.entering import Entry, Lengths, Settings
+from services.scheduler.core.life.entry import Entry, Lengths, Prepared
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.memory.prefix_tree import PageName
 from services.scheduler.core.plan import PlannedStep
@@ -34,8 +34,8 @@ _MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue a
 Rows = list[tuple[int, int]]  # (slot, tokens) of prefilling rows
 
 
-class Onboarding:
-    """Owned by the core."""
+class Prefill:
+    """Fills what decoding leaves of a step with prompts. Owned by the core."""
 
     def __init__(
         self, state: State, lifecycle: Lifecycle, prediction: Prediction, admission: type[Admission] = Admission
@@ -45,38 +45,38 @@ class Onboarding:
         self._prediction = prediction
         self._admission = admission
 
-    def continue_prefill(self, plan: PlannedStep, budget: int, turn: Turn | None = None) -> Rows:
+    def continue_prefill(self, plan: PlannedStep, budget: int, time_slice: TimeSlice | None = None) -> Rows:
         """Compute the next chunks of prompts that were begun."""
-        slots, rows = self._state.slots, []
-        for slot in self._state.prefilling:
+        slots, rows = self._state.pool.slots, []
+        for slot in self._state.pool.prefilling:
             if budget == 0:
                 break
-            if turn is not None and turn.held[slot]:
+            if time_slice is not None and time_slice.held[slot]:
                 continue
             rows.append((slot, min(int(slots.given[slot] - slots.scheduled[slot]), budget)))
             budget -= rows[-1][1]
         self._compute(plan, rows)
         return rows
 
-    def share_prefill(self, plan: PlannedStep, budget: int, now_ns: int, turn: Turn | None) -> Rows:
+    def share_prefill(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: TimeSlice | None) -> Rows:
         """Compute chunks of prompts of several keys: of those that were begun, and of samples that are admitted.
 
         Each key gets the same part of ``budget``, or what it needs if that is less. What one does not use is for the
         others.
         """
-        state, slots = self._state, self._state.slots
-        begun = [slot for slot in state.prefilling if turn is None or not turn.held[slot]]
+        state, slots = self._state, self._state.pool.slots
+        begun = [slot for slot in state.pool.prefilling if time_slice is None or not time_slice.held[slot]]
         keys = {slot: slots.samples[slot].request.fairness_key for slot in begun}
         missing = {slot: int(slots.given[slot] - slots.scheduled[slot]) for slot in begun}
         wanted = {keys[slot]: missing[slot] for slot in begun}
-        for _, key, given in state.waiting.flows():
-            if turn is None or key in turn.keys:
+        for _, key, given in state.queue.waiting.flows():
+            if time_slice is None or key in time_slice.keys:
                 wanted[key] = wanted.get(key, 0) + given
         parts = _fair_parts(wanted, budget)
         rows = [(slot, tokens) for slot in begun if (tokens := min(missing[slot], parts[keys[slot]]))]
         self._compute(plan, rows)
         left = budget - sum(tokens for _, tokens in rows)
-        admitted = self.admit(plan, left, now_ns, turn)
+        admitted = self.admit(plan, left, now_ns, time_slice)
         left -= sum(tokens for _, tokens in admitted)
         more = []
         for slot in begun:
@@ -89,21 +89,21 @@ class Onboarding:
             total[slot] = total.get(slot, 0) + tokens
         return [*total.items(), *admitted]
 
-    def admit(self, plan: PlannedStep, budget: int, now_ns: int, turn: Turn | None = None) -> Rows:
-        """Let in waiting samples, in order, as long as the first chunk of each has room and the forecast allows.
+    def admit(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: TimeSlice | None = None) -> Rows:
+        """Admit waiting samples in order, as long as the first chunk of each has room and the forecast allows.
 
-        One whose prefix is being computed now is first again next time. One that does not fit may be passed by others
-        that leave it its place in the forecast, a limited number of times.
+        A sample whose prefix is being computed now waits for the next plan. A sample that does not fit may be passed by
+        others that leave it its pages in the forecast, a limited number of times.
         """
         state = self._state
-        if budget == 0 or not state.waiting or state.slots.running == state.shape.max_running:
+        if budget == 0 or not state.queue.waiting or state.pool.slots.running == state.pool.shape.max_running:
             return []
-        room = min(MOST_ADMISSIONS, state.shape.max_running - state.slots.running)
-        waiting = state.in_order(2 * MOST_ADMISSIONS, now_ns)
-        if turn is not None:
-            waiting = [sample for sample in waiting if sample.request.fairness_key in turn.keys]
-        if state.prefilling:  # the next prompt of a key begins behind the one before
-            keys = {state.slots.samples[slot].request.fairness_key for slot in state.prefilling}
+        room = min(MOST_ADMISSIONS, state.pool.shape.max_running - state.pool.slots.running)
+        waiting = state.in_order(2 * MOST_ADMISSIONS)
+        if time_slice is not None:
+            waiting = [sample for sample in waiting if sample.request.fairness_key in time_slice.keys]
+        if state.pool.prefilling:  # the next prompt of a key begins behind the one before
+            keys = {state.pool.slots.samples[slot].request.fairness_key for slot in state.pool.prefilling}
             waiting = [sample for sample in waiting if sample.request.fairness_key not in keys]
         entries = self.gather(plan, waiting, budget, room)
         if not entries:
@@ -113,16 +113,18 @@ class Onboarding:
         samples, admission = candidates.samples, self._admission(state, plan.step)
         chosen = self._note_overtaken(samples, admission.select(candidates.sequences, candidates.classes))
         if len(chosen) == 0:
-            return self._make_room(plan, samples[0], budget, now_ns, turn)
-        return self._enter(plan, _only(entries, chosen), candidates.lengths(chosen), now_ns)
+            return self._make_room(plan, samples[0], budget, now_ns, time_slice)
+        return self._enter(plan, _only(entries, chosen), candidates.lengths.take(chosen), now_ns)
 
     def gather(self, plan: PlannedStep, waiting: Iterable[Sample], budget: int, room: int) -> list[Entry]:
-        """Those of ``waiting`` whose prefix is ready, as many as there are slots (``room``) and tokens (``budget``)
-        for. Makes nothing happen."""
+        """Return entries for the samples of ``waiting`` whose prefix is ready. Changes nothing.
+
+        ``room`` slots and ``budget`` tokens bound their number.
+        """
         entries = []
         looked_up = carried = 0
         later: set[Request] = set()
-        claimed: set[PageName] = set()  # pages that an entry before will compute
+        claimed: set[PageName] = set()  # pages that an earlier entry adds to the prefix tree
         siblings: dict[Request, list[Sample]] = {}
         for sample in waiting:
             if budget <= 0 or room == 0 or len(later) == _MOST_LATER or looked_up > _MOST_LOOKED_UP:
@@ -142,7 +144,7 @@ class Onboarding:
             try:
                 entry = self._entry(plan, sample, claimed)
             except Exception as error:
-                self._state.broken.setdefault(request, error)
+                self._state.queue.broken.setdefault(request, error)
                 entry = None
             if entry is None:
                 later.add(request)
@@ -157,8 +159,8 @@ class Onboarding:
         return entries
 
     def _entry(self, plan: PlannedStep, sample: Sample, claimed: set[PageName]) -> Entry | None:
-        """How ``sample`` would enter; None when a plan on its way, or an entry before, computes more of its prefix."""
-        state, request, size = self._state, sample.request, self._state.shape.page_size
+        """Return the entry of ``sample``, or None while a sent plan or an earlier entry computes more of its prefix."""
+        state, request, size = self._state, sample.request, self._state.pool.shape.page_size
         share, tokens = request.share, sample.tokens
         alone = _carries(sample) + 4 * -(-len(tokens) // size)
         if alone > _MOST_ALONE:
@@ -169,21 +171,22 @@ class Onboarding:
             return Entry([sample], tokens, len(tokens) - 1, share.node, share.last_page, shared=True)
         # The page of the last token is never taken from the tree: that token is computed, to sample behind it.
         most = (request.scored if request.unscored else len(tokens) - 1) // size
-        node, early = state.tree.match(tokens, request.salt, most, plan.step)
+        node, early = state.pool.tree.match(tokens, request.salt, most, plan.step)
         if early:
             return None
-        at = int(state.tree.depth[node])
-        if at < most:
-            key = state.tree.key(tokens, request.salt, node, at)
-            if key in claimed:
+        at = int(state.pool.tree.depth[node])
+        leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
+        # A leader keeps the page of its last token: its siblings copy it.
+        if at < (len(tokens) - leads) // size:
+            key = state.pool.tree.key(tokens, request.salt, node, at)
+            if key in claimed and at < most:
                 return None
             claimed.add(key)
-        leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
         return Entry([sample], tokens, at * size, node, leads=leads)
 
     def candidates(self, plan: PlannedStep, entries: list[Entry], budget: int) -> "Candidates":
-        """The samples of ``entries`` as the forecast sees them, let in by ``plan``, which has ``budget`` tokens."""
-        state, size = self._state, self._state.shape.page_size
+        """Return what the forecast needs to know of ``entries``, if ``plan`` admits them with ``budget`` tokens."""
+        state, size = self._state, self._state.pool.shape.page_size
         samples = [sample for entry in entries for sample in entry.samples]
         counts = [len(entry.samples) for entry in entries]
         rows = [(len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size)) for entry in entries]
@@ -194,41 +197,41 @@ class Onboarding:
         rest[rest > 0] += self._begun_tokens()  # prompts of other keys are computed beside it
         total, quantile = self._prediction.totals(samples)
         limit = np.array([sample.request.limit for sample in samples], np.int64)
-        slowest = max(1, state.shape.max_tokens_per_step - state.slots.running - len(samples))
-        end = -(-rest // slowest) + total - 1 - given + state.steps_ahead
-        delay = -(-least // state.shape.max_tokens_per_step)
+        slowest = max(1, state.pool.shape.max_tokens_per_step - state.pool.slots.running - len(samples))
+        end = -(-rest // slowest) + total - 1 - given + state.queue.steps_ahead
+        delay = -(-least // state.pool.shape.max_tokens_per_step)
         sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
-        return Candidates(samples, sequences, classes, total, quantile, plan.step + end)
+        return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 
     def _begun_tokens(self) -> int:
-        """Tokens that are missing of prompts that were begun."""
-        slots, begun = self._state.slots, self._state.prefilling
+        """Return the tokens that are missing of prompts that were begun."""
+        slots, begun = self._state.pool.slots, self._state.pool.prefilling
         return int((slots.given[begun] - slots.scheduled[begun]).sum()) if begun else 0
 
     def _expect_delay(self, plan: PlannedStep, candidates: "Candidates") -> None:
         """Set the latest ends of prompts that were begun, as they are if all ``candidates`` are computed before."""
-        state, slots = self._state, self._state.slots
-        if not state.prefilling:
+        state, slots = self._state, self._state.pool.slots
+        if not state.pool.prefilling:
             return
-        begun = np.array(state.prefilling, np.int64)
+        begun = np.array(state.pool.prefilling, np.int64)
         length, count = candidates.sequences.length, len(candidates.samples)
-        slowest = max(1, state.shape.max_tokens_per_step - slots.running - count)
+        slowest = max(1, state.pool.shape.max_tokens_per_step - slots.running - count)
         prefill = -(-(self._begun_tokens() + int(length.sum())) // slowest)
-        end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.steps_ahead
+        end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.queue.steps_ahead
         slots.end_step[begun] = np.maximum(slots.end_step[begun], end)
 
     def _enter(self, plan: PlannedStep, entries: list[Entry], lengths: Lengths, now_ns: int) -> Rows:
         state, rows = self._state, []
-        budget = state.shape.max_tokens_per_step - plan.tokens
-        entries, lengths, settings = self._prepare(entries, lengths)
+        budget = state.pool.shape.max_tokens_per_step - plan.tokens
+        entries, lengths, prepared = self._prepare(entries, lengths)
         if not entries:
             return []
-        placed = self._lifecycle.enter(entries, settings, lengths, plan.step, now_ns)
+        placed = self._lifecycle.admit(entries, prepared, lengths, plan.step, now_ns)
         for entry, (slots, tables) in zip(entries, placed, strict=True):
             request = entry.samples[0].request
             if entry.copied_page >= 0:
-                whole = int(state.tree.depth[entry.node])
+                whole = int(state.pool.tree.depth[entry.node])
                 plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
             plan.admissions += [
@@ -254,26 +257,26 @@ class Onboarding:
         self._compute(plan, rows)
         return rows
 
-    def _prepare(self, entries: list[Entry], lengths: Lengths) -> tuple[list[Entry], Lengths, list[Settings]]:
-        """Those that can enter, and what goes into their slots."""
-        settings: list[Settings | None] = []
+    def _prepare(self, entries: list[Entry], lengths: Lengths) -> tuple[list[Entry], Lengths, list[Prepared]]:
+        """Return the entries that can be admitted, and what goes into their slots."""
+        prepared: list[Prepared | None] = []
         for entry in entries:
             try:
-                settings.append(self._lifecycle.prepare(entry))
+                prepared.append(self._lifecycle.prepare(entry))
             except Exception as error:
-                self._state.broken.setdefault(entry.samples[0].request, error)
-                settings.append(None)
-        if None in settings:
-            sound = [each is not None for each in settings]
+                self._state.queue.broken.setdefault(entry.samples[0].request, error)
+                prepared.append(None)
+        if None in prepared:
+            sound = [each is not None for each in prepared]
             rows = np.repeat(sound, [len(entry.samples) for entry in entries])
-            entries, lengths = list(compress(entries, sound)), Lengths(*(values[rows] for values in lengths))
-        return entries, lengths, [each for each in settings if each is not None]
+            entries, lengths = list(compress(entries, sound)), lengths.take(rows)
+        return entries, lengths, [each for each in prepared if each is not None]
 
     def _compute(self, plan: PlannedStep, rows: Rows) -> None:
-        """Schedule so many more of each slot's known tokens."""
+        """Schedule more of the known tokens of slots: ``rows`` are (slot, tokens)."""
         if not rows:
             return
-        state, slots = self._state, self._state.slots
+        state, slots = self._state, self._state.pool.slots
         chosen, counts = np.array(rows, np.int64).T
         total = int(counts.sum())
         plan.tokens, plan.prefill_tokens = plan.tokens + total, plan.prefill_tokens + total
@@ -282,18 +285,25 @@ class Onboarding:
         findable = slots.scheduled[chosen] - (slots.lent_pages[chosen] > 0)
         self._lifecycle.register_pages(chosen, findable, ready_step=plan.step + 1)
         missing = slots.given[chosen] - slots.scheduled[chosen]
-        slots.delay[chosen] = -(-missing // state.shape.max_tokens_per_step)
-        state.prefilling = [slot for slot in state.prefilling if slot not in chosen] + chosen[missing > 0].tolist()
+        slots.delay[chosen] = -(-missing // state.pool.shape.max_tokens_per_step)
+        state.pool.prefilling = [slot for slot in state.pool.prefilling if slot not in chosen] + chosen[
+            missing > 0
+        ].tolist()
         complete = chosen[missing == 0]
         if len(complete):  # now their ends are exact
-            slots.end_step[complete] = plan.step + self._prediction.steps_to_end(complete)
+            decoding = slots.total[complete] - 1 - slots.given[complete]
+            slots.end_step[complete] = (
+                plan.step + decoding + state.queue.steps_ahead
+            )  # the last result comes that much later
             plan.sampling.append(complete)
         for slot in complete[slots.lent_pages[complete] > 0].tolist():
             self._lifecycle.shares.ready(slots.samples[slot], plan.step)
 
     def _note_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> np.ndarray:
-        """``chosen``: indices into ``samples``; the first that is missing was passed by all behind it, unless it was
-        passed too often before: then these must wait."""
+        """Count how often the first sample that is not ``chosen`` was passed, and return the indices to admit.
+
+        ``chosen``: indices into ``samples``. If that sample was passed too often, the samples behind it are left out.
+        """
         gaps = np.flatnonzero(chosen != np.arange(len(chosen)))
         if not len(gaps):
             return chosen
@@ -302,15 +312,19 @@ class Onboarding:
         if passed.overtaken >= _MOST_OVERTAKEN:
             return chosen[:first]
         passed.overtaken += len(chosen) - first
-        self._state.counters.overtakes += len(chosen) - first
+        self._state.queue.counters.overtakes += len(chosen) - first
         return chosen
 
-    def _make_room(self, plan: PlannedStep, head: Sample, budget: int, now_ns: int, turn: Turn | None) -> Rows:
-        """The first in the queue does not fit: prompts held for others, who wait behind it, are let go, and with
-        nothing running its own is too. A sample that does not fit even then ends with an error, never with a hang."""
+    def _make_room(
+        self, plan: PlannedStep, head: Sample, budget: int, now_ns: int, time_slice: TimeSlice | None
+    ) -> Rows:
+        """Release prompts that are held for other samples, as the first sample of the queue does not fit.
+
+        If nothing runs, its own shared prompt is released too. A sample that does not fit even then ends with an error.
+        """
         state = self._state
-        idle = state.slots.running == 0
-        let_go = [request for request in state.sharing if idle or request is not head.request]
+        idle = state.pool.slots.running == 0
+        let_go = [request for request in state.pool.sharing if idle or request is not head.request]
         for request in let_go:
             self._lifecycle.shares.end(request)
         if not idle:
@@ -318,25 +332,20 @@ class Onboarding:
         if not let_go:
             error = Internal("the sequence does not fit the KV cache by itself")
             self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
-        return self.admit(plan, budget, now_ns, turn)
+        return self.admit(plan, budget, now_ns, time_slice)
 
 
 class Candidates(NamedTuple):
-    """Beside the samples of the entries."""
+    """The samples of all entries, and columns beside them."""
 
     samples: list[Sample]
     sequences: Sequences
     classes: np.ndarray  # int64, of the length predictor, -1 = guaranteed
-    total: np.ndarray
-    quantile: np.ndarray
-    end_step: np.ndarray
-
-    def lengths(self, chosen: np.ndarray) -> Lengths:
-        return Lengths(self.total[chosen], self.quantile[chosen], self.end_step[chosen])
+    lengths: Lengths
 
 
 def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-    """Divide ``budget`` between keys: all get the same, or what they want if that is less."""
+    """Divide ``budget`` equally between keys. A key that wants less than its part leaves the rest to the others."""
     parts, left = {}, budget
     for at, (key, tokens) in enumerate(sorted(wanted.items(), key=lambda each: each[1])):
         parts[key] = min(tokens, -(-left // (len(wanted) - at)))
@@ -345,13 +354,13 @@ def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
 
 
 def _carries(sample: Sample) -> int:
-    """Bytes that its admission takes in a plan at most, its pages aside. Siblings have a copy each."""
+    """Return the bytes that an admission takes in a plan at most, without its pages. Each sibling has a copy."""
     sampling = sample.request.sampling
     return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * len(sampling.logit_bias_token_ids)
 
 
 def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:
-    """The entries with only those of their samples, counted through, that are in ``chosen`` (ascending)."""
+    """Return the entries with the samples at the indices ``chosen`` (ascending, over all entries) only."""
     ends = np.cumsum([len(entry.samples) for entry in entries])
     if len(chosen) == ends[-1]:
         return entries

@@ -31,7 +31,7 @@ def fill(driver: Driver, count: int, **fields) -> list[int]:
 
 
 def running(driver: Driver) -> set[int]:
-    return {sample.handle for sample in driver.core.state.slots.running_samples()}
+    return {sample.handle for sample in driver.core.state.pool.slots.running_samples()}
 
 
 def test_a_request_takes_the_slot_of_a_batch_line_at_once():
@@ -41,7 +41,7 @@ def test_a_request_takes_the_slot_of_a_batch_line_at_once():
     batch.answer()
     batch.plan()
     assert online in running(batch)
-    assert (batch.core.state.counters.yields, batch.core.state.counters.preemptions) == (1, 0)
+    assert (batch.core.state.queue.counters.yields, batch.core.state.queue.counters.preemptions) == (1, 0)
     check_all(batch)
 
 
@@ -92,7 +92,7 @@ def test_only_predicted_sequences_of_the_lowest_class_make_way(line, online):
     batch.submit([3, 4, 5], max_tokens=5, **online)
     batch.step()
     assert running(batch) == set(lines)
-    assert batch.core.state.counters.yields == 0
+    assert batch.core.state.queue.counters.yields == 0
     check_all(batch)
 
 
@@ -117,7 +117,7 @@ def test_nobody_makes_way_where_it_does_not_help():
     batch.submit([3] * 100, max_tokens=20)  # fits when the first is gone
     batch.step()
     assert line in running(batch)
-    assert batch.core.state.counters.yields == 0
+    assert batch.core.state.queue.counters.yields == 0
     check_all(batch)
 
 
@@ -133,7 +133,7 @@ def test_lines_that_age_would_take_back_do_not_make_way_for_nothing(slots, norma
     batch.answer()
     batch.plan()
     # An eighth of what runs holds its own: all lines here, and both of 30 go on beside requests.
-    assert batch.core.state.counters.yields == 0
+    assert batch.core.state.queue.counters.yields == 0
     assert set(lines) <= running(batch)
     assert online not in running(batch)
     check_all(batch)
@@ -150,7 +150,7 @@ def test_lines_that_made_way_a_few_times_hold_their_own_up_to_an_eighth_of_what_
     steadfast = [line for line in lines if batch.requests[line].samples[0].yields >= 4]
     assert steadfast
     assert max(batch.requests[line].samples[0].yields for line in lines) >= 4
-    slots = batch.core.state.slots
+    slots = batch.core.state.pool.slots
     assert ((slots.priority == LOW) & slots.active & ~slots.yields).sum() <= 2
     check_all(batch)
 
@@ -161,7 +161,7 @@ def test_a_batch_gets_through_under_requests_that_would_fill_every_slot():
     for _ in range(4000):
         if all(batch.seen[line].finish for line in lines):
             break
-        while len(batch.core.state.waiting) < 6:
+        while len(batch.core.state.queue.waiting) < 6:
             batch.submit([3 + batch.clock % 50] * 5, max_tokens=4)
         batch.step()
     assert all(batch.seen[line].finish.reason is FinishReason.LENGTH for line in lines)

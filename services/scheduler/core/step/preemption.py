@@ -1,0 +1,165 @@
+"""Preempts running sequences for waiting samples: class ``low`` for higher classes, and one key for another.
+
+A request of a higher class does not wait until batch jobs release a slot or pages. The first request of a key does not
+wait until another key that holds all slots or pages releases them. A preempted sequence goes back to the queue; its
+tokens are kept and its pages stay cached.
+
+An eighth of the running sequences may be protected sequences of class low, so that low work completes under any load.
+Sequences that would be overdue in the queue are protected, and those that were preempted four times. A key gets slots
+in this way only while it was served less than half of its fair share lately, at most a sixteenth of all slots, and only
+from keys that have more than their fair share. A sequence that was preempted four times computes some more tokens
+before it is preempted for another key, so that all sequences finish.
+"""
+
+import numpy as np
+
+from services.scheduler.core.future.admission import Admission
+from services.scheduler.core.life.lifecycle import Lifecycle
+from services.scheduler.core.life.victims import by_work, without_overdue
+from services.scheduler.core.plan import PlannedStep
+from services.scheduler.core.request import Priority, Sample
+from services.scheduler.core.state import State
+from services.scheduler.core.step.prefill import MOST_ADMISSIONS, Candidates, Prefill
+
+_KEY_SHARE = 16  # others make way for a key until it has one slot in so many
+_MOST_SHORT_KEYS = 16  # keys for which others make way in one plan
+
+
+class Preemption:
+    """Decides before each plan which sequences are preempted for waiting samples. Owned by the core."""
+
+    def __init__(
+        self, state: State, lifecycle: Lifecycle, prefill: Prefill, admission: type[Admission] = Admission
+    ) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._prefill = prefill
+        self._admission = admission
+
+    def preempt_for_waiting(self, plan: PlannedStep) -> None:
+        """Preempt as few sequences as possible for waiting samples, and none if it would not help.
+
+        It runs before anything of ``plan`` is decided.
+        """
+        self._preempt_for_classes(plan)
+        self._state.queue.first = []
+        if self._state.queue.on_trial is None and self._state.queue.waiting and self._state.several_keys:
+            self._preempt_for_keys(plan)
+
+    def _preempt_for_keys(self, plan: PlannedStep) -> None:
+        """Preempt sequences of keys that have more than their fair share, for keys that are next and have little."""
+        state, slots, keys = self._state, self._state.pool.slots, self._state.pool.running_keys
+        active = {key for _, key, _ in state.queue.waiting.flows()}.union(key for key, _ in keys.items())
+        fair = max(1, state.pool.shape.max_running // len(active))
+        most = max(1, min(fair, state.pool.shape.max_running // _KEY_SHARE))
+        short = self._short_of_slots(most, state.queue.recent.behind(active))
+        running = slots.running_slots()
+        if not short or not len(running):
+            return
+        count = np.bincount(slots.key[running], minlength=keys.size)
+        pages = np.bincount(slots.key[running], weights=slots.page_count[running], minlength=keys.size)
+        ahead = (count > fair) | (pages * len(active) > state.pool.pages.size)
+        for sample in short:
+            if (number := keys.number(sample.request.fairness_key)) is not None:
+                ahead[number] = False
+        may = ahead[slots.key[running]] & ~slots.guaranteed[running]
+        may &= slots.known[running] >= slots.firm_until[running]
+        others = running[may & (slots.priority[running] >= short[0].request.priority)]
+        budget = max(1, state.pool.shape.max_tokens_per_step - len(slots.decoding()))
+        free = state.pool.shape.max_running - slots.running
+        entries = self._prefill.gather(plan, short, budget, min(len(short), free + len(others)))
+        if not entries:
+            return
+        order = others[by_work(state, others)]
+        order = order[np.lexsort((-count[slots.key[order]], -slots.priority[order]))]
+        candidates = self._prefill.candidates(plan, entries, budget)
+        self._lifecycle.preempt_for_others(order[: self._fewest(plan, order, 0, free, candidates)], to_key=True)
+        state.queue.first = candidates.samples
+
+    def _short_of_slots(self, most: int, behind: set[str]) -> list[Sample]:
+        """Return the samples that are next, all of one class, as long as their keys are ``behind`` the others and have
+        less than ``most`` slots."""
+        found: list[Sample] = []
+        taken: dict[str, int] = {}
+        for sample in self._state.in_order(most * _MOST_SHORT_KEYS):
+            key = sample.request.fairness_key
+            taken[key] = taken.get(key, self._state.pool.running_keys.running(key)) + 1
+            if (
+                key not in behind
+                or taken[key] > most
+                or sample.request.priority != (found or [sample])[0].request.priority
+            ):
+                break
+            found.append(sample)
+        return found
+
+    def _preempt_for_classes(self, plan: PlannedStep) -> None:
+        """Preempt sequences of class ``low`` for waiting samples of higher classes."""
+        state, slots = self._state, self._state.pool.slots
+        highest = state.queue.waiting.highest
+        if highest is None or highest >= Priority.LOW:
+            return
+        running = slots.running_slots()
+        low = running[slots.yields[running]]
+        if len(low):
+            low = without_overdue(state, low)
+        if not len(low):
+            return
+        budget, blocking = self._budget(low)
+        waiting = state.in_order(MOST_ADMISSIONS)
+        above = [sample for sample in waiting if sample.request.priority < Priority.LOW]
+        free = state.pool.shape.max_running - slots.running
+        entries = self._prefill.gather(plan, above, budget, min(MOST_ADMISSIONS, free + len(low)))
+        if entries:
+            candidates = self._prefill.candidates(plan, entries, budget)
+            others = np.setdiff1d(low, blocking)
+            order = np.concatenate((blocking, others[by_work(state, others)]))
+            self._lifecycle.preempt_for_others(order[: self._fewest(plan, order, len(blocking), free, candidates)])
+
+    def _release_prompts(self) -> None:
+        """Release the shared prompts that are held for waiting samples of class low."""
+        held = [request for request in self._state.pool.sharing if request.priority == Priority.LOW]
+        for request in held:
+            self._lifecycle.shares.end(request)
+
+    def _budget(self, low: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the tokens that a plan has for new prompts, and slots of ``low`` to preempt first, int64.
+
+        These are slots whose own prompt would take all tokens of the plan.
+        """
+        state, slots = self._state, self._state.pool.slots
+        budget = state.pool.shape.max_tokens_per_step - len(slots.decoding())
+        begun = np.array(state.pool.prefilling, np.int64)
+        rest = int((slots.given[begun] - slots.scheduled[begun]).sum())
+        if rest < budget:
+            return budget - rest, begun[:0]
+        if np.isin(begun, low).all():
+            return max(budget, 1), begun  # a preempted sequence leaves at least one token
+        return 0, begun[:0]
+
+    def _fewest(self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
+        """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were."""
+        # As of the plan before: this one has not computed anything yet.
+        sequences = candidates.sequences._replace(
+            end=candidates.sequences.end + 1, delay=candidates.sequences.delay + 1
+        )
+        classes, step = candidates.classes, plan.step - 1
+        count = self._admission(self._state, step, without=order).fitting(sequences, classes)
+        if count == 0:
+            self._release_prompts()
+            return 0
+        chosen = np.arange(count)
+        sequences, classes = sequences.take(chosen), classes[chosen]
+
+        def suffices(count: int) -> bool:
+            return self._admission(self._state, step, without=order[:count]).fits(sequences, classes)
+
+        fails, enough = max(least, count - free, 0) - 1, len(order)
+        trial = fails + 1
+        while enough - fails > 1:
+            if suffices(trial):
+                enough = trial
+            else:
+                fails = trial
+            trial = (fails + enough) // 2
+        return enough

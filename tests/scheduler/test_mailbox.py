@@ -1,0 +1,45 @@
+"""A mailbox counts what waits: a client that reads everything is never cut off."""
+
+import numpy as np
+import pytest
+
+from services.common.errors import Overloaded
+from services.scheduler.api.mailbox import Mailbox, MergedDelta
+from services.scheduler.core.output import Delta
+from services.scheduler.core.request import Finish, FinishReason, Request, SamplingSettings
+from services.scheduler.engine.news import Accepted, HeartbeatAnswer
+
+MOST_BYTES = 4000
+
+
+def delta(step: int, handles: int) -> Delta:
+    tokens = np.arange(handles, dtype=np.uint32)
+    return Delta(step, tokens, tokens, finished=[Finish(0, FinishReason.STOP, 1)])
+
+
+def accepted(number: int) -> Accepted:
+    return Accepted(Request(f"r{number}", np.zeros(1, np.uint32), SamplingSettings()))
+
+
+@pytest.mark.parametrize("joins", [False, True])
+async def test_a_reader_that_takes_everything_is_never_too_slow(joins):
+    """However often several items were merged for it: here a thousand times what may wait at once."""
+    mailbox = Mailbox(most_bytes=MOST_BYTES)
+    mailbox.joins_acceptances = joins
+    for round_ in range(1000):
+        for number in range(4):
+            mailbox.put(accepted(number))
+        for step in range(1, 4):
+            mailbox.put(delta(round_ * 3 + step, 20))
+        mailbox.put(HeartbeatAnswer(round_))
+        got = []
+        while not got or not isinstance(got[-1], HeartbeatAnswer):
+            got.append(await mailbox.get())
+        *acceptances, merged, _ = got
+        assert [len(each) if isinstance(each, list) else 1 for each in acceptances] == ([4] if joins else [1] * 4)
+        assert isinstance(merged, MergedDelta)
+        assert len(merged.tokens) == 60
+    for _ in range(3):
+        mailbox.put(delta(1, 300))
+    with pytest.raises(Overloaded, match="too slowly"):
+        await mailbox.get()
