@@ -250,7 +250,8 @@ class Scheduler:
     def take_output(self) -> list[tuple[int, Delta]]:
         """News since the last call, as (sink, delta), for sinks that are open. A finished sample's handle is free from
         here on."""
-        news = [each for each in self.state.queue.outbox.take(self.state.pool.step) if each[0] in self._sinks]
+        step = self.state.pool.step if self.state.attached else 0
+        news = [each for each in self.state.queue.outbox.take(step) if each[0] in self._sinks]
         for sink, delta in news:
             live = self._sinks[sink]
             for finish in delta.finished:
