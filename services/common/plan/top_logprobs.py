@@ -45,7 +45,7 @@ class TopLogprobs:
 
     @property
     def whole(self) -> bool:
-        """Whether the arrays fit each other."""
+        """True if the arrays fit each other."""
         return int(self.counts.sum()) == len(self.token_ids) == len(self.logprobs)
 
     def __len__(self) -> int:

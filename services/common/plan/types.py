@@ -35,7 +35,7 @@ class SamplingSettings(NamedTuple):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether results carry the log-probability of each token."""
+        """True if results carry the log-probability of each token."""
         return self.logprobs or self.top_logprobs > 0
 
 
@@ -100,7 +100,7 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. Releases apply first, then admissions, appends and copies, then the forward pass."""
+    """The plan of one step. Releases apply first, then admissions, appends and copies, then the forward pass."""
 
     step: int
     releases: np.ndarray = field(default_factory=_none)  # [n] int64, slots

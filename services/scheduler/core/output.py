@@ -13,13 +13,13 @@ from services.scheduler.core.request import Finish
 
 @dataclass(eq=False)
 class Delta:
-    """One step's news for one sink. One token for each handle; ``finished`` comes after the tokens."""
+    """The output of one step for one sink. Each handle has one token; ``finished`` comes after the tokens."""
 
     step: int
     handles: np.ndarray = field(default_factory=no_tokens)  # uint32 [samples with a new token]
     tokens: np.ndarray = field(default_factory=no_tokens)  # uint32, beside handles
-    logprobs: np.ndarray = field(default_factory=no_floats)  # float32, beside handles, or empty when nobody asked
-    top: TopLogprobs | None = None  # beside handles; None when nobody asked
+    logprobs: np.ndarray = field(default_factory=no_floats)  # float32, beside handles, or empty if no sample asked
+    top: TopLogprobs | None = None  # beside handles; None if no sample asked
     finished: list[Finish] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
 

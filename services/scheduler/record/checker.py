@@ -170,7 +170,7 @@ class PlanChecker:
         np.add.at(self.holders, pages, 1)
 
     def _check_fresh(self) -> None:
-        """Pages given to write on belong to nobody else."""
+        """Check that pages which the plan gives to write on are in one page table only."""
         pages = np.concatenate([pages for _, pages in self._fresh])
         alone = self.holders[pages] == 1
         if not alone.all():
@@ -219,7 +219,7 @@ class PlanChecker:
         return due
 
     def _compute_last(self, slots: np.ndarray) -> None:
-        """Each slot computes its last known token: the one sampled last, or the last one given."""
+        """Compute the last known token of each slot: the one sampled last, or the last one given."""
         size, position, tokens = self.limits.page_size, self.slots.computed[slots], self.last_token[slots]
         pages = self.slots.page_table[slots, position // size]
         require_each(self.holders[pages] == 1, "written to, and others hold it too", slots=slots, pages=pages)
@@ -230,7 +230,7 @@ class PlanChecker:
         self.prefilled_tokens += int(np.count_nonzero(position < self.slots.given[slots]))
 
     def _prefill(self, slot: int, count: int) -> None:
-        """Computes ``count`` of the tokens given; they are all that is known."""
+        """Compute ``count`` tokens of the admission; no others are known."""
         size, start = self.limits.page_size, int(self.slots.computed[slot])
         positions = np.arange(start, start + count)
         pages = self.slots.page_table[slot, positions // size]

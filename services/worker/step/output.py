@@ -1,4 +1,4 @@
-"""What a runner returns for one step. No wire types, no torch."""
+"""The output of a runner for one step. No wire types, no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from services.common.plan.top_logprobs import TopLogprobs
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the rows that reached the end of their known tokens gave. Arrays are parallel to ``slots``."""
+    """Samples of the rows that computed all their known tokens. Arrays are parallel to ``slots``."""
 
     slots: np.ndarray  # [n] int64, in batch order
     token_ids: np.ndarray  # [n] int64

@@ -126,7 +126,7 @@ class SlotTable(SlotState):
         return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
 
     def derive(self, slots: np.ndarray) -> None:
-        """What sampling needs in every step of ``slots [n]``, which were admitted, in the form that it needs."""
+        """Compute what sampling needs in every step from the settings of ``slots [n]``, which were admitted."""
         self.scales[slots] = scales_of(self.temperature[slots])
         self.stems[slots] = stems(self.seed[slots], self.sample_index[slots])
         cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)

@@ -1,4 +1,4 @@
-"""One judge answers the worker, the recorder and the fake worker."""
+"""The worker, the recorder and the fake worker give the verdicts of one judge."""
 
 import dataclasses
 from random import Random
@@ -29,7 +29,7 @@ SHAPE = FakeShape(
 
 
 class WorkerSide:
-    """What a worker's runner does with a plan, without a model."""
+    """The steps of a worker's runner without a model."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.slots, self.last = limits, SlotTable(limits, torch.device("cpu")), LastPlan()

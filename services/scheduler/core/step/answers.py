@@ -1,4 +1,4 @@
-"""Whether a worker's answer is one to its plan."""
+"""Check that a result fits its plan."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from services.scheduler.core.request import WorkerShape
 
 
 def check_answer(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
-    """Raises ``WrongAnswer``: arrays that do not fit each other or the vocabulary would be taken for something else.
+    """Raise ``WrongAnswer`` if arrays do not fit each other or the vocabulary, or if rows are missing.
 
-    ``sampling``: slots that were to sample, int64.
+    ``sampling`` int64 are the slots that the plan samples from.
     """
     rows = len(result.slots)
     whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows)
@@ -32,7 +32,7 @@ def _is_whole(scored: ScoredTokens, shape: WorkerShape) -> bool:
 
 
 def _answers(result: StepResult, sampled: np.ndarray) -> bool:
-    """Whether ``result`` has a token or a failure for each of the slots ``sampled`` and nothing else."""
+    """Return whether ``result`` has one token or failure for each of the slots ``sampled``, and no others."""
     if not result.failures and np.array_equal(result.slots, sampled):  # the usual order
         return True
     failed = np.array([failure.slot for failure in result.failures], np.int64)
