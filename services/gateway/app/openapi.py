@@ -7,7 +7,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from services.gateway.anthropic.errors import CREATE
-from services.gateway.openai.meanings import meaning
 
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")
@@ -67,7 +66,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
         for path, operation in _operations(document):
             for content in operation.get("requestBody", {}).get("content", {}).values():
-                content["schema"] = _lifted(_explained(content["schema"]), schemas)
+                content["schema"] = _lifted(content["schema"], schemas)
             # FastAPI would answer 422; here every error is OpenAI's or Anthropic's.
             operation["responses"].pop("422", None)
             if path in _CONTENT:
@@ -86,19 +85,6 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     """(path, operation)."""
     for path, operations in document["paths"].items():
         yield from ((path, operations[method]) for method in _METHODS if method in operations)
-
-
-def _explained(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a body, and of the objects in it, with what each parameter means."""
-    explained, owner = dict(schema), schema.get("title", "")
-    if "properties" in schema:
-        explained["properties"] = {
-            name: {**each, "description": told} if (told := meaning(owner, name)) else each
-            for name, each in schema["properties"].items()
-        }
-    if "$defs" in schema:
-        explained["$defs"] = {name: _explained(each) for name, each in schema["$defs"].items()}
-    return explained
 
 
 def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import read_body, read_caller
 from services.gateway.openai.body import Body, Id
+from services.gateway.openai.fields import Metadata
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.schemas import Metadata
 from services.gateway.store.files import BATCH_FILES_EXPIRE_S
 from services.gateway.store.ids import new_id, now
 from services.gateway.store.queries import Query
@@ -28,18 +28,20 @@ WINDOWS_S = {"24h": 24 * 3600}
 class OutputExpiresAfter(Body):
     """When what a batch writes is deleted."""
 
-    anchor: Literal["created_at"]
+    anchor: Literal["created_at"] = Field(description="The time is counted from the creation of the files.")
     seconds: Annotated[int, Field(ge=3600, le=30 * 24 * 3600)]
 
 
 class BatchBody(Body):
     """``POST /v1/batches``."""
 
-    input_file_id: Id
-    endpoint: str
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
-    output_expires_after: OutputExpiresAfter | None = None
+    input_file_id: Id = Field(description="Id of an uploaded file with purpose=batch.")
+    endpoint: str = Field(description="The url of every line.")
+    completion_window: Literal["24h"] = Field(description="As in OpenAI's API.")
+    metadata: Metadata | None = Field(default=None, description="Returned in the batch.")
+    output_expires_after: OutputExpiresAfter | None = Field(
+        default=None, description="When the batch's output files are deleted. Default: after 30 days."
+    )
 
     nested = ("output_expires_after",)
 

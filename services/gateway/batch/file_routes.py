@@ -30,10 +30,19 @@ UPLOAD_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"type": "string", "enum": list(PURPOSES)},
-        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
+        "file": {"type": "string", "format": "binary", "description": "The content, at most 512 MiB."},
+        "purpose": {"type": "string", "enum": list(PURPOSES), "description": "batch: the input of a batch."},
+        "expires_after[anchor]": {
+            "type": "string",
+            "enum": ["created_at"],
+            "description": "The time is counted from the creation of the file.",
+        },
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": EXPIRES_S[0],
+            "maximum": EXPIRES_S[1],
+            "description": "Seconds until the file is deleted.",
+        },
     },
 }
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import orjson
 from fastapi import Request, Response
+from pydantic import Field
 
 from services.common.errors import InvalidRequest
 from services.gateway.http.errors import response
 from services.gateway.http.request import read_body, read_caller
 from services.gateway.openai.body import Body
+from services.gateway.openai.fields import MAX_METADATA, Metadata
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.schemas import MAX_METADATA, Metadata
 from services.gateway.store.chats import ChatFilter
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened
@@ -25,7 +26,7 @@ _LABEL = re.compile(r"metadata\[(.+)\]")
 class ChatUpdateBody(Body):
     """``POST /v1/chat/completions/{id}``."""
 
-    metadata: Metadata | None
+    metadata: Metadata | None = Field(description="Replaces the stored metadata.")
 
 
 async def list_chats(request: Request) -> Response:

@@ -14,10 +14,10 @@ from services.common.text.encoder import MAX_TOKENS
 from services.gateway.http.request import read_body, while_connected
 from services.gateway.openai.body import Body
 from services.gateway.openai.conversation import render
+from services.gateway.openai.fields import TokenId
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES, ConversationBody, Message
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.schemas import TokenId
 
 _TOKEN_BYTES = 8  # of an answer
 _PIECE = 16_384
@@ -28,11 +28,18 @@ class TokenizeBody(ConversationBody):
 
     nested: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, default_factory=list)]
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    model: str | None = Field(
+        default=None,
+        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
+    )
+    prompt: str | None = Field(default=None, description="A text. Send either prompt or messages.")
+    messages: Annotated[
+        list[Message], Field(max_length=MAX_MESSAGES, default_factory=list, description="The conversation, in order.")
+    ]
+    add_special_tokens: bool | None = Field(
+        default=None, description="false: add no special tokens, such as BOS, to a text."
+    )
+    return_token_strs: bool | None = Field(default=None, description="true: return token_strs.")
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> "TokenizeBody":
@@ -55,9 +62,14 @@ class DetokenizeBody(Body):
 
     bulks: ClassVar[Mapping[str, Bulk]] = {"tokens": Bulk()}
 
-    model: str | None = None
+    model: str | None = Field(
+        default=None,
+        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
+    )
 
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS), WrapValidator(_list_or_array)]
+    tokens: Annotated[
+        list[TokenId], Field(max_length=MAX_TOKENS, description="Token ids."), WrapValidator(_list_or_array)
+    ]
 
 
 async def tokenize(request: Request) -> Response:

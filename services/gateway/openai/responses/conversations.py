@@ -10,11 +10,11 @@ from services.common.errors import InvalidRequest
 from services.gateway.http.errors import response
 from services.gateway.http.request import read_body, read_caller
 from services.gateway.openai.body import Body
+from services.gateway.openai.fields import Metadata
 from services.gateway.openai.parse import B, ignored_header, parse_large
 from services.gateway.openai.responses.input_items import Item, ItemReference
 from services.gateway.openai.responses.stored_items import all_stored
 from services.gateway.openai.responses.stored_routes import MAX_PAGE, check_include_query
-from services.gateway.openai.schemas import Metadata
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened
 from services.gateway.store.shapes import page
@@ -28,20 +28,20 @@ Items = Annotated[list[Item], Field(max_length=MAX_ADDED)]
 class ConversationCreateBody(Body):
     """``POST /v1/conversations``."""
 
-    items: Items | None = None
-    metadata: Metadata | None = None
+    items: Items | None = Field(default=None, description="At most 20 items, as in input, without references.")
+    metadata: Metadata | None = Field(default=None, description="Returned in the conversation.")
 
 
 class ConversationUpdateBody(Body):
     """``POST /v1/conversations/{id}``."""
 
-    metadata: Metadata | None
+    metadata: Metadata | None = Field(description="Replaces the stored metadata.")
 
 
 class ConversationItemsBody(Body):
     """``POST /v1/conversations/{id}/items``."""
 
-    items: Annotated[Items, Field(min_length=1)]
+    items: Annotated[Items, Field(min_length=1, description="At most 20 items, as in input, without references.")]
 
 
 async def create_conversation(request: Request) -> Response:
