@@ -10,16 +10,6 @@ from services.gateway.anthropic.errors import CREATE
 
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")
-# What answers 200 with something else than JSON, or may.
-_CONTENT = {
-    "/metrics": ("text/plain",),
-    "/ping": ("text/plain",),
-    "/v1/files/{file_id}/content": ("application/octet-stream",),
-    "/v1/completions": ("application/json", "text/event-stream"),
-    "/v1/chat/completions": ("application/json", "text/event-stream"),
-    "/v1/responses": ("application/json", "text/event-stream"),
-    "/v1/messages": ("application/json", "text/event-stream"),
-}
 _ERROR = {
     "title": "Error",
     "description": "As OpenAI has it.",
@@ -69,8 +59,6 @@ def describe(api: FastAPI) -> dict[str, Any]:
                 content["schema"] = _lifted(content["schema"], schemas)
             # FastAPI would answer 422; here every error is OpenAI's or Anthropic's.
             operation["responses"].pop("422", None)
-            if path in _CONTENT:
-                operation["responses"]["200"]["content"] = {kind: {"schema": {}} for kind in _CONTENT[path]}
             error = "AnthropicError" if path.startswith(CREATE) else "Error"
             operation["responses"]["default"] = {
                 "description": "Error",

@@ -1,16 +1,14 @@
 """``POST /v1/chat/completions``."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from fastapi import Request, Response
+from fastapi import Response
 
-from services.common.json_scan import Raw
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.job import Job, Settings
-from services.gateway.http.request import Caller, read_body, read_caller, while_connected
+from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
@@ -29,17 +27,12 @@ from services.gateway.openai.jobs import (
     make_settings,
 )
 from services.gateway.openai.parse import ignored_header, parse_large
+from services.gateway.openai.router import Router
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.thinking import limit_thinking
 from services.gateway.openai.truncation import render_prompt
 
-
-async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation."""
-    started_at = time.perf_counter()
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _chat(gateway, raw, read_caller(request, raw), started_at))
+router = Router()
 
 
 class Asked(NamedTuple):
@@ -90,11 +83,13 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: 
     return Asked(caller.request_id, facts, settings, jobs, reader, prompt.unknown)
 
 
-async def _chat(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -> Response:
-    body = await parse_large(gateway.text, raw, ChatBody)
+@router.answer("/v1/chat/completions", ChatBody, streams=True, in_batch=True)
+async def create_chat_completion(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
+    """Answer a conversation."""
+    body = await parse_large(gateway.text, posted, ChatBody)
     make_shape: Callable[..., ChatShape] = ChatShape
     if body.store:
-        keeper = await ChatKeeper.of(gateway, body, caller, raw)
+        keeper = await ChatKeeper.of(gateway, body, caller, posted)
         if caller.idempotency_key and not body.stream and (earlier := await keeper.earlier()) is not None:
             return Response(earlier, headers=ignored_header(body), media_type="application/json")
         make_shape = partial(StoredChatShape, keeper)
@@ -107,5 +102,5 @@ async def _chat(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -
         running_usage=body.wants_running_usage,
         make_reader=asked.make_reader,
     )
-    answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), started_at, caller)
+    answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), caller)
     return await answer.respond(stream=bool(body.stream))

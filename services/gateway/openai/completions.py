@@ -1,17 +1,15 @@
 """``POST /v1/completions``."""
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from fastapi import Request, Response
+from fastapi import Response
 
-from services.common.json_scan import Raw
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.http.request import Caller, read_body, read_caller, while_connected
+from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.wanted import wanted_grammar
@@ -26,6 +24,7 @@ from services.gateway.openai.jobs import (
     make_settings,
 )
 from services.gateway.openai.parse import ignored_header, parse_large
+from services.gateway.openai.router import Router
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.shapes import CompletionShape
 from services.gateway.openai.thinking import limit_thinking
@@ -37,16 +36,13 @@ DEFAULT_MAX_TOKENS = 16
 _INLINE_PROMPTS = 256  # which become jobs on the event loop, in some 3 ms
 
 
-async def create_completion(request: Request) -> Response:
+router = Router()
+
+
+@router.answer("/v1/completions", CompletionBody, streams=True, in_batch=True)
+async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
     """Continue one prompt or several."""
-    started_at = time.perf_counter()
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _complete(gateway, raw, read_caller(request, raw), started_at))
-
-
-async def _complete(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -> Response:
-    body = await parse_large(gateway.text, raw, CompletionBody)
+    body = await parse_large(gateway.text, posted, CompletionBody)
     check_choices(len(body.prompt), body, gateway.config.max_choices)
     max_tokens = check_max_tokens(body, gateway.config.max_output_tokens, DEFAULT_MAX_TOKENS)
     facts = await gateway.fleet.model(body.model)
@@ -79,7 +75,6 @@ async def _complete(gateway: Gateway, raw: Raw, caller: Caller, started_at: floa
         jobs,
         shape,
         ignored_header(body),
-        started_at,
         caller,
         echo=_echo(gateway, body, prompts) if body.echo else (),
         best=(body.n or 1) if body.best_of else None,
