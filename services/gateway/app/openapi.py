@@ -1,6 +1,5 @@
-"""The document at ``/openapi.json``: what FastAPI knows of the paths, made whole."""
+"""The document at ``/openapi.json``: FastAPI's, with the schemas of bodies and errors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,7 +8,6 @@ from fastapi.openapi.utils import get_openapi
 from services.gateway.anthropic.errors import CREATE
 
 _SCHEMAS = "#/components/schemas/"
-_METHODS = ("get", "post", "delete")
 _ERROR = {
     "title": "Error",
     "description": "As OpenAI has it.",
@@ -50,14 +48,15 @@ _ANTHROPIC_ERROR = {
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
-    """The document of ``api``, made once."""
+    """Return the document of ``api``, which is made once."""
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
-        for path, operation in _operations(document):
+        operations = [(path, each) for path, methods in document["paths"].items() for each in methods.values()]
+        for path, operation in operations:
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 content["schema"] = _lifted(content["schema"], schemas)
-            # FastAPI would answer 422; here every error is OpenAI's or Anthropic's.
+            # FastAPI documents 422. Here every error has the form of OpenAI or of Anthropic.
             operation["responses"].pop("422", None)
             error = "AnthropicError" if path.startswith(CREATE) else "Error"
             operation["responses"]["default"] = {
@@ -69,15 +68,11 @@ def describe(api: FastAPI) -> dict[str, Any]:
     return api.openapi_schema
 
 
-def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path, operation)."""
-    for path, operations in document["paths"].items():
-        yield from ((path, operations[method]) for method in _METHODS if method in operations)
-
-
 def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with its own definitions among ``schemas``, under names that no other body has: references are looked
-    up in the whole document, where a body's ``#/$defs`` are not."""
+    """Return ``schema`` without its definitions, and add them to ``schemas`` under names that no other body has.
+
+    References are resolved in the whole document, where the ``#/$defs`` of a body do not exist.
+    """
     owner = schema.get("title", "")
 
     def lift(part: Any) -> Any:

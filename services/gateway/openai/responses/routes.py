@@ -85,7 +85,7 @@ async def count_input_tokens(gateway: Gateway, posted: Posted, caller: Caller) -
         chat = await _chat(gateway, counted, large=_is_large(posted, counted))
         facts = await gateway.fleet.model(chat.model)
         check_tools(gateway.formats, chat, chat.tool_choice)
-        prompt = await render_prompt(gateway, chat, facts, None, drop_oldest=counted.drops_oldest)
+        prompt = await render_prompt(gateway.text, gateway.limits, chat, facts, None, drop_oldest=counted.drops_oldest)
     except InvalidRequest as error:
         raise _renamed(error) from None
     return response(200, {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored)
