@@ -15,8 +15,8 @@ from services.client.loop import LoopThread
 from services.client.outputs import RequestOutput, StreamOutput
 from services.client.params import SamplingParams
 from services.client.progress import NoProgress, Progress
-from services.client.request import PARSERS, Conversation, Prompt, Request
-from services.client.runner import Runner
+from services.client.request import Conversation, Prompt, Request
+from services.client.runner import PARSERS, Runner
 from services.common.config import GatewayConfig, GrpcConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, build
@@ -52,7 +52,7 @@ class LLM:
         Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` when the engine does not start.
         """
         addresses = None if address is None else _checked(address, flags)
-        self._parsers = {name: flags.get(name) or usual for name, usual in PARSERS.items()}
+        parsers = {name: flags.get(name) or usual for name, usual in PARSERS.items()}
         _keep_logs_quiet()
         self._loop = LoopThread()
         engine = runner = None
@@ -61,7 +61,12 @@ class LLM:
                 engine = self._loop.run(Engine.start(flags | {"model": model, "tokenizer": tokenizer}))
                 addresses = engine.addresses
             self._runner = runner = Runner(
-                addresses, Tokenizer.load(tokenizer or model), engine, patience_s=patience_s, dialer=_dialer(flags)
+                addresses,
+                Tokenizer.load(tokenizer or model),
+                engine,
+                patience_s=patience_s,
+                dialer=_dialer(flags),
+                parsers=parsers,
             )
             self._facts = self._loop.run(runner.start())
         except BaseException:
@@ -91,7 +96,7 @@ class LLM:
         if asked and isinstance(asked[0], Integral):
             asked = [cast("list[int]", asked)]
         each = self._each(params, len(asked))
-        requests = [Request(prompt, one, parsers=self._parsers) for prompt, one in zip(asked, each, strict=True)]
+        requests = [Request(prompt, one) for prompt, one in zip(asked, each, strict=True)]
         return self._answer(requests, progress)
 
     def chat(
@@ -117,18 +122,16 @@ class LLM:
             "tools": tools,
         }
         each = self._each(params, len(asked))
-        return self._answer(
-            [Request(None, one, c, template, self._parsers) for c, one in zip(asked, each, strict=True)], progress
-        )
+        return self._answer([Request(None, one, c, template) for c, one in zip(asked, each, strict=True)], progress)
 
     def stream(self, prompt: Prompt | Conversation, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
         """What is new in the samples of one prompt or conversation, as it comes. Raises ``TokaError``. Whoever stops
         early cancels the rest."""
         params = params or SamplingParams()
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            request = Request(None, params, cast("Conversation", prompt), parsers=self._parsers)
+            request = Request(None, params, cast("Conversation", prompt))
         else:
-            request = Request(cast("Prompt", prompt), params, parsers=self._parsers)
+            request = Request(cast("Prompt", prompt), params)
         news = self._runner.stream(request)
 
         async def following() -> list[StreamOutput] | None:

@@ -1,16 +1,17 @@
-"""Prompts to answers over one session with each scheduler: a gateway without HTTP. Lives on one event loop."""
+"""Runs requests over one session with each scheduler: a gateway without HTTP."""
 
 import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from services.client.engine import Engine
 from services.client.outputs import CompletionOutput, RequestOutput, StreamOutput, Usage
 from services.client.request import Prepared, Request, check, prepare
+from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.text.tokenizer import Tokenizer
@@ -20,20 +21,26 @@ from services.gateway.engine.generation import Choice, Generation
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.session import Timings
 from services.gateway.engine.text import TextEngine
+from services.gateway.openai.compiler import Compiler
+from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.prompt_scores import prompt_logprobs
 from services.gateway.openai.transcript import Transcript, whole_text
 
-# Samples at the schedulers at once: far more than run, far less than fill their queues.
+# Maximum number of samples at the schedulers: far more than run at once, far fewer than fill their queues.
 OUTSTANDING = 16_384
-# For the first scheduler to be there.
+# Timeout for the first scheduler to be ready.
 CONNECT_S = 30.0
-# Of prompts that are turned into tokens together.
+# Number of prompts that are encoded together.
 AT_ONCE = 1024
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
+PARSERS = {"tool_call_parser": "auto", "reasoning_parser": "auto"}  # flags that say which formats answers have
 
 
 class Runner:
-    """``patience_s``: how long a prompt waits for a scheduler that is away."""
+    """Runs requests. Its methods run on one event loop.
+
+    ``patience_s``: how long a prompt waits for a scheduler that is not reachable.
+    """
 
     def __init__(
         self,
@@ -43,8 +50,10 @@ class Runner:
         *,
         patience_s: float,
         dialer: Dialer = PLAIN,
+        parsers: Mapping[str, str] = PARSERS,
     ) -> None:
         self.text = TextEngine(tokenizer)
+        self._formats = OutputFormats.of(GatewayConfig.model_validate(parsers), tokenizer)
         self._engine = engine
         self._fleet = Fleet(
             addresses,
@@ -53,23 +62,24 @@ class Runner:
             timings=Timings(wait_for_ready=CONNECT_S, failover=patience_s),
             dialer=dialer,
         )
-        self._facts: ModelFacts | None = None  # once there was a scheduler
+        self._compiler: Compiler | None = None  # None until a scheduler is known
         self._closing = asyncio.Event()
-        self._asked: set[asyncio.Task[Any]] = set()  # those that run ``generate``
+        self._asked: set[asyncio.Task[Any]] = set()  # tasks that run ``generate``
         self._watching: asyncio.Task[None] | None = None
         self._samples = 0  # outstanding
         self._fewer = asyncio.Event()
 
     async def start(self) -> ModelFacts:
-        """Connect: the model that is served. Raises ``Unavailable``."""
+        """Connect, and return the facts of the served model. Raises Unavailable."""
         self._fleet.start()
         if self._engine is not None:
             self._watching = asyncio.create_task(self._end_with(self._engine))
-        self._facts = await self._fleet.model(None)
-        return self._facts
+        facts = await self._fleet.model(None)
+        self._compiler = Compiler(self.text, self._formats, facts, reads_calls=False)
+        return facts
 
     async def stop(self) -> None:
-        """End what runs, with an error, and wait until whoever asked was told."""
+        """End all requests with an error, and wait until their callers have it."""
         self._closing.set()
         if self._watching is not None:
             self._watching.cancel()
@@ -78,20 +88,22 @@ class Runner:
         self.text.stop()
 
     async def _end_with(self, engine: Engine) -> None:
-        """Nothing waits for an engine that is gone for good."""
+        """Fail all requests when ``engine`` has ended."""
         await engine.ended()
         self._fleet.fail_all(Unavailable(engine.trouble))
 
     async def generate(
         self, requests: Sequence[Request], on_done: Callable[[RequestOutput], None]
     ) -> list[RequestOutput]:
-        """An output for each request, in their order. Raises ``InvalidRequest`` for wrong parameters, ``Unavailable``
-        after ``stop``; what is wrong with one prompt is in its output."""
-        facts = self._check_open()
+        """Return an output for each request, in order. The error of a prompt is in its output.
+
+        Raises InvalidRequest for wrong parameters, and Unavailable after ``stop``.
+        """
+        compiler = self._check_open()
         if (task := asyncio.current_task()) is not None:
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
-        known = await check(self.text, facts, requests)
+        drafts = await check(compiler, requests)
         outputs: list[RequestOutput] = [RequestOutput(request.shown, []) for request in requests]
         repeats: Counter[tuple[int, bytes]] = Counter()
 
@@ -111,7 +123,7 @@ class Runner:
                 some = requests[first : first + AT_ONCE]
                 ready: list[Prepared | TokaError] = [_closed()] * len(some)
                 if not self._closing.is_set():
-                    ready = await prepare(self.text, facts, some, known, repeats)
+                    ready = await prepare(compiler, some, drafts, repeats)
                 for place, prepared in enumerate(ready, first):
                     if isinstance(prepared, TokaError):
                         outputs[place] = replace(outputs[place], error=prepared)
@@ -122,10 +134,10 @@ class Runner:
         return outputs
 
     async def stream(self, request: Request) -> AsyncGenerator[list[StreamOutput], None]:
-        """What is new, of any sample, as it comes; a full queue is waited for. Raises ``TokaError``."""
-        facts = self._check_open()
-        known = await check(self.text, facts, [request])
-        [prepared] = await prepare(self.text, facts, [request], known, Counter())
+        """Yield the new parts of samples when they arrive. Waits while the queue is full. Raises TokaError."""
+        compiler = self._check_open()
+        drafts = await check(compiler, [request])
+        [prepared] = await prepare(compiler, [request], drafts, Counter())
         if isinstance(prepared, TokaError):
             raise prepared
         try:
@@ -145,7 +157,7 @@ class Runner:
             generation.close()
 
     async def _accepted(self, prepared: Prepared) -> Generation:
-        """A stream that a scheduler has in its queue."""
+        """Return a streaming generation that a scheduler has accepted."""
         pause = _FIRST_PAUSE_S
         while True:
             generation = None
@@ -163,7 +175,7 @@ class Runner:
             pause = min(pause * 2, _LAST_PAUSE_S)
 
     async def _room(self, samples: int) -> None:
-        """Until ``samples`` more may be outstanding; they are, then."""
+        """Wait until ``samples`` more may be outstanding, and count them."""
         while self._samples and self._samples + samples > OUTSTANDING:
             self._fewer.clear()
             await self._fewer.wait()
@@ -193,16 +205,16 @@ class Runner:
         return await self._fleet.generate([prepared.job], streaming=streaming)
 
     async def _pause(self, seconds: float) -> None:
-        """About so long, or until the end comes."""
+        """Wait for about ``seconds``, or until ``stop``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
                 await self._closing.wait()
 
-    def _check_open(self) -> ModelFacts:
-        """The model. Raises ``Unavailable`` before ``start`` and after ``stop``."""
-        if self._closing.is_set() or self._facts is None:
+    def _check_open(self) -> Compiler:
+        """Return the compiler. Raises Unavailable before ``start`` and after ``stop``."""
+        if self._closing.is_set() or self._compiler is None:
             raise _closed()
-        return self._facts
+        return self._compiler
 
     def _output(self, prepared: Prepared, generation: Generation) -> RequestOutput:
         endings = [choice.outcome for choice in generation.choices]

@@ -6,11 +6,14 @@ from collections import Counter
 import pytest
 
 from services.client import LLM, SamplingParams
-from services.client.request import PARSERS, Request, check, prepare
+from services.client.request import Request, check, prepare
+from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.text import TextEngine
+from services.gateway.openai.compiler import Compiler
+from services.gateway.openai.output.formats import OutputFormats
 from tests.gateway.parrot import QWEN, start_parrot
 
 FORM = {
@@ -75,8 +78,9 @@ async def test_flags_say_how_a_model_thinks_as_for_a_gateway(parrot):
     params = SamplingParams(response_format=FORM)
     composed = []
     for parser in ("auto", "none"):
-        asked = [Request(None, params, say("x"), parsers=PARSERS | {"reasoning_parser": parser})]
-        [prepared] = await prepare(text, facts, asked, await check(text, facts, asked), Counter())
+        formats = OutputFormats.of(GatewayConfig(reasoning_parser=parser), text.tokenizer)
+        compiler, asked = Compiler(text, formats, facts), [Request(None, params, say("x"))]
+        [prepared] = await prepare(compiler, asked, await check(compiler, asked), Counter())
         composed.append(prepared.job.settings.grammar.composed)
     text.stop()
     assert composed == [True, False]

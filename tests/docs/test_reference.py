@@ -5,7 +5,6 @@ import runpy
 import pytest
 
 from services.common.config import DeploymentConfig
-from services.gateway.openai.meanings import MEANINGS
 from tests.docs.pages import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -28,10 +27,7 @@ def test_every_flag_says_what_it_means(made):
     assert [name for name in DeploymentConfig.model_fields if f"| `{name}` |" not in made["flags.md"]] == []
 
 
-def test_every_parameter_of_a_body_says_what_it_means_and_no_other_does(made):
+def test_every_parameter_of_a_body_says_what_it_means(made):
     bodies = made["http.md"].partition("## Objects in bodies")[0]
     mute = [line for line in bodies.splitlines() if line.endswith("| |") and "(in the " not in line]
     assert mute == []
-    described = made["http.md"].replace("\\|", "|")
-    assert [name for name, meaning in MEANINGS.items() if meaning not in described] == []
-    assert [name for name in MEANINGS if f"| `{name.rpartition('.')[2]}` |" not in described] == []

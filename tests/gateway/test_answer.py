@@ -35,7 +35,7 @@ async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was
     metrics = SimpleNamespace(request_began=lambda samples, max_tokens, prompts: None)
     gateway = SimpleNamespace(config=config, guard=Guard(config), fleet=fleet, text=text, metrics=metrics)
     generation.accepted()
-    stream = await Answer(gateway, [job], ChatShape("r", FACTS, None), {}, 0.0, Caller("", "")).respond(stream=True)
+    stream = await Answer(gateway, [job], ChatShape("r", FACTS, None), {}, Caller("", "")).respond(stream=True)
     generation.feed(generation.choices[0], [5], None)
     generation.fail(InvalidRequest("at 3(1): it takes too long", field="sampling.grammar", reason="INVALID_GRAMMAR"))
     sent = []

@@ -7,9 +7,10 @@ import pytest
 
 from services.common.config import GatewayConfig
 from services.gateway.app.app import make_app
+from services.gateway.app.routes import CLIENT_ROUTERS
+from services.gateway.batch.requests import BATCHABLE
 from services.gateway.batch.service import BatchService
 from services.gateway.console.observer import Observer
-from services.gateway.engine.metrics import ROUTES
 from services.gateway.engine.session import Timings
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.schemas import ChatBody, CompletionBody
@@ -41,10 +42,16 @@ def responses(gateway: Gateway) -> dict[tuple[str, str], float]:
 async def test_the_document_describes_the_bodies(gateway):
     async with client(gateway, Observer(gateway.fleet)) as asking:
         paths = (await asking.get("/openapi.json")).json()["paths"]
-    assert set(ROUTES) - {"other"} == {path.replace("{model_id}", "{model_id:path}") for path in paths}
+    assert set(gateway.metrics.routes) == {path.replace("{model_id}", "{model_id:path}") for path in paths}
     for path, kind in zip(GENERATE, (CompletionBody, ChatBody), strict=True):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(kind.model_fields) <= set(schema["properties"])
+
+
+def test_the_endpoints_of_batches_are_served_over_http():
+    served = [route.path for router in CLIENT_ROUTERS for route in router.routes if "POST" in route.methods]
+    assert list(BATCHABLE) == [*GENERATE, "/v1/responses"]
+    assert set(BATCHABLE) <= set(served)
 
 
 @pytest.mark.parametrize("path", GENERATE)

@@ -41,6 +41,8 @@ def ending(tokens: int) -> Ending:
 
 def test_whoever_is_asked_answers_for_all(paths):
     first, second = (RequestMetrics(Numbers.of_file(path)) for path in paths)
+    for each in (first, second):
+        each.add_routes(["/v1/chat/completions", "/v1/completions"])
     first.count_response("/v1/completions", 200)
     second.count_response("/v1/completions", 200)
     second.count_response("/v1/completions", 429)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from services.gateway.openai.parse import validate
+from services.gateway.openai.schemas import CompletionBody
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.test_streaming import events
 
@@ -165,3 +167,10 @@ def test_what_is_wrong_is_a_sentence_with_what_is_allowed_and_what_was_given(dep
 def test_so_is_what_is_wrong_with_a_conversation(deployment, body, param, message):
     error = deployment.chat(**body).json()["error"]
     assert (error["param"], error["message"]) == (param, f"invalid value for {param!r}: {message}")
+
+
+def test_a_body_keeps_its_names_when_it_is_validated():
+    """A Batch line is validated again when it is sent again."""
+    document = {"prompt": "x", "max_new_tokens": 3, "best_of": 1}
+    bodies = [validate(document, CompletionBody) for _ in range(2)]
+    assert [(body.max_tokens, body.name_given("max_tokens")) for body in bodies] == [(3, "max_new_tokens")] * 2

@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Route
+from fastapi import FastAPI
 
 from services.common.errors import InvalidRequest
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.encoder import MAX_TEXT_BYTES
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.engine.text import TextEngine
+from services.gateway.openai import tokens
 from services.gateway.openai.conversation import render
 from services.gateway.openai.schemas import ChatBody
-from services.gateway.openai.tokens import tokenize
 from tests.gateway.parrot import QWEN, make_model
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_streaming import events
@@ -73,7 +72,8 @@ async def test_a_long_answer_is_made_beside_the_event_loop(tokenizer):
     async def model(_):
         return SimpleNamespace(max_context_tokens=2048)
 
-    app = Starlette(routes=[Route("/tokenize", tokenize, methods=["POST"])])
+    app = FastAPI()
+    app.include_router(tokens.router)
     app.state.gateway = SimpleNamespace(
         text=engine, fleet=SimpleNamespace(model=model), config=SimpleNamespace(max_body_bytes=2**20)
     )

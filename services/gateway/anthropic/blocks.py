@@ -90,7 +90,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextBlocks | None = None
-    is_error: bool | None = None
+    is_error: bool | None = Field(default=None, description="true: the text begins with Error:")
     cache_control: Any = None
 
 
@@ -112,6 +112,6 @@ class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         list[Annotated[Block, BeforeValidator(_block)]],
-        Field(max_length=MAX_PARTS),
+        Field(max_length=MAX_PARTS, description="A text, or blocks of type text, thinking, tool_use and tool_result."),
         BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
     ]

@@ -12,8 +12,12 @@ from services.gateway.http.errors import response
 from services.gateway.http.request import name_request
 from services.gateway.openai import models
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.router import Router
+
+router = Router()
 
 
+@router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List every model that a scheduler serves. The shape is Anthropic's if the header anthropic-version is there."""
     if not is_anthropic(request.scope):
@@ -24,6 +28,7 @@ async def list_models(request: Request) -> Response:
     return _response(request, page)
 
 
+@router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
     """Return a model. The shape is Anthropic's if the header anthropic-version is there."""
     if not is_anthropic(request.scope):

@@ -1,49 +1,45 @@
 """``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
-import time
-
-from fastapi import Request, Response
+from fastapi import Response
 
 from services.common.errors import TokaError
 from services.gateway.anthropic.body import CountTokensBody, MessagesBody
 from services.gateway.anthropic.conversation import ModelTraits, shows_late_system
-from services.gateway.anthropic.errors import REQUEST_ID_HEADER, in_own_words
+from services.gateway.anthropic.errors import CREATE, REQUEST_ID_HEADER, in_own_words
 from services.gateway.anthropic.shape import MessageShape
 from services.gateway.http.errors import response
-from services.gateway.http.request import Caller, read_body, read_caller, while_connected
+from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat import ask
 from services.gateway.openai.conversation import render
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import ignored_header, parse_large
+from services.gateway.openai.router import Router
+
+router = Router()
 
 
-async def create_message(request: Request) -> Response:
+@router.answer(CREATE, MessagesBody, streams=True)
+async def create_message(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
     """Answer a conversation, as Anthropic's Messages API does."""
-    started_at = time.perf_counter()
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    caller = read_caller(request, raw)
-    body = await parse_large(gateway.text, raw, MessagesBody)
+    body = await parse_large(gateway.text, posted, MessagesBody)
     try:
-        return await while_connected(request.receive, _create(gateway, body, len(raw), caller, started_at))
+        return await _create(gateway, body, posted.bytes, caller)
     except TokaError as error:
         raise in_own_words(error, body.model_fields_set) from None
 
 
-async def count_tokens(request: Request) -> Response:
+@router.answer(f"{CREATE}/count_tokens", CountTokensBody)
+async def count_tokens(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
     """Count the prompt tokens of a message without running it."""
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    caller = read_caller(request, raw)
-    body = await parse_large(gateway.text, raw, CountTokensBody)
+    body = await parse_large(gateway.text, posted, CountTokensBody)
     try:
-        return await while_connected(request.receive, _count(gateway, body, len(raw), caller))
+        return await _count(gateway, body, posted.bytes, caller)
     except TokaError as error:
         raise in_own_words(error, body.model_fields_set) from None
 
 
-async def _create(gateway: Gateway, body: MessagesBody, size: int, caller: Caller, started_at: float) -> Response:
+async def _create(gateway: Gateway, body: MessagesBody, size: int, caller: Caller) -> Response:
     traits = _traits(gateway, body)
     asked = await ask(gateway, await gateway.text.worked(size, body.chat, traits), caller)
     shape = MessageShape(
@@ -54,7 +50,7 @@ async def _create(gateway: Gateway, body: MessagesBody, size: int, caller: Calle
         omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
     headers = _headers(body, traits, caller)
-    return await Answer(gateway, asked.jobs, shape, headers, started_at, caller).respond(stream=bool(body.stream))
+    return await Answer(gateway, asked.jobs, shape, headers, caller).respond(stream=bool(body.stream))
 
 
 async def _count(gateway: Gateway, body: CountTokensBody, size: int, caller: Caller) -> Response:

@@ -39,13 +39,20 @@ class MessagesTool(_CustomType):
 
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    input_examples: list[Any] | None = None
-    cache_control: Any = None
-    eager_input_streaming: Any = None
+    input_schema: dict[str, Any] = Field(description="JSON Schema of the input.")
+    strict: bool | None = Field(
+        default=None,
+        description="true: the input always matches input_schema, even if the model decides to call the tool.",
+    )
+    defer_loading: Literal[False] | None = Field(default=None, description="true is rejected.")
+    allowed_callers: list[Literal["direct"]] | None = Field(
+        default=None, description="direct. Other callers are rejected."
+    )
+    input_examples: list[Any] | None = Field(default=None, description="Rejected unless it is empty.")
+    cache_control: Any = Field(default=None, description="Accepted: every prompt is cached.")
+    eager_input_streaming: Any = Field(
+        default=None, description="Accepted: input is always streamed while it is generated."
+    )
 
     @field_validator("input_examples")
     @classmethod
@@ -73,7 +80,7 @@ class MessagesToolChoice(Body):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: bool | None = Field(default=None, description="true: allow at most one call.")
 
     @model_validator(mode="after")
     def _name_with_its_type(self) -> "MessagesToolChoice":

@@ -1,13 +1,14 @@
-"""What is for operators: a port of its own for it, and what of it the public port shows."""
+"""The application of ``admin_port``: probes, metrics and the console, for operators."""
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import PermissionDenied
 from services.gateway.app import probes
+from services.gateway.app.routes import OPERATOR_ROUTERS
+from services.gateway.console import routes as console
 from services.gateway.console.observer import Observer
-from services.gateway.console.routes import add_console
-from services.gateway.http.errors import response, to_response
+from services.gateway.http.errors import to_response
 from services.gateway.http.web_pages import WebPages
 from services.gateway.openai.gateway import Gateway
 
@@ -18,15 +19,9 @@ def make_admin_app(gateway: Gateway, observer: Observer) -> ASGIApp:
     It requires no key: every process that can connect is an operator's. A web page is not.
     """
     api = FastAPI(title="Tokasaurus, for operators", openapi_url=None, redirect_slashes=False)
-    api.state.gateway = gateway
-    for path, endpoint in (
-        ("/health", probes.health),
-        ("/ready", probes.ready),
-        ("/ping", probes.ping),
-        ("/metrics", probes.metrics),
-    ):
-        api.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
-    add_console(api, observer, public=False)
+    api.state.gateway, api.state.observer, api.state.for_operators = gateway, observer, True
+    for router in (probes.router, console.pages, *OPERATOR_ROUTERS):
+        api.include_router(router)
     return _WithoutWebPages(api, WebPages.admin(gateway.config))
 
 
@@ -45,14 +40,3 @@ class _WithoutWebPages:
                 await to_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-async def ready(request: Request) -> Response:
-    """Whether a request sent now would be served; why not, to operators only."""
-    gateway: Gateway = request.app.state.gateway
-    told = await probes.ready(request)
-    if gateway.guard.tells_all(request.scope):
-        return told
-    ready = told.status_code == 200
-    document = {"ready": ready, "reason": None if ready else "not ready; operators are told why"}
-    return response(told.status_code, document, None if ready else {"retry-after": "1"})

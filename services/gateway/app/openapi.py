@@ -1,26 +1,13 @@
-"""The document at ``/openapi.json``: what FastAPI knows of the paths, made whole."""
+"""The document at ``/openapi.json``: FastAPI's, with the schemas of bodies and errors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from services.gateway.anthropic.errors import CREATE
-from services.gateway.openai.meanings import meaning
 
 _SCHEMAS = "#/components/schemas/"
-_METHODS = ("get", "post", "delete")
-# What answers 200 with something else than JSON, or may.
-_CONTENT = {
-    "/metrics": ("text/plain",),
-    "/ping": ("text/plain",),
-    "/v1/files/{file_id}/content": ("application/octet-stream",),
-    "/v1/completions": ("application/json", "text/event-stream"),
-    "/v1/chat/completions": ("application/json", "text/event-stream"),
-    "/v1/responses": ("application/json", "text/event-stream"),
-    "/v1/messages": ("application/json", "text/event-stream"),
-}
 _ERROR = {
     "title": "Error",
     "description": "As OpenAI has it.",
@@ -61,17 +48,16 @@ _ANTHROPIC_ERROR = {
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
-    """The document of ``api``, made once."""
+    """Return the document of ``api``, which is made once."""
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
-        for path, operation in _operations(document):
+        operations = [(path, each) for path, methods in document["paths"].items() for each in methods.values()]
+        for path, operation in operations:
             for content in operation.get("requestBody", {}).get("content", {}).values():
-                content["schema"] = _lifted(_explained(content["schema"]), schemas)
-            # FastAPI would answer 422; here every error is OpenAI's or Anthropic's.
+                content["schema"] = _lifted(content["schema"], schemas)
+            # FastAPI documents 422. Here every error has the form of OpenAI or of Anthropic.
             operation["responses"].pop("422", None)
-            if path in _CONTENT:
-                operation["responses"]["200"]["content"] = {kind: {"schema": {}} for kind in _CONTENT[path]}
             error = "AnthropicError" if path.startswith(CREATE) else "Error"
             operation["responses"]["default"] = {
                 "description": "Error",
@@ -82,28 +68,11 @@ def describe(api: FastAPI) -> dict[str, Any]:
     return api.openapi_schema
 
 
-def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path, operation)."""
-    for path, operations in document["paths"].items():
-        yield from ((path, operations[method]) for method in _METHODS if method in operations)
-
-
-def _explained(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a body, and of the objects in it, with what each parameter means."""
-    explained, owner = dict(schema), schema.get("title", "")
-    if "properties" in schema:
-        explained["properties"] = {
-            name: {**each, "description": told} if (told := meaning(owner, name)) else each
-            for name, each in schema["properties"].items()
-        }
-    if "$defs" in schema:
-        explained["$defs"] = {name: _explained(each) for name, each in schema["$defs"].items()}
-    return explained
-
-
 def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with its own definitions among ``schemas``, under names that no other body has: references are looked
-    up in the whole document, where a body's ``#/$defs`` are not."""
+    """Return ``schema`` without its definitions, and add them to ``schemas`` under names that no other body has.
+
+    References are resolved in the whole document, where the ``#/$defs`` of a body do not exist.
+    """
     owner = schema.get("title", "")
 
     def lift(part: Any) -> Any:

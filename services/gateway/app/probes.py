@@ -1,26 +1,41 @@
 """``/health``, ``/ready``, ``/ping`` and ``/metrics``: for supervisors and dashboards."""
 
 from fastapi import Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from services.common.keys import ADMIN
 from services.gateway.http.errors import response
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.router import Router
+
+METRICS = "/metrics"
+
+router = Router(scope=None)
+metrics_router = Router(scope=ADMIN)
 
 
+@router.get("/health")
 async def health() -> Response:
-    """This process answers, whatever the schedulers do."""
+    """Return 200 while this process answers, whatever the schedulers do."""
     return response(200, {"status": "ok"})
 
 
+@router.get("/ping", response_class=PlainTextResponse)
 async def ping() -> Response:
-    """The shortest answer there is."""
+    """Return ``pong``."""
     return Response("pong", media_type="text/plain")
 
 
+@router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 when a request sent now would be served; else 503 and the reason."""
+    """Return 200 if the gateway can serve a request now, else 503. Only operators get the reason."""
     gateway: Gateway = request.app.state.gateway
     reason = gateway.fleet.trouble
+    status, headers = (503, {"retry-after": "1"}) if reason else (200, None)
+    if not (request.app.state.for_operators or gateway.guard.tells_all(request.scope)):
+        told = "not ready; operators are told why" if reason else None
+        return response(status, {"ready": not reason, "reason": told}, headers)
     replicas = [
         {
             "address": replica.address,
@@ -31,11 +46,11 @@ async def ready(request: Request) -> Response:
         }
         for replica in gateway.fleet.replicas
     ]
-    document = {"ready": not reason, "reason": reason or None, "replicas": replicas}
-    return response(503 if reason else 200, document, {"retry-after": "1"} if reason else None)
+    return response(status, {"ready": not reason, "reason": reason or None, "replicas": replicas}, headers)
 
 
+@metrics_router.get(METRICS, response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Return the metrics as Prometheus text."""
     gateway: Gateway = request.app.state.gateway
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)

@@ -7,13 +7,15 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound
+from services.gateway.batch.requests import BATCHABLE
 from services.gateway.batch.service import BatchService
 from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
-from services.gateway.http.request import read_body, read_caller
+from services.gateway.http.request import Posted, read_body, read_caller
 from services.gateway.openai.body import Body, Id
+from services.gateway.openai.fields import Metadata
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.schemas import Metadata
+from services.gateway.openai.router import AFTER, Router, limit, parameters, takes
 from services.gateway.store.files import BATCH_FILES_EXPIRE_S
 from services.gateway.store.ids import new_id, now
 from services.gateway.store.queries import Query
@@ -24,36 +26,41 @@ from services.gateway.store.tables import VALIDATING, StoredBatch
 MAX_PAGE = 100
 WINDOWS_S = {"24h": 24 * 3600}
 
+router = Router(head=False)
+
 
 class OutputExpiresAfter(Body):
-    """When what a batch writes is deleted."""
+    """The lifetime of a batch's output files."""
 
-    anchor: Literal["created_at"]
+    anchor: Literal["created_at"] = Field(description="The time is counted from the creation of the files.")
     seconds: Annotated[int, Field(ge=3600, le=30 * 24 * 3600)]
 
 
 class BatchBody(Body):
     """``POST /v1/batches``."""
 
-    input_file_id: Id
-    endpoint: str
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
-    output_expires_after: OutputExpiresAfter | None = None
+    input_file_id: Id = Field(description="Id of an uploaded file with purpose=batch.")
+    endpoint: str = Field(description="The url of every line.")
+    completion_window: Literal["24h"] = Field(description="As in OpenAI's API.")
+    metadata: Metadata | None = Field(default=None, description="Returned in the batch.")
+    output_expires_after: OutputExpiresAfter | None = Field(
+        default=None, description="When the batch's output files are deleted. Default: after 30 days."
+    )
 
     nested = ("output_expires_after",)
 
 
+@router.post("/v1/batches", openapi_extra=takes(BatchBody.model_json_schema()))
 async def create_batch(request: Request) -> Response:
-    """Begin a batch."""
+    """Create a batch."""
     gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    body, caller = await parse_large(gateway.text, raw, BatchBody), read_caller(request)
+    body, caller = await parse_large(gateway.text, Posted(raw), BatchBody), read_caller(request)
     ignored = ignored_header(body)
     place = await opened(request)
-    if body.endpoint not in (endpoints := _service(request).endpoints):
+    if body.endpoint not in BATCHABLE:
         raise InvalidRequest(
-            f"invalid value for 'endpoint': expected one of {', '.join(endpoints)} (got {body.endpoint[:64]!r})",
+            f"invalid value for 'endpoint': expected one of {', '.join(BATCHABLE)} (got {body.endpoint[:64]!r})",
             field="endpoint",
             reason="INVALID_VALUE",
         )
@@ -86,24 +93,27 @@ async def create_batch(request: Request) -> Response:
     return response(200, batch_object(shown), ignored)
 
 
+@router.get("/v1/batches", openapi_extra=parameters(AFTER, limit(MAX_PAGE)))
 async def list_batches(request: Request) -> Response:
-    """Batches, the newest first."""
+    """List batches, the newest first."""
     query = Query(request)
-    limit = query.number("limit", 20, 1, MAX_PAGE)
+    most = query.number("limit", 20, 1, MAX_PAGE)
     place = await opened(request)
     batches, has_more = await place.batches.page(
-        key_name=read_caller(request).owner, after=query.text("after"), limit=limit
+        key_name=read_caller(request).owner, after=query.text("after"), limit=most
     )
     return response(200, page([batch_object(shown) for shown in batches], has_more))
 
 
+@router.get("/v1/batches/{batch_id}")
 async def get_batch(request: Request, batch_id: str) -> Response:
-    """How far a batch is."""
+    """Return a batch, with its progress."""
     return response(200, batch_object(await (await opened(request)).batches.get(batch_id, read_caller(request).owner)))
 
 
+@router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Stop a batch; what is done can be had."""
+    """Cancel a batch. The results so far can be downloaded."""
     place = await opened(request)
     shown = await place.batches.cancel(batch_id, read_caller(request).owner)
     _service(request).look()

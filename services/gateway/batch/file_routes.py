@@ -17,6 +17,7 @@ from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, read_caller
 from services.gateway.openai.parse import ignored_names
+from services.gateway.openai.router import AFTER, ORDER, Router, limit, parameters, takes
 from services.gateway.store.files import PURPOSES, new_file
 from services.gateway.store.queries import Query, whole_number
 from services.gateway.store.service import OpenStore, opened
@@ -24,22 +25,36 @@ from services.gateway.store.shapes import file_object, page
 from services.gateway.store.tables import StoredFile
 
 MAX_PAGE = 10_000
-_DOWNLOAD_BLOCK_BYTES = 64 * 1024  # in memory for each client, three of them at most
+_DOWNLOAD_BLOCK_BYTES = 64 * 1024  # at most three blocks of each client are in memory
 EXPIRES_S = (3600, 30 * 24 * 3600)  # what OpenAI takes
 UPLOAD_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"type": "string", "enum": list(PURPOSES)},
-        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
+        "file": {"type": "string", "format": "binary", "description": "The content, at most 512 MiB."},
+        "purpose": {"type": "string", "enum": list(PURPOSES), "description": "batch: the input of a batch."},
+        "expires_after[anchor]": {
+            "type": "string",
+            "enum": ["created_at"],
+            "description": "The time is counted from the creation of the file.",
+        },
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": EXPIRES_S[0],
+            "maximum": EXPIRES_S[1],
+            "description": "Seconds until the file is deleted.",
+        },
     },
 }
+_PURPOSE = {"name": "purpose", "in": "query", "schema": {"type": "string"}}
+_CONTENT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {"schema": {}}}}}
+
+router = Router(head=False)
 
 
+@router.post("/v1/files", openapi_extra=takes(UPLOAD_SCHEMA, "multipart/form-data"))
 async def upload_file(request: Request) -> Response:
-    """Keep a file."""
+    """Store a file."""
     caller = read_caller(request)
     place = await opened(request)
     async with place.transfers.running(caller.owner):
@@ -75,29 +90,32 @@ async def _forget(place: OpenStore, record: StoredFile) -> None:
     await place.files.discard(record)
 
 
+@router.get("/v1/files", openapi_extra=parameters(AFTER, limit(MAX_PAGE), ORDER, _PURPOSE))
 async def list_files(request: Request) -> Response:
-    """Files, the newest first."""
+    """List files, the newest first."""
     query = Query(request)
-    limit = query.number("limit", MAX_PAGE, 1, MAX_PAGE)
+    most = query.number("limit", MAX_PAGE, 1, MAX_PAGE)
     order = query.one_of("order", ("desc", "asc"))
     place = await opened(request)
     files, has_more = await place.files.page(
         key_name=read_caller(request).owner,
         after=query.text("after"),
-        limit=limit,
+        limit=most,
         order=order,
         purpose=query.text("purpose"),
     )
     return response(200, page([file_object(file) for file in files], has_more))
 
 
+@router.get("/v1/files/{file_id}")
 async def get_file(request: Request, file_id: str) -> Response:
-    """What is known of a file."""
+    """Return a file object."""
     return response(200, file_object(await (await opened(request)).files.get(file_id, read_caller(request).owner)))
 
 
+@router.get("/v1/files/{file_id}/content", response_class=Response, responses=_CONTENT)
 async def get_file_content(request: Request, file_id: str) -> Response:
-    """The content of a file."""
+    """Return the content of a file."""
     place = await opened(request)
     file = await place.files.get(file_id, read_caller(request).owner)
     headers = {
@@ -110,15 +128,16 @@ async def get_file_content(request: Request, file_id: str) -> Response:
         return _Download(await anext(content, b""), content, headers, stack.pop_all())
 
 
+@router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Forget a file, and its content."""
+    """Delete a file and its content."""
     place: OpenStore = await opened(request)
     await place.blobs.delete(await place.files.delete(file_id, read_caller(request).owner))
     return response(200, {"id": file_id, "object": "file", "deleted": True})
 
 
 class _Download(StreamingResponse):
-    """Sends ``first``, which was read before the status was sent, and then ``rest``. Closes ``held`` at its end."""
+    """Sends ``first``, which was read before the status is sent, and then ``rest``. At its end it closes ``held``."""
 
     def __init__(
         self,
@@ -141,7 +160,7 @@ class _Download(StreamingResponse):
 
 
 def _described(form: Form, size: int, key_name: str) -> StoredFile:
-    """The record that ``form`` asks for. Raises ``InvalidRequest``."""
+    """Return the record that ``form`` asks for. Raises InvalidRequest."""
     fields = form.fields
     if form.filename is None:
         raise InvalidRequest("missing required parameter: 'file'", field="file", reason="MISSING_PARAMETER")

@@ -1,54 +1,63 @@
-"""One line as a request to this very gateway: the endpoint that answers HTTP answers it, in process."""
+"""The lines of Batch jobs as calls of the gateway's endpoints, without HTTP."""
 
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 import structlog
-from fastapi import Request, Response
+from fastapi import Response
 
-from services.common.batch_line import parse_line
+from services.common.batch_line import is_large, parse_line
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
 from services.gateway.batch.lines import parse
 from services.gateway.batch.slots import Slot
 from services.gateway.http.errors import to_response
 from services.gateway.http.lines import Line
-from services.gateway.http.request import CALLER, Caller, name_request
-from services.gateway.openai.json_value import write_again
+from services.gateway.http.request import Caller, Posted, name_request
+from services.gateway.openai import chat, completions
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.json_value import may_be_too_deep, write_again
 from services.gateway.openai.parse import IGNORED_HEADER
+from services.gateway.openai.responses import routes as responses
+from services.gateway.openai.router import Endpoint
 from services.gateway.store.ids import new_id
 from services.gateway.store.leases import Outcome
 from services.gateway.store.tables import StoredBatch
 
 log = structlog.get_logger(__name__)
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
+# Endpoints that a Batch job may call, by path.
+BATCHABLE: Mapping[str, Endpoint] = MappingProxyType(
+    completions.router.in_batch | chat.router.in_batch | responses.router.in_batch
+)
 LOW_PRIORITY = 1
 _RESPONSES = "/v1/responses"
-# A line that was lost so often with the scheduler that had it may be what kills schedulers.
+# A line that was lost with more schedulers may be the cause.
 MAX_LOSSES = 30
-# Line ends to Unicode, and to str.splitlines; not to JSON.
+# Line ends in Unicode and for str.splitlines, but not in JSON.
 _SEPARATORS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
 
 class Requests:
-    """Asks the endpoints of ``gateway``."""
+    """Calls the endpoints of ``gateway``."""
 
-    def __init__(self, gateway: Any, endpoints: Mapping[str, Endpoint]) -> None:
-        self._app = SimpleNamespace(state=SimpleNamespace(gateway=gateway))
+    def __init__(self, gateway: Gateway, endpoints: Mapping[str, Endpoint] = BATCHABLE) -> None:
         self._gateway = gateway
         self._endpoints = endpoints
 
     async def run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
-        """What becomes of a line of ``batch``, which waits for a scheduler, and without its ``slot`` for its key's
-        tokens, as long as it takes. Raises ``Displaced``, and what is a defect of ours."""
+        """Run a line of ``batch`` and return its outcome.
+
+        The line waits for a scheduler as long as it takes. It also waits for tokens of its key, without its ``slot``.
+        Raises Displaced, and any exception that is a defect of this server.
+        """
         return await line.hold(partial(self._run, batch, number, text, line, slot))
 
     async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
@@ -65,24 +74,26 @@ class Requests:
                 body["priority"] = LOW_PRIORITY
             stores = batch.endpoint == _RESPONSES and body.get("store") is None  # without being asked to
             if body.get("store") is True or stores:
-                body["store"] = False  # the batch keeps it
+                body["store"] = False  # the batch stores it
             isolated = self._gateway.guard.isolates
             caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)
             try:
-                raw = write_again(body)
+                # Only the parser of texts bounds the values of a large body, and only the writer its levels.
+                as_text = is_large(text) or may_be_too_deep(text)
+                posted = Posted(write_again(body)) if as_text else Posted(document=body, size=len(text))
             except InvalidRequest as error:
                 response = to_response(error)
             else:
-                response = await self._persistently(batch.endpoint, raw, caller, slot)
+                response = await self._persistently(batch.endpoint, posted, caller, slot)
         return outcome(number, request["custom_id"], response)
 
-    async def _persistently(self, endpoint: str, raw: bytes, caller: Caller, slot: Slot) -> Response:
+    async def _persistently(self, endpoint: str, posted: Posted, caller: Caller, slot: Slot) -> Response:
         losses, pause = 0, _FIRST_PAUSE_S
         while True:
             waiting = bool(self._gateway.fleet.trouble)
             try:
                 try:
-                    return await self.ask(endpoint, raw, caller)
+                    return await self.ask(endpoint, posted, caller)
                 except Overloaded:
                     if caller.line is None or not caller.line.wants_tokens:
                         raise
@@ -99,33 +110,18 @@ class Requests:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, _LAST_PAUSE_S)
 
-    async def ask(self, endpoint: str, raw: bytes, caller: Caller) -> Response:
-        """The endpoint's response, not streamed, to a body of ``raw``. Raises what it raises."""
-        unread = [{"type": "http.request", "body": raw, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if unread:
-                return unread.pop()
-            await asyncio.get_running_loop().create_future()  # nobody leaves
-            raise AssertionError
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": endpoint,
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "app": self._app,
-            CALLER: caller,
-        }
+    async def ask(self, endpoint: str, posted: Posted, caller: Caller) -> Response:
+        """Return the endpoint's response to ``posted``, which does not ask for a stream. Raises TokaError, and any
+        exception that is a defect of this server."""
+        caller = caller._replace(request_id=name_request({"path": endpoint}), started_at=time.perf_counter())
         try:
-            return await self._endpoints[endpoint](Request(scope, receive))
+            return await self._endpoints[endpoint](self._gateway, posted, caller)
         except TokaError as error:
             raise self._gateway.guard.told(error) from None
 
 
 async def _wait_for_tokens(line: Line, slot: Slot) -> None:
-    """Others run meanwhile. Raises as ``Line.wait_for_tokens``."""
+    """Wait for tokens of the line's key. Other lines use its slot meanwhile. Raises as ``Line.wait_for_tokens``."""
     slot.give_back()
     refusal = None
     try:
@@ -138,8 +134,8 @@ async def _wait_for_tokens(line: Line, slot: Slot) -> None:
 
 
 def failed(batch: StoredBatch, number: int, text: bytes) -> Outcome:
-    """Of a line with which something went wrong that nobody foresaw: the log has it under the ``request_id`` that the
-    error file tells. To be called where the exception is handled."""
+    """Return the outcome of a line that failed because of a defect of this server, and log the exception that is being
+    handled. The log line has the ``request_id`` of the error file."""
     if not _request_id():
         name_request({"path": batch.endpoint})
     log.exception("batch line failed", id=batch.id, line=number)
@@ -150,7 +146,7 @@ def failed(batch: StoredBatch, number: int, text: bytes) -> Outcome:
 
 
 def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
-    """``response`` as a line of the output or the error file."""
+    """Return ``response`` as a line of the output or the error file."""
     line = {
         "id": new_id("batch_req_"),
         "custom_id": custom_id,
@@ -168,7 +164,7 @@ def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
 
 
 def error_line(custom_id: str, code: str, message: str) -> bytes:
-    """A line of the error file for a request that was never answered."""
+    """Return a line of the error file for a request that was not run."""
     line = {
         "id": new_id("batch_req_"),
         "custom_id": custom_id,
@@ -184,13 +180,13 @@ def _ignored(response: Response) -> dict[str, list[str]]:
 
 
 def _request_id() -> str:
-    """Of what this task asked last; empty when it was refused before."""
+    """Return the id of the last request of this task, or an empty string if there was none."""
     request_id: str = structlog.contextvars.get_contextvars().get("request_id", "")
     return request_id
 
 
 def _one_line(document: dict[str, Any]) -> bytes:
-    """JSON on a line that stays one, whatever its reader takes for the end of a line."""
+    """Return ``document`` as a line of JSON that has no other line end, by any definition of line ends."""
     text = orjson.dumps(document)
     for separator, escaped in _SEPARATORS:
         text = text.replace(separator, escaped)
@@ -198,7 +194,7 @@ def _one_line(document: dict[str, Any]) -> bytes:
 
 
 def _usage(body: bytes) -> tuple[int, int, int, int]:
-    """Prompt, cached, completion and reasoning tokens, whatever the endpoint calls them."""
+    """Return the numbers of prompt, cached, completion and reasoning tokens in a response of any endpoint."""
     usage = orjson.loads(body).get("usage") or {}
     prompt = usage.get("prompt_tokens", usage.get("input_tokens")) or 0
     completion = usage.get("completion_tokens", usage.get("output_tokens")) or 0

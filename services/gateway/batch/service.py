@@ -4,20 +4,16 @@ import asyncio
 
 from services.gateway.batch.executor import Executor
 from services.gateway.batch.line_runner import LineRunner
-from services.gateway.batch.requests import Endpoint, Requests
+from services.gateway.batch.requests import Requests
 from services.gateway.http.lines import Lines
 from services.gateway.openai.gateway import Gateway
 from services.gateway.store.expiry import ExpiringTogether
 
 
 class BatchService:
-    """Works on Batch jobs between ``start`` and ``stop``. Lives on the gateway's event loop.
-
-    ``endpoints``: the endpoints that a batch may call, by path. The application fills it.
-    """
+    """Works on Batch jobs between ``start`` and ``stop``. Runs on the gateway's event loop."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self.endpoints: dict[str, Endpoint] = {}
         self._gateway = gateway
         self._executor: Executor | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -44,7 +40,7 @@ class BatchService:
         store = await gateway.store.until_open()
         if store is None:
             return
-        requests, lines = Requests(gateway, self.endpoints), Lines(gateway.guard)
+        requests, lines = Requests(gateway), Lines(gateway.guard)
         self._executor = Executor(
             store.leases,
             store.files,

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions/batch``: many conversations in one request, answered together when all are done."""
+"""``POST /v1/chat/completions/batch``: many conversations in one request, with one response when all are done."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,39 +12,44 @@ from services.common.json_scan import Raw
 from services.common.process.turn import Turn
 from services.gateway.batch.requests import Requests
 from services.gateway.http.errors import to_response
-from services.gateway.http.request import Caller, read_body, read_caller, while_connected
+from services.gateway.http.request import Caller, Posted, read_body, read_caller, while_connected
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import seed_of
-from services.gateway.openai.json_value import write_again
+from services.gateway.openai.json_value import may_be_too_deep, write_again
 from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off_loop, read_json
+from services.gateway.openai.router import Router, takes
 
 log = structlog.get_logger(__name__)
 
 CHAT = "/v1/chat/completions"
-_ANSWER_BYTES = 256  # of one answer and its headers, about
+_ANSWER_BYTES = 256  # approximate size of one answer and its headers
 TOGETHER_SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 1,
     "items": {},
-}  # what is wrong with one is told in its place
+}  # an error of one body is in its place of the response
 
 
+router = Router()
+
+
+@router.post("/v1/chat/completions/batch", openapi_extra=takes(TOGETHER_SCHEMA))
 async def create_chat_completions(request: Request) -> Response:
-    """Answer a list of bodies of chat completions with a list of chat completions, or of errors in their place."""
+    """Answer a list of bodies of chat completions with a list of chat completions and errors, in order."""
     gateway: Gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     bodies = await off_loop(gateway.text, raw, _read_list, gateway.config.max_choices)
-    requests = Requests(gateway, request.app.state.batches.endpoints)
-    caller = read_caller(request, raw)
+    requests, caller = Requests(gateway), read_caller(request, raw)
+    size, deep = -(-len(raw) // len(bodies)), may_be_too_deep(raw)
     answers: dict[int, Response] = {}
     numbered = iter(enumerate(bodies))
-    turn = Turn()  # of all tasks together
+    turn = Turn()  # shared by all tasks
 
     async def answer_some() -> None:
         for number, body in numbered:
             if turn.is_over:
                 await turn.next()
-            answers[number] = await _answer(requests, number, body, _seeded(caller, number))
+            answers[number] = await _answer(requests, number, body, size, _seeded(caller, number), deep=deep)
 
     async def answer_all() -> list[Response]:
         async with asyncio.TaskGroup() as group:
@@ -63,7 +68,7 @@ def _together(answers: Sequence[Response]) -> Response:
 
 
 def _ignored_header(answers: Sequence[Response]) -> dict[str, str]:
-    """What the answers' headers say was ignored, each name behind its answer's place."""
+    """Return the header that lists the ignored parameters of all answers, each with the index of its answer."""
     given = enumerate(answer.headers.get(IGNORED_HEADER, "") for answer in answers)
     return listed_as_ignored([f"[{number}].{name}" for number, names in given if names for name in names.split(",")])
 
@@ -86,12 +91,12 @@ def _read_list(raw: Raw, most: int) -> list[Any]:
     return bodies
 
 
-async def _answer(requests: Requests, number: int, body: Any, caller: Caller) -> Response:
-    """A chat completion, or an error."""
+async def _answer(requests: Requests, number: int, body: Any, size: int, caller: Caller, *, deep: bool) -> Response:
+    """Return a chat completion, or an error."""
     try:
         if isinstance(body, dict) and body.get("stream"):
             raise InvalidRequest(f"[{number}]: stream: not in a list; leave it out", field="stream")
-        return await requests.ask(CHAT, write_again(body), caller)
+        return await requests.ask(CHAT, Posted(write_again(body)) if deep else Posted(document=body, size=size), caller)
     except TokaError as error:
         return to_response(error)
     except Exception:

@@ -1,4 +1,4 @@
-"""The console's files: HTML, modules and styles as they are in the package, with no step between."""
+"""The console's files: HTML, modules and styles, as they are in the package."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing inline, nothing from elsewhere, nothing that becomes markup: what a model says stays text.
+# No inline code, no foreign files, and no text that becomes markup: the words of a model stay text.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -33,12 +33,12 @@ _HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asked for again each time, and sent again when it changed
+    "cache-control": "no-cache",  # the browser revalidates it each time
 }
 
 
 class Assets:
-    """Read once, into memory: a path in a request is never one of the file system."""
+    """The console's files in memory. So a path in a request never names a file of the file system."""
 
     def __init__(self) -> None:
         files = {path.name: path for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
@@ -47,13 +47,12 @@ class Assets:
             name: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for name, (content, _) in self._contents.items()
         }
 
-    async def page(self, request: Request) -> Response:
-        """The console itself."""
+    def page(self, request: Request) -> Response:
+        """Return the page."""
         return self._respond(request, "index.html")
 
-    async def file(self, request: Request) -> Response:
-        """One of its files. Raises ``NotFound``."""
-        name = request.path_params["name"]
+    def file(self, request: Request, name: str) -> Response:
+        """Return a file of the page. Raises NotFound."""
         if name not in self._contents:
             raise NotFound(f"the console has no file {name[:100]!r}", reason="UNKNOWN_URL")
         return self._respond(request, name)

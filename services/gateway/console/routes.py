@@ -1,61 +1,72 @@
 """``/console``: a page to try the server with and to watch it."""
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest, TokaError
+from services.common.keys import ADMIN
 from services.gateway.console.assets import Assets
 from services.gateway.console.cancelling import cancel_request
 from services.gateway.console.observer import Observer
 from services.gateway.http.errors import response, to_response
-from services.gateway.http.guard import CONSOLE, CONSOLE_REQUESTS, CONSOLE_STATE
+from services.gateway.http.guard import CONSOLE
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.router import Router
+
+# The page and its files are the same for everyone: it needs a key for what it shows.
+pages = Router(scope=None)
+live = Router(scope=ADMIN)  # figures, and what an operator can do about them
+
+_assets = cache(Assets)
 
 
-def add_console(api: FastAPI, observer: Observer, *, public: bool) -> None:
-    """The console on ``api``: on the ``public`` port with the playground, and, unless operators have a port of their
-    own, with the live figures and what can be done about them; on theirs with those alone."""
-    gateway: Gateway = api.state.gateway
-    live = not (public and gateway.config.admin_port)
-    asks_key = public and gateway.guard.wants_keys
-    assets = Assets()
-    routes: dict[str, Callable[..., Awaitable[Response]]] = {
-        CONSOLE: assets.page,
-        f"{CONSOLE}/": _page_without_slash,
-        f"{CONSOLE}/static/{{name}}": assets.file,
-        f"{CONSOLE}/config": partial(_config, {"keys": asks_key, "playground": public, "live": live}),
-    }
-    if live:
-        routes[CONSOLE_STATE] = partial(_state, observer)
-        # Pages from elsewhere cannot send it: browsers ask first whether they may.
-        api.add_api_route(CONSOLE_REQUESTS, _cancel, methods=["DELETE"], response_model=None, include_in_schema=False)
-    for path, endpoint in routes.items():
-        api.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
+@pages.get(CONSOLE, include_in_schema=False)
+async def get_page(request: Request) -> Response:
+    """Return the page."""
+    return _assets().page(request)
 
 
-async def _page_without_slash(request: Request) -> Response:
-    """The page's links are relative, so that it works behind a proxy with a prefix."""
+@pages.get(f"{CONSOLE}/", include_in_schema=False)
+async def redirect_to_page(request: Request) -> Response:
+    """Redirect to the page. Its links are relative, so that it works behind a proxy with a prefix."""
     return Response(status_code=308, headers={"location": "../console"})
 
 
-async def _config(document: dict[str, bool], request: Request) -> Response:
-    """What this port has of the console."""
+@pages.get(f"{CONSOLE}/static/{{name:path}}", include_in_schema=False)
+async def get_file(request: Request, name: str) -> Response:
+    """Return a file of the page. Raises NotFound."""
+    return _assets().file(request, name)
+
+
+@pages.get(f"{CONSOLE}/config", include_in_schema=False)
+async def get_config(request: Request) -> Response:
+    """Return the parts of the console that this port serves."""
+    gateway: Gateway = request.app.state.gateway
+    public = not request.app.state.for_operators
+    document = {
+        "keys": public and gateway.guard.wants_keys,
+        "playground": public,
+        "live": not (public and gateway.config.admin_port),
+    }
     return response(200, document, {"cache-control": "no-store"})
 
 
-async def _state(observer: Observer, request: Request) -> Response:
-    """Figures of this moment."""
+@live.get(f"{CONSOLE}/state", include_in_schema=False)
+async def get_state(request: Request) -> Response:
+    """Return the current figures."""
+    observer: Observer = request.app.state.observer
     return Response(await observer.state(), headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-async def _cancel(request: Request) -> Response:
+# Foreign web pages cannot send it: browsers ask for permission before a DELETE.
+@live.delete(f"{CONSOLE}/requests", include_in_schema=False)
+async def cancel(request: Request) -> Response:
     """End the request with the ``id`` of the query. Its client gets an error."""
     gateway: Gateway = request.app.state.gateway
     try:
         if not (request_id := request.query_params.get("id")):
             raise InvalidRequest("say which request: ?id=...", field="id")
         return response(200, {"id": request_id, "samples": await cancel_request(gateway.fleet, request_id)})
-    except TokaError as error:  # the operators' port knows no other way
+    except TokaError as error:  # the operators' port has no handler of errors
         return to_response(error)

@@ -44,19 +44,6 @@ _KNOWN_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor
 _KNOWN_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _KNOWN_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 OTHER_ROUTE = "other"
-ROUTES = (
-    "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}",
-    "/v1/embeddings", "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
-    "/v1/responses/{response_id}/cancel", "/v1/responses/input_tokens",
-    "/v1/conversations", "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items",
-    "/v1/conversations/{conversation_id}/items/{item_id}",
-    "/tokenize", "/detokenize", "/version",
-    "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
-    "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/chat/completions/batch",
-    "/v1/chat/completions/{completion_id}", "/v1/chat/completions/{completion_id}/messages",
-    "/health", "/ready", "/ping", "/metrics", OTHER_ROUTE,
-)  # fmt: skip
 _STATUSES = range(100, 600)
 # Why a sample goes on at another scheduler, or at the same one again: the connection to it ended; it did not answer; it
 # drained; its worker was away for long; it said that it cannot take it, or not go on with it, now.
@@ -148,10 +135,20 @@ class RequestMetrics:
             "request_num_preemptions", "Times a sample was preempted", _KNOWN_PREEMPTIONS, _KNOWN_PREEMPTIONS
         )
         self._finished = {reason: numbers.take(1) for reason in FINISH_REASONS}
-        self._responses = {route: numbers.take(len(_STATUSES)) for route in ROUTES}
         self._disconnects = numbers.take(1)
         self._failovers = {reason: numbers.take(1) for reason in get_args(FailoverReason)}
         self._store_problems = {problem: numbers.take(1) for problem in get_args(StoreProblem)}
+        self._numbers = numbers
+        self._responses = {OTHER_ROUTE: numbers.take(len(_STATUSES))}
+
+    def add_routes(self, routes: Sequence[str]) -> None:
+        """Count the responses of ``routes`` under their own names. All gateways add the same routes in one order."""
+        self._responses |= {route: self._numbers.take(len(_STATUSES)) for route in routes}
+
+    @property
+    def routes(self) -> list[str]:
+        """The routes that were added."""
+        return [route for route in self._responses if route != OTHER_ROUTE]
 
     def sample_finished(self, ending: Ending) -> None:
         """A sample ended that somebody still waited for."""
@@ -171,7 +168,7 @@ class RequestMetrics:
         self.params_max_tokens.observe(max_tokens, prompts)
 
     def count_response(self, route: str, status: int) -> None:
-        """An HTTP response begins."""
+        """Count an HTTP response when it begins."""
         self._responses.get(route, self._responses[OTHER_ROUTE])[status - _STATUSES.start] += 1
 
     def count_disconnect(self) -> None:
@@ -242,14 +239,16 @@ class OwnMetrics:
 
 class GatewayMetrics:
     """A Prometheus collector over all gateways of a deployment, each of which counts in one of ``paths``: the sums of
-    their ``RequestMetrics``, and facts about each process."""
+    their ``RequestMetrics``, and facts about each process. ``own``: those of the gateway that is asked."""
 
-    def __init__(self, paths: Sequence[Path], model: Callable[[], str]) -> None:
-        self._paths, self._model = paths, model
+    def __init__(self, own: RequestMetrics, paths: Sequence[Path], model: Callable[[], str]) -> None:
+        self._own, self._paths, self._model = own, paths, model
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry for each scrape."""
-        yield from RequestMetrics(Numbers.sum_of(self._paths)).families(self._model())
+        total = RequestMetrics(Numbers.sum_of(self._paths))
+        total.add_routes(self._own.routes)
+        yield from total.families(self._model())
         families: dict[str, Metric] = {}
         for index, path in enumerate(self._paths):
             pid = counting_process(path)
@@ -269,5 +268,5 @@ def make_registry(
         return registry_of([replicas, OwnMetrics(metrics, model)])
     registry = CollectorRegistry()
     registry.register(replicas)
-    registry.register(GatewayMetrics(paths, model))
+    registry.register(GatewayMetrics(metrics, paths, model))
     return registry

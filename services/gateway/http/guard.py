@@ -1,4 +1,4 @@
-"""Who may ask what, before a byte of a body is read."""
+"""Authorisation of requests, before a byte of a body is read."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -13,22 +13,18 @@ from services.common.limits import Limits
 
 log = structlog.get_logger(__name__)
 
-# In the scope of a request whose caller has shown it: the ``Key``.
+# Member of a request's ASGI scope: the ``Key`` that its headers present.
 KEY = "toka.key"
-METRICS = "/metrics"
 CONSOLE = "/console"
-CONSOLE_STATE, CONSOLE_REQUESTS = f"{CONSOLE}/state", f"{CONSOLE}/requests"
-_OPEN = frozenset({"/health", "/ready", "/ping", CONSOLE, f"{CONSOLE}/", f"{CONSOLE}/config"})
-_CONSOLE_FILES = f"{CONSOLE}/static/"  # the same for everybody: what they show is asked for with a key
-_OF_ADMINS = frozenset({METRICS, CONSOLE_STATE, CONSOLE_REQUESTS})
 _AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"  # the second is Anthropic's
 
 
 class Guard:
-    """A gateway's. Lives on its event loop."""
+    """Authorises the requests of a gateway. Runs on its event loop."""
 
     def __init__(self, config: GatewayConfig, gateways: int = 1) -> None:
-        """``gateways``: so many share what a key may use. Raises ``InvalidRequest`` for a wrong file of keys."""
+        """``gateways``: number of gateways that share the limits of a key. Raises InvalidRequest for a wrong file of
+        keys."""
         self._ring = None if config.api_keys_file is None else KeyRing.load(config.api_keys_file)
         for reason in exposure(config):
             log.warning("exposed", reason=reason)
@@ -36,27 +32,26 @@ class Guard:
         self.isolates = config.isolate_keys
         self.limits = Limits(gateways)
 
-    def admit(self, scope: MutableMapping[str, Any]) -> None:
-        """Note whose request it is. Raises ``Unauthenticated`` or ``PermissionDenied``."""
-        path = scope["path"]
-        if self._ring is None or path in _OPEN or path.startswith(_CONSOLE_FILES):
+    def admit(self, scope: MutableMapping[str, Any], needed: str | None) -> None:
+        """Store the API key of a request in its ``scope``. The key must have the scope ``needed``; None: no key is
+        needed. Raises Unauthenticated or PermissionDenied."""
+        if self._ring is None or needed is None:
             return
         key = _find(self._ring, scope)
-        needed = ADMIN if path in _OF_ADMINS else INFERENCE
         if needed not in key.scopes:
             raise PermissionDenied(
-                f"this API key has not the scope {needed!r} that {path} needs; use one that has it",
+                f"this API key has not the scope {needed!r} that {scope['path']} needs; use one that has it",
                 reason="INSUFFICIENT_SCOPE",
             )
         scope[KEY] = key
 
     @property
     def wants_keys(self) -> bool:
-        """Whether requests are asked for one."""
+        """True if requests need an API key."""
         return self._ring is not None
 
     def tells_all(self, scope: MutableMapping[str, Any]) -> bool:
-        """Whether who asks on the public port may hear of the replicas."""
+        """Return whether a response on the public port may describe the replicas."""
         if self._admin_elsewhere:
             return False
         if self._ring is None:
@@ -67,8 +62,8 @@ class Guard:
             return False
 
     def key_named(self, name: str) -> Key | None:
-        """The key whose limits count for what its owner left to be done; None: nobody's do. Raises ``Unauthenticated``
-        or ``PermissionDenied`` when that key would not be let in now."""
+        """Return the key whose limits count for work that its owner queued, or None if there are no keys. Raises
+        Unauthenticated or PermissionDenied if the key may not send requests any more."""
         if self._ring is None or not name:
             return None
         self._ring.refresh()
@@ -119,7 +114,7 @@ def presented_key(scope: MutableMapping[str, Any]) -> str:
 
 
 def exposure(config: GatewayConfig) -> list[str]:
-    """What is dangerous about where it listens."""
+    """Return warnings about the addresses on which the gateway listens."""
     reasons = []
     if not is_loopback(config.host):
         if config.api_keys_file is None:

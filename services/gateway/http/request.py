@@ -35,10 +35,21 @@ _FAIRNESS_KEY_DIGITS = 16
 _CLIENT_REQUEST_ID = "toka.client_request_id"
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/v1/responses": "resp"}
-# In the scope of a request that comes from within: its ``Caller``, there being no headers that say it.
-CALLER = "toka.caller"
 
 R = TypeVar("R")
+
+
+class Posted(NamedTuple):
+    """The body of a request: JSON text, or a value that was parsed from a text of ``size`` bytes."""
+
+    raw: Raw = b""
+    document: Any = None
+    size: int = 0  # 0: there is no document
+
+    @property
+    def bytes(self) -> int:
+        """Size of the body, by which work on it goes to a thread or not."""
+        return self.size or len(self.raw)
 
 
 async def read_body(request: Request, limit: int) -> Raw:
@@ -136,7 +147,8 @@ class Caller(NamedTuple):
     retry_seed: int | None = None  # of answers without a seed, where a request may be sent again
     asked_at: float | None = None  # seconds of the monotonic clock; None: now
     line: Line | None = None  # of a batch, which waits where a request is refused
-    request_id: str = ""  # of what it sends now
+    request_id: str = ""
+    started_at: float = 0.0  # when the gateway began to read the request, by ``time.perf_counter``
 
     def cache_salt(self, asked: str) -> str:
         """What stands for the salt that was ``asked`` for."""
@@ -148,13 +160,10 @@ class Caller(NamedTuple):
         return None if timeout_s is None else int((asked_at + timeout_s) * 1000)
 
 
-def read_caller(request: Request, body: Raw = b"") -> Caller:
-    """Who sent ``request``. The API key itself goes no further: its name, or where nobody knows keys a digest of it,
-    tells callers apart as well. Raises ``InvalidRequest`` for an idempotency key that is none."""
+def read_caller(request: Request, body: Raw = b"", started_at: float = 0.0) -> Caller:
+    """Return the caller of ``request``, with the name of its API key, or with a digest of the key if the server has no
+    keys. Raises InvalidRequest for a malformed idempotency key."""
     request_id = name_request(request.scope)
-    known: Caller | None = request.scope.get(CALLER)
-    if known is not None:
-        return known._replace(request_id=request_id)
     trace = request.scope.get(TRACEPARENT) or request.headers.get(HEADER, "")
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
     key: Key | None = request.scope.get(KEY)
@@ -170,6 +179,7 @@ def read_caller(request: Request, body: Raw = b"") -> Caller:
         seed_of_retries(owner, again, request.scope["path"], body) if again else None,
         time.monotonic(),
         request_id=request_id,
+        started_at=started_at,
     )
 
 

@@ -34,13 +34,12 @@ _FEW_CHOICES = 64  # of a stream, whose news are written in less than a millisec
 
 @dataclass(frozen=True)
 class Answer:
-    """One request on its way to an answer. ``started_at`` is of ``time.perf_counter``."""
+    """One request on its way to an answer."""
 
     gateway: Gateway
     jobs: Sequence[Job]
     shape: Shape
     headers: dict[str, str]
-    started_at: float
     caller: Caller
     echo: Sequence[str] = ()  # what stands before the answers to each prompt
     best: int | None = None  # so many of each prompt's samples are told, most likely ones first; None: all
@@ -256,6 +255,6 @@ class Answer:
 
     def _measure(self, generation: Generation) -> None:
         metrics = self.gateway.metrics
-        metrics.end_to_end.observe(time.perf_counter() - self.started_at)
+        metrics.end_to_end.observe(time.perf_counter() - self.caller.started_at)
         if generation.first_token_at is not None:
-            metrics.first_token.observe(generation.first_token_at - self.started_at)
+            metrics.first_token.observe(generation.first_token_at - self.caller.started_at)

@@ -10,10 +10,9 @@ import orjson
 import structlog
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
-from services.common.json_scan import Raw
 from services.gateway.engine.generation import Choice
 from services.gateway.http.idempotency import fingerprint
-from services.gateway.http.request import Caller
+from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.chat_shape import ChatShape
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.schemas import ChatBody
@@ -40,9 +39,9 @@ class ChatKeeper:
     key_name: str
 
     @classmethod
-    async def of(cls, gateway: Gateway, body: ChatBody, caller: Caller, raw: Raw) -> "ChatKeeper":
-        """Return the keeper of the answer to ``body``, of which ``raw`` are the bytes. Raises ``InvalidRequest`` if
-        there is no store, and the store's errors."""
+    async def of(cls, gateway: Gateway, body: ChatBody, caller: Caller, posted: Posted) -> "ChatKeeper":
+        """Return the keeper of the answer to ``body``. Raises InvalidRequest if there is no store, and the store's
+        errors."""
         try:
             store = await gateway.store.opened()
         except NotFound as error:  # there never will be a store
@@ -53,9 +52,9 @@ class ChatKeeper:
             )
         chat_id = new_id(_PREFIX)
         if caller.idempotency_key:
-            same = fingerprint(CHAT, raw)
+            same = fingerprint(CHAT, posted.raw)
             chat_id = _PREFIX + await store.tries.name(caller.owner, caller.idempotency_key, same)
-        messages = await gateway.text.worked(len(raw), _dumped, body, chat_id)
+        messages = await gateway.text.worked(posted.bytes, _dumped, body, chat_id)
         return cls(store.chats, chat_id, messages, body.metadata, caller.owner)
 
     async def earlier(self) -> bytes | None:

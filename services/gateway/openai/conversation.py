@@ -1,13 +1,13 @@
-"""A conversation to what the model's chat template is given: whatever the template does not know is refused here."""
+"""Rendering of conversations with the model's chat template. Parameters that the template does not know are refused."""
 
 from functools import partial
 from typing import Any, NamedTuple
 
 from services.common.errors import InvalidRequest
 from services.common.text.thinking import BEGINS, ENDS
+from services.common.text.vocabulary import Vocabulary
 from services.gateway.engine.job import Grammar
 from services.gateway.engine.text import TextEngine
-from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import Thoughts, compose
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool, ToolChoice
@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
     unknown: list[str]  # what the request says and the template does not know
 
     def thoughts(self, continued: str | None) -> Thoughts:
-        """What the answer of a model that may think begins with. ``continued``: the words that it goes on with."""
+        """Return what the answer of a reasoning model begins with. ``continued``: the text that it continues."""
         if continued is not None:
             return Thoughts.OPENED if continued.rfind(BEGINS) > continued.rfind(ENDS) else Thoughts.NONE
         text = self.text.rstrip()
@@ -78,8 +78,8 @@ async def render(
 
 
 def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoice | None) -> list[Tool]:
-    """The tools that the model may call. Raises ``InvalidRequest`` for a ``tool_choice`` that the tools do not allow,
-    and for tools whose calls the server cannot read or write."""
+    """Return the tools that the model may call. Raises InvalidRequest for a ``choice`` that the tools do not allow, and
+    for tools whose calls the server cannot read or write."""
     if not body.tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise InvalidRequest(
@@ -125,8 +125,10 @@ async def make_grammar(
     choice: ToolChoice | None,
     parallel: bool,
 ) -> Grammar | None:
-    """What an answer to ``prompt`` has to match, thoughts and calls included; None: it may be anything.
-    ``wanted``: what its words have to. Raises ``InvalidRequest``."""
+    """Return the grammar of the whole answer to ``prompt``, reasoning and calls included, or None if there is none.
+
+    ``wanted``: the grammar of the answer's text. Raises InvalidRequest.
+    """
     calls = None
     must_call = choice == "required" or isinstance(choice, NamedTool)
     held = wanted is not None or body.only_allowed
@@ -141,15 +143,21 @@ async def make_grammar(
 
 
 def make_reader(
-    gateway: Gateway, body: ChatBody, prompt: Prompt, tools: list[Tool], *, parallel: bool
+    formats: OutputFormats,
+    vocabulary: Vocabulary,
+    body: ChatBody,
+    tools: list[Tool],
+    thoughts: Thoughts,
+    *,
+    parallel: bool,
 ) -> OutputReader | None:
-    """For one answer to ``prompt``; None when its text is all there is to it."""
-    return gateway.formats.reader(
-        gateway.text.vocabulary,
+    """Return a reader of one answer, or None if the answer is all text. ``thoughts``: what the answer begins with."""
+    return formats.reader(
+        vocabulary,
         tools=[tool.function.name for tool in tools],
         parallel=parallel,
         named=isinstance(body.tool_choice, NamedTool),
-        thinking_opened=gateway.formats.reasoning and prompt.thoughts(continued(body)) is Thoughts.OPENED,
+        thinking_opened=formats.reasoning and thoughts is Thoughts.OPENED,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the endpoints share, in one place."""
+"""The parts of a gateway that its endpoints share."""
 
 from dataclasses import dataclass, replace
 
@@ -16,16 +16,20 @@ from services.gateway.engine.replica_metrics import ReplicaMetrics
 from services.gateway.engine.session import Timings
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.guard import Guard
+from services.gateway.openai.limits import Limits
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.store.service import StoreService
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """Made once, on the event loop it lives on. Holds nothing that may not be lost: what one of several gateways counts
-    lies in a file that outlives it."""
+    """The parts of one gateway process. It is made on the event loop on which it runs.
+
+    It has no state that must survive the process. The counts of its metrics are in a file that does.
+    """
 
     config: GatewayConfig
+    limits: Limits
     guard: Guard
     store: StoreService
     text: TextEngine
@@ -37,7 +41,7 @@ class Gateway:
 
     @classmethod
     def make(cls, config: GatewayConfig, timings: Timings, handover: Handover | None = None) -> "Gateway":
-        """Load the tokenizer and make everything else around it. Raises ``InvalidRequest`` for a wrong model."""
+        """Load the tokenizer and make the other parts. Raises InvalidRequest for a wrong model."""
         guard = Guard(config, 1 if handover is None else handover.count)
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
         paths = handover.numbers if handover is not None else []
@@ -56,4 +60,4 @@ class Gateway:
         formats = OutputFormats.of(config, tokenizer)
         store, text = StoreService(config), TextEngine(tokenizer)
         tracing = Tracing.of(config, "toka-gateway")
-        return cls(config, guard, store, text, fleet, metrics, registry, formats, tracing)
+        return cls(config, Limits.of(config), guard, store, text, fleet, metrics, registry, formats, tracing)

@@ -1,229 +1,18 @@
-"""A validated body and its token ids to the jobs that schedulers get: every check that needs the model's facts."""
+"""Jobs of a request's prompts."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.common.logprobs_mode import PROCESSED
 from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Grammar, Job, Priority, Settings
+from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.text import check_token_ids
-from services.gateway.http.request import Caller
-from services.gateway.openai.schemas import GenerationBody
-
-# What schedulers and workers hold of one request's grammar, of which each sample has its own.
-MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
-
-# Room for the answer behind a prompt that is cut to the context, if the request sets no limit.
-DEFAULT_ANSWER_TOKENS = 16
-
-Ids = TypeVar("Ids", Sequence[int], np.ndarray, TokenIds)
 
 _U64 = 2**64
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
-
-
-def make_settings(
-    body: GenerationBody,
-    facts: ModelFacts,
-    logprobs: int | None,
-    logprobs_field: str,
-    caller: Caller,
-    grammar: Grammar | None = None,
-) -> Settings:
-    """What all prompts of ``body`` share. ``logprobs``: None, or how many of the most likely tokens to return."""
-    if logprobs is not None and logprobs > facts.max_top_logprobs:
-        raise InvalidRequest(
-            f"{logprobs_field}={logprobs}: this server returns at most {facts.max_top_logprobs}",
-            field=logprobs_field,
-            reason="INVALID_VALUE",
-        )
-    _check_prompt_logprobs(body, facts)
-    check_grammar(body, facts, grammar)
-    stop_token_ids = tuple(body.stop_token_ids or ())
-    for token in stop_token_ids:
-        _check_token(token, token, facts, "stop_token_ids")
-    return Settings(
-        n=body.samples,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=None if body.top_k is None else max(body.top_k, 0),
-        min_p=body.min_p,
-        logit_bias=_logit_bias(body.logit_bias or {}, facts),
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        min_tokens=body.min_tokens or 0,
-        stop_strings=body.stop,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(body.ignore_eos),
-        # The best are found by them.
-        logprobs=logprobs is not None or bool(body.logprobs_in_fingerprint) or body.samples > (body.n or 1),
-        top_logprobs=logprobs or 0,
-        prompt_logprobs=body.prompt_top,
-        prompt_logprobs_start=body.prompt_logprobs_start or 0,
-        processed_logprobs=_processed_logprobs(body, facts),
-        grammar=grammar,
-        priority=_priority(body.priority),
-        cache_salt=caller.cache_salt(body.cache_salt or ""),
-        traceparent=caller.traceparent,
-        fairness_key=caller.fairness_key,
-        deadline_ms=caller.deadline_ms(body.timeout),
-        include_stop=bool(body.include_stop_str_in_output),
-        special_tokens=body.skip_special_tokens is False,
-        return_token_ids=bool(body.return_token_ids),
-        packed_logprobs=bool(body.logprobs_in_fingerprint),
-        told_prompt_logprobs=body.prompt_logprobs,
-        open_ended=body.most_tokens is None,
-        silent=body.most_tokens == 0,
-    )
-
-
-def _processed_logprobs(body: GenerationBody, facts: ModelFacts) -> bool | None:
-    if body.logprobs_mode is None:
-        return None
-    if not facts.logprobs_modes and body.logprobs_mode == PROCESSED:
-        raise InvalidRequest(
-            "logprobs_mode: the scheduler that serves this model has raw log-probabilities only; leave it out",
-            field="logprobs_mode",
-            reason="UNSUPPORTED_PARAMETER",
-        )
-    return body.logprobs_mode == PROCESSED
-
-
-def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
-    if body.prompt_top is not None and not facts.prompt_logprobs:
-        field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
-        what = "echo with logprobs" if field == "echo" else field
-        raise InvalidRequest(
-            f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out",
-            field=field,
-            reason="UNSUPPORTED_PARAMETER",
-        )
-    if (body.prompt_logprobs or 0) > facts.max_top_logprobs:
-        raise InvalidRequest(
-            f"prompt_logprobs={body.prompt_logprobs}: this server returns at most {facts.max_top_logprobs}",
-            field="prompt_logprobs",
-            reason="INVALID_VALUE",
-        )
-
-
-def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | None) -> None:
-    """Refuse a grammar where none can be followed, and what does not go with one."""
-    if grammar is None:
-        return
-    if not facts.grammars:
-        raise InvalidRequest(
-            f"{grammar.field}: the worker that serves this model cannot hold answers to a grammar; leave it out",
-            field=grammar.field,
-            reason="UNSUPPORTED_PARAMETER",
-        )
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(body, name):
-            raise InvalidRequest(
-                f"{name}: not with {grammar.field}, which says where the answer ends; leave one of them out",
-                field=name,
-                reason="INVALID_VALUE",
-            )
-
-
-def kept_tokens(body: GenerationBody, facts: ModelFacts, most: int | None = None) -> int | None:
-    """Return how many trailing prompt tokens to keep, at most ``most``, or None for all.
-
-    Raises ``InvalidRequest`` if the rest of the context cannot hold the answer, or the answer leaves no room for a
-    prompt.
-    """
-    kept = body.truncate_prompt_tokens
-    if kept is None:
-        return None
-    asked = DEFAULT_ANSWER_TOKENS if body.most_tokens is None else body.most_tokens
-    answer = 1 if kept > 0 else max(1, asked, body.min_tokens or 0)
-    room = facts.max_context_tokens - answer
-    if kept > room or room < 1:
-        what = "leaves no room for an answer" if kept > 0 else f"leaves no room for a prompt before {answer} tokens"
-        raise InvalidRequest(
-            f"truncate_prompt_tokens={kept} {what}: this model's context is"
-            f" {facts.max_context_tokens} tokens, prompt and answer together",
-            field="truncate_prompt_tokens",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-        )
-    return kept if kept > 0 else min(room, most or room)
-
-
-def cut(prompt: Ids, kept: int | None, side: str | None) -> Ids:
-    """Return ``kept`` tokens of ``prompt``: the last ones, or the first ones if ``side`` is right. None: all."""
-    if kept is None:
-        return prompt
-    return prompt[:kept] if side == "right" else prompt[-kept:]
-
-
-def check_choices(prompts: int, body: GenerationBody, max_choices: int) -> None:
-    """Refuse more choices than one request may have."""
-    if prompts * body.samples > max_choices:
-        given = "best_of" if body.samples > (body.n or 1) else "n"
-        raise InvalidRequest(
-            f"{prompts} prompt(s) with {given}={body.samples} are more than {max_choices} choices;"
-            " send several requests",
-            field=given if body.samples > 1 else "prompt",
-            reason="INVALID_VALUE",
-        )
-
-
-def check_max_tokens(body: GenerationBody, most: int | None, default: int | None = None) -> int | None:
-    """Tokens that each answer may have: as asked for, else ``default``; ``most`` where that is less, or None. Refuse
-    more, as the operator has it."""
-    asked = body.most_tokens
-    if most is None:
-        return default if asked is None else asked
-    if asked is None:
-        return most if default is None else min(default, most)
-    if asked > most:
-        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        raise InvalidRequest(
-            f"{field}={asked}: this server makes at most {most} tokens of each answer; ask for less",
-            field=field,
-            reason="INVALID_VALUE",
-        )
-    return asked
-
-
-def default_max_tokens(body: GenerationBody, facts: ModelFacts) -> int | None:
-    """Return the most tokens of an answer if the request does not say, or None for the rest of the context. A request
-    for more tokens at least raises the model's default."""
-    most = facts.default_max_tokens
-    return None if most is None else max(most, body.min_tokens or 0)
-
-
-def check_prompts(prompts: Sequence[TokenIds], most: int | None, field: str) -> None:
-    """Refuse a prompt that is longer than ``max_prompt_tokens``, in words that clients know from a full context."""
-    if most is None:
-        return
-    for prompt in prompts:
-        if len(prompt) > most:
-            raise InvalidRequest(
-                f"This model's maximum context length is {most} tokens for prompts on this server. However, your"
-                f" {field} resulted in {len(prompt)} tokens. Please reduce the length of the {field}.",
-                field=field,
-                reason="CONTEXT_LENGTH_EXCEEDED",
-            )
-
-
-def check_grammar_copies(prompts: int, body: GenerationBody, grammar: Grammar | None) -> None:
-    """Refuse a large grammar for many choices: each has a copy on its way to the worker."""
-    choices = prompts * body.samples
-    if grammar is not None and choices > 1 and choices * grammar.size > MAX_GRAMMAR_COPIES_BYTES:
-        raise InvalidRequest(
-            f"{grammar.field}: {grammar.size} bytes for each of {choices} choices are more than"
-            f" {MAX_GRAMMAR_COPIES_BYTES} bytes; send several requests, or make it smaller",
-            field=grammar.field,
-            reason="INVALID_GRAMMAR",
-        )
 
 
 def make_jobs(
@@ -236,7 +25,10 @@ def make_jobs(
     max_tokens: int | None,
     seed: int | None,
 ) -> list[Job]:
-    """One job for each prompt. Answers are cut where the context ends; ``max_tokens`` None: there only; 0: none."""
+    """Return a job for each prompt. Raises InvalidRequest.
+
+    ``max_tokens``: most tokens of each answer. None: the rest of the context. 0: only the prompt is scored.
+    """
     _check_bias_copies(len(prompts), settings)
     jobs = []
     seen: Counter[bytes] = Counter()
@@ -263,6 +55,31 @@ def make_jobs(
     return jobs
 
 
+def seed_of(seed: int, repeat: int) -> int:
+    """Return the seed of a prompt's occurrence number ``repeat`` in one request.
+
+    The first occurrence has the caller's seed, so that a prompt gets the same answer in a list as alone. The others
+    have seeds of their own.
+    """
+    mixed = (seed + repeat * 0x9E3779B97F4A7C15) % _U64
+    if repeat:
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % _U64
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def _check_bias_copies(prompts: int, settings: Settings) -> None:
+    """Raise InvalidRequest for a large bias with many samples, each of which has a copy of it."""
+    choices, entries = prompts * settings.n, len(settings.logit_bias)
+    if choices * entries > MAX_BIAS_COPIES:
+        raise InvalidRequest(
+            f"logit_bias: {entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
+            " requests, or bias fewer tokens",
+            field="logit_bias",
+            reason="INVALID_VALUE",
+        )
+
+
 def _check_prompt_logprobs_start(start: int, prompt_tokens: int) -> None:
     if start >= prompt_tokens:
         raise InvalidRequest(
@@ -282,54 +99,3 @@ def _check_min_tokens(least: int, max_tokens: int | None, room: int) -> None:
     raise InvalidRequest(
         f"min_tokens={least} is more than {limit}; ask for less", field="min_tokens", reason="INVALID_VALUE"
     )
-
-
-def seed_of(seed: int, repeat: int) -> int:
-    """The seed of a prompt's ``repeat``-th occurrence in one request: the first one's is the caller's own, so that a
-    prompt gets the same answer in a list as alone; the others get noise of their own."""
-    mixed = (seed + repeat * 0x9E3779B97F4A7C15) % _U64
-    if repeat:
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % _U64
-        mixed ^= mixed >> 31
-    return mixed
-
-
-def _priority(value: int | None) -> Priority:
-    if not value:
-        return Priority.NORMAL
-    return Priority.HIGH if value < 0 else Priority.LOW
-
-
-def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> tuple[tuple[int, float], ...]:
-    pairs = {}
-    for key, value in bias.items():
-        if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest(
-                f"logit_bias: {key[:40]!r} is not a token id; keys are token ids written as strings",
-                field="logit_bias",
-                reason="INVALID_VALUE",
-            )
-        _check_token(int(key), key, facts, "logit_bias")
-        pairs[int(key)] = value
-    return tuple(pairs.items())
-
-
-def _check_bias_copies(prompts: int, settings: Settings) -> None:
-    """Refuse a large bias for many choices, as a large grammar."""
-    choices, entries = prompts * settings.n, len(settings.logit_bias)
-    if choices * entries > MAX_BIAS_COPIES:
-        raise InvalidRequest(
-            f"logit_bias: {entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
-            " requests, or bias fewer tokens",
-            field="logit_bias",
-            reason="INVALID_VALUE",
-        )
-
-
-def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) -> None:
-    if token >= facts.vocab_size:
-        raise InvalidRequest(
-            f"{field}: token id {given} does not exist; this model has ids 0 to {facts.vocab_size - 1}",
-            field=field,
-            reason="UNKNOWN_TOKEN",
-        )

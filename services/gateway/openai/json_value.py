@@ -1,4 +1,4 @@
-"""JSON that clients make up, such as schemas: how large it is, and how deep, found without writing it."""
+"""Size and depth of JSON values that clients send, such as schemas."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,15 +6,19 @@ from typing import Any
 import orjson
 
 from services.common.errors import InvalidRequest
+from services.common.json_scan import Raw
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
 
-# Python's own recursion, which writes and changes such values, ends at some 300 levels of them.
+# Functions that write or change such values are recursive. Python's limit of recursion allows some 300 levels.
 MAX_DEPTH = 200
+_WRITTEN_DEPTH = 254  # levels that orjson writes. It reads more
 
 
 def json_size(value: Any, most: int) -> int:
-    """Characters that ``value`` has at least as JSON text; counting ends beyond ``most``. ``ValueError`` where it is
-    nested too deeply."""
+    """Return a lower bound of the length of ``value`` as JSON text. Counting ends beyond ``most``.
+
+    Raises ValueError for a value that is nested too deeply.
+    """
     size, level = 0, [value]
     for _ in range(MAX_DEPTH + 1):
         deeper: list[Any] = []
@@ -38,8 +42,13 @@ def json_size(value: Any, most: int) -> int:
     raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; make it flatter")
 
 
+def may_be_too_deep(raw: Raw) -> bool:
+    """Return whether the value of the JSON text ``raw`` may have more levels than ``write_again`` writes."""
+    return raw.count(b"[") + raw.count(b"{") > _WRITTEN_DEPTH
+
+
 def write_again(value: Any) -> bytes:
-    """``value``, which was read from JSON, as JSON. It may have more levels than can be written: ``InvalidRequest``."""
+    """Return ``value``, which was read from JSON, as JSON. Raises InvalidRequest if it has too many levels."""
     try:
         return orjson.dumps(value)
     except TypeError:

@@ -52,7 +52,7 @@ class CalledFunction(Body):
     """What a call was for."""
 
     name: str
-    arguments: str
+    arguments: str = Field(description="JSON, as the model wrote it.")
 
     def render(self) -> dict[str, Any]:
         """As chat templates take it: arguments as an object, unless they are none."""
@@ -84,13 +84,18 @@ class Message(Body):
     consulted = frozenset((*_UNSUPPORTED_PARTS, *_UNSUPPORTED_MARKS))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = Field(
+        default=None, description="Calls in a message of the assistant."
+    )
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None, Field(validate_default=True)
+        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
+        Field(validate_default=True, description="A text, or parts of type text."),
     ] = None
     name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    tool_call_id: str | None = Field(
+        default=None, description="Id of the call whose output a message of role tool has."
+    )
+    reasoning_content: str | None = Field(default=None, description="The assistant's reasoning.")
 
     @model_validator(mode="before")
     @classmethod
@@ -164,8 +169,11 @@ class Function(Body):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of the arguments.")
+    strict: bool | None = Field(
+        default=None,
+        description="true: the arguments always match parameters, even if the model decides to call the function.",
+    )
 
     @field_validator("parameters")
     @classmethod
@@ -212,7 +220,9 @@ class AllowedFunctions(Body):
     """Tools by their names, and whether the model must call one of them."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, description="Tools of the request, by name.")
+    ]
 
 
 class AllowedTools(Body):
@@ -236,13 +246,25 @@ def check_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
 class ConversationBody(Body):
     """What is rendered by the model's chat template, and how."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
+    ]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions that the model may call."
+    )
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = Field(
+        default=None, description="Documents for chat templates that take them. Other templates reject them."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="true: the chat template opens the assistant's turn. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="true: the answer continues the assistant's last message."
+    )
     _only_allowed: bool = PrivateAttr(default=False)
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = Field(
+        default=None, description="Variables of the chat template, such as enable_thinking."
+    )
 
     @field_validator("tools")
     @classmethod

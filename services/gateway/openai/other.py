@@ -1,4 +1,4 @@
-"""Small answers: the server's version, and why there are no embeddings."""
+"""``/version``, and the error of ``/v1/embeddings``."""
 
 from functools import cache
 from importlib.metadata import version
@@ -7,15 +7,20 @@ from fastapi import Request, Response
 
 from services.common.errors import NotFound
 from services.gateway.http.errors import response
+from services.gateway.openai.router import Router
+
+router = Router()
 
 
+@router.get("/version")
 async def get_version(request: Request) -> Response:
-    """The version of this server."""
+    """Return the version of this server."""
     return response(200, {"version": _version()})
 
 
+@router.post("/v1/embeddings")
 async def create_embedding(request: Request) -> Response:
-    """Always 404: this server makes no embeddings."""
+    """Return 404: this server makes no embeddings."""
     raise NotFound(
         "this server generates text and makes no embeddings: ask one that serves an embedding model",
         reason="UNKNOWN_URL",

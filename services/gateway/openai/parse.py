@@ -12,6 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.json_scan import Bulk, Raw
 from services.common.large_json import count_marks, load
 from services.gateway.engine.text import INLINE_BYTES, TextEngine
+from services.gateway.http.request import Posted
 from services.gateway.openai.body import Body, UnknownNames
 from services.gateway.openai.other_names import rename
 from services.gateway.openai.problems import describe
@@ -27,9 +28,12 @@ B = TypeVar("B", bound=Body)
 R = TypeVar("R")
 
 
-async def parse_large(text: TextEngine, raw: Raw, kind: type[B]) -> B:
-    """Parse ``raw``, in one of the threads of ``text`` unless that takes less than 5 ms."""
-    return await off_loop(text, raw, parse, kind)
+async def parse_large(text: TextEngine, posted: Posted, kind: type[B]) -> B:
+    """Return the body ``posted`` as ``kind``, parsed in one of the threads of ``text`` unless that takes less than
+    5 ms. Raises InvalidRequest."""
+    if posted.size:
+        return await text.worked(posted.size, validate, posted.document, kind)
+    return await off_loop(text, posted.raw, parse, kind)
 
 
 async def off_loop(text: TextEngine, raw: Raw, work: Callable[..., R], *arguments: Any) -> R:
@@ -49,14 +53,19 @@ def read_json(raw: Raw, bulks: Mapping[str, Bulk] | None = None) -> Any:
 
 
 def parse(raw: Raw, kind: type[B]) -> B:
-    """Return the body ``raw`` as ``kind``. Raises ``InvalidRequest`` for the first error."""
-    document = read_json(raw, kind.bulks)
+    """Return the body ``raw`` as ``kind``. Raises InvalidRequest for the first error."""
+    return validate(read_json(raw, kind.bulks), kind)
+
+
+def validate(document: Any, kind: type[B]) -> B:
+    """Return the JSON value ``document`` as ``kind``. Raises InvalidRequest for the first error."""
     if not isinstance(document, dict):
         raise InvalidRequest(
             f'the body must be a JSON object, not {type(document).__name__}: {{"model": ...}}', reason="INVALID_JSON"
         )
     if len(document) > MAX_PARAMETERS:
         raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
+    document = dict(document)  # a Batch line may be sent again
     if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
         del document["best_of"]  # the best n of n
     given = rename(document, kind.other_names)

@@ -1,134 +1,32 @@
-"""The bodies of OpenAI requests, with the types and ranges this server takes.
+"""The bodies of OpenAI requests, with the types and ranges that this server accepts.
 
-What these do not name is in ``unsupported`` or unknown; unknown parameters end up in ``model_extra``.
+Parameters that are neither fields here nor in ``unsupported`` are unknown. They end up in ``model_extra``.
 """
 
-import contextlib
-from array import array
 from collections.abc import Mapping
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
 from services.common.json_scan import Bulk
 from services.common.logprobs_mode import LogprobsMode
 from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere
+from services.gateway.openai.fields import Bias, KeptTokens, Metadata, Prompts, Stops, Timeout, TokenId
 from services.gateway.openai.grammar.body import GrammarBody
-from services.gateway.openai.json_value import shown
 from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, ToolChoice
 from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
-
-MAX_STOPS = 16
-MAX_STOP_BYTES = 4096
-# Far beyond any use; they bound the time that one body takes to validate.
-MAX_PROMPTS = 65_536
-MAX_METADATA = 16
-_MAX_TOKEN_ID = 2**32 - 1
-_MAX_BIAS = 100
-
-
-def _prompts(value: Any) -> Any:
-    """A prompt in any of OpenAI's four forms, as a list of prompts; token ids as uint32."""
-    if isinstance(value, (str, np.ndarray)):  # an array: of a large body
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError("expected a string, a list of strings, a list of token ids, or a list of lists of token ids")
-    if not value:
-        raise ValueError("expected at least one prompt, not an empty list")
-    if all(isinstance(item, (str, np.ndarray)) for item in value) and len({type(item) for item in value}) == 1:
-        return value
-    prompts = value if all(isinstance(item, (list, np.ndarray)) for item in value) else [value]
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}")
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {number} has no tokens; give at least one")
-    return [token_ids(prompt) for prompt in prompts]
-
-
-def token_ids(prompt: list[Any] | np.ndarray) -> np.ndarray:
-    """Return ``prompt`` as uint32. Raises ``ValueError`` if something else than token ids is in it."""
-    if isinstance(prompt, np.ndarray):
-        return prompt
-    with contextlib.suppress(TypeError, OverflowError):
-        ids = np.frombuffer(array("I", prompt), np.uint32)
-        if ids.min() > 1:  # else it may have been true or false
-            return ids
-    for item in prompt:
-        if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
-            raise ValueError(
-                "expected a string, a list of strings, a list of token ids, or a list of lists of token ids;"
-                f" found {shown(item, 40)} among them"
-            )
-    return np.array(prompt, np.uint32)
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    """``stop`` as a tuple of stop strings."""
-    stops = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("expected a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
-    if any(len(stop.encode()) > MAX_STOP_BYTES for stop in stops):
-        raise ValueError(f"a stop string has at most {MAX_STOP_BYTES} bytes")
-    if "" in stops:
-        raise ValueError("a stop string must not be empty")
-    return tuple(stops)
-
-
-def at_most(most: int, value: Any) -> Any:
-    """Return ``value``. Raises ``ValueError`` for an object with more than ``most`` members, before one is checked."""
-    if isinstance(value, dict) and len(value) > most:
-        raise ValueError(f"expected at most {most} items (got an object of {len(value)})")
-    return value
-
-
-def _first_wrong_bias(value: Any) -> Any:
-    """Return ``value``, or its first wrong member alone: each wrong member would be an error of its own."""
-    if not isinstance(value, dict):
-        return value
-    for token, bias in value.items():
-        if type(bias) not in (int, float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            return {token: bias}
-    return value
-
-
-def _some(tokens: int) -> int:
-    if tokens == 0:
-        raise ValueError("expected at least 1, or -1 for as many as there is room for")
-    return tokens
-
-
-Prompts = Annotated[
-    list[str] | list[np.ndarray],
-    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-]
-Stops = Annotated[tuple[str, ...], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=MAX_METADATA),
-    BeforeValidator(partial(at_most, MAX_METADATA)),
-]
-Bias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_BIASES),
-    BeforeValidator(_first_wrong_bias),
-    BeforeValidator(partial(at_most, MAX_BIASES)),
-]
-Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds that the request may take; beyond them: 504")]
-TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 
 
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
+    include_usage: bool | None = Field(default=None, description="true: the last chunk has the usage.")
+    continuous_usage_stats: bool | None = Field(
+        default=None,
+        description="true: every chunk has the usage of its choice so far. Not allowed with include_usage=false.",
+    )
+    include_obfuscation: bool | None = Field(default=None, description="Accepted: no padding is ever added.")
 
     @model_validator(mode="after")
     def _usage_is_wanted(self) -> "StreamOptions":
@@ -138,75 +36,152 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What all endpoints that generate have in common."""
+    """The fields of every body that asks for an answer."""
 
     bulks: ClassVar[Mapping[str, Bulk]] = {"logit_bias": Bulk(MAX_BIASES)}
 
-    model: str | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Stops = ()
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logit_bias: Bias | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, description="1 = off")] | None = None
-    logprobs_mode: LogprobsMode | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    priority: Annotated[int, Field(description="0 = normal; less goes first, more goes last")] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    timeout: Timeout | None = None
-    # OpenAI's bookkeeping: checked as there, and of no effect.
-    user: str | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
+    model: str | None = Field(
+        default=None,
+        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
+    )
+    stream: bool | None = Field(
+        default=None, description="true: send server-sent events, with data: [DONE] as the last one."
+    )
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None,
+        description="0 selects the most likely token. Default: the model's generation_config.json, else 1.",
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="1 turns it off. Default: the model's generation_config.json, else 1."
+    )
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        default=None, description="0 and -1 turn it off. Default: the model's generation_config.json, else off."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="0 turns it off. Default: the model's generation_config.json, else off."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        default=None,
+        description="The same seed gives the same samples, whatever else runs. Samples of one request differ.",
+    )
+    stop: Stops = Field(
+        default=(), description="At most 16 stop strings of at most 4,096 bytes. The answer ends before the first one."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = Field(
+        default=None, description="Tokens that end the answer, in addition to the model's end tokens."
+    )
+    ignore_eos: bool | None = Field(default=None, description="true: the model's end tokens do not end the answer.")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="Number of tokens before which the answer cannot end."
+    )
+    logit_bias: Bias | None = Field(
+        default=None, description="Values that are added to the logits of tokens, by token id."
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        default=None, description="Penalty for each time that the answer already has the token. 0 turns it off."
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        default=None, description="Penalty if the answer already has the token. 0 turns it off."
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        default=None,
+        description="Penalty for tokens of the prompt and of the answer so far. 1 turns it off."
+        " Default: the model's generation_config.json, else off.",
+    )
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="raw: log-probabilities of the model's distribution."
+        " processed: of the distribution that tokens are drawn from.",
+    )
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None,
+        description="Maximum number of tokens in the reasoning section."
+        " The section is then ended, and the answer continues.",
+    )
+    priority: int | None = Field(
+        default=None,
+        description="0 is normal. Requests with a lower value run first, requests with a higher value last.",
+    )
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Cached prefixes are shared only with requests that have the same salt."
+    )
+    timeout: Timeout | None = Field(
+        default=None,
+        description="Seconds that the request may take, queueing included. The request then fails with 504.",
+    )
+    # OpenAI's bookkeeping. Its types are checked as OpenAI does.
+    user: str | None = Field(default=None, description="Accepted without effect.")
+    metadata: Metadata | None = Field(default=None, description="Accepted without effect.")
+    store: bool | None = Field(default=None, description="Accepted without effect.")
 
 
 class GenerationBody(GrammarBody, SamplingBody):
-    """What completions and chat have in common."""
+    """The fields that completions and chat completions share."""
 
-    # Fields with parameters of their own in them.
     nested: ClassVar[tuple[str, ...]] = ("stream_options", "response_format", "structured_outputs")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = SIMILAR
     other_names: ClassVar[Mapping[str, str]] = SAME
 
-    n: Annotated[int, Field(ge=1)] | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # OpenAI's newer name; counts before the other
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logprobs_in_fingerprint: Annotated[bool, Field(description="packed, in system_fingerprint")] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_some)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
+    n: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Number of samples per prompt. The prompt is computed once."
+    )
+    stream_options: StreamOptions | None = Field(default=None, description="Only allowed with stream.")
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Maximum number of tokens in an answer. Default: the model's generation_config.json, else the"
+        " rest of the context.",
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="OpenAI's newer name of max_tokens. It takes precedence over max_tokens."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="true: the answer includes the stop string or stop token that ended it."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="false: special tokens appear in the text by name. Not allowed with stop."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="true: return token_ids in each choice, and prompt_token_ids."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Return the log-probabilities of the prompt's tokens, with this number of alternatives."
+        " Not allowed with stream.",
+    )
+    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None,
+        description="Position of the first prompt token in prompt_logprobs."
+        " Cached prefixes before it are not computed again.",
+    )
+    logprobs_in_fingerprint: bool | None = Field(
+        default=None,
+        description="true: return log-probabilities, packed, in system_fingerprint. Not allowed with stream or echo.",
+    )
+    truncate_prompt_tokens: KeptTokens | None = Field(
+        default=None, description="Maximum number of prompt tokens to keep. -1 keeps what the context has room for."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Side on which a longer prompt is truncated. Default: left."
+    )
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that each answer may have, as asked for."""
+        """The most tokens that each answer may have, as the client asks for it."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def samples(self) -> int:
-        """Answers to make of each prompt."""
+        """Number of samples to generate for each prompt."""
         return self.n or 1
 
     @property
     def prompt_top(self) -> int | None:
-        """Most likely tokens to find beside each token of the prompt; None: not even its own log-probability."""
+        """Number of alternatives to score for each prompt token, or None if prompt tokens are not scored."""
         return self.prompt_logprobs
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if a stream ends with its usage."""
         return self.stream_options is not None and bool(
             self.stream_options.include_usage or self.stream_options.continuous_usage_stats
         )
@@ -257,12 +232,31 @@ class CompletionBody(GenerationBody):
 
     bulks: ClassVar[Mapping[str, Bulk]] = {**SamplingBody.bulks, "prompt": Bulk()}
 
-    prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    add_special_tokens: bool | None = None
+    prompt: Prompts = Field(
+        description="A text, a list of texts, a list of token ids, or a list of lists of token ids."
+    )
+    logprobs: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Return the log-probabilities of the answer's tokens, with this number of alternatives, at most"
+        " 20.",
+    )
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Maximum number of tokens in an answer. Default: 16."
+        " 0 is only allowed with echo or prompt_logprobs.",
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="true: return the prompt before the answer, with its log-probabilities if logprobs asks for them.",
+    )
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Number of samples to generate. The n most likely ones are returned, by mean log-probability."
+        " Not allowed with stream.",
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="false: add no special tokens, such as BOS, to a text."
+    )
 
     @property
     def samples(self) -> int:
@@ -320,11 +314,21 @@ class ChatBody(ConversationBody, GenerationBody):
     }
     other_names = SAME_IN_CHAT
 
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
+    metadata: Metadata | None = Field(default=None, description="Stored with the chat completion if store is true.")
+    store: bool | None = Field(default=None, description="true: store the chat completion for 30 days.")
+    logprobs: bool | None = Field(
+        default=None, description="true: return the log-probabilities of the answer's tokens."
+    )
+    top_logprobs: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Number of alternatives for each token, at most 20."
+    )
+    tool_choice: ToolChoice | None = Field(default=None, description="none, auto, required, or one of the tools.")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: allow at most one call.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        default=None,
+        description="For chat templates with reasoning_effort or enable_thinking."
+        " none turns thinking off, all other values turn it on.",
+    )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatBody":

@@ -5,13 +5,15 @@ from typing import Any
 
 import orjson
 from fastapi import Request, Response
+from pydantic import Field
 
 from services.common.errors import InvalidRequest
 from services.gateway.http.errors import response
-from services.gateway.http.request import read_body, read_caller
+from services.gateway.http.request import Posted, read_body, read_caller
 from services.gateway.openai.body import Body
+from services.gateway.openai.fields import MAX_METADATA, Metadata
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.schemas import MAX_METADATA, Metadata
+from services.gateway.openai.router import AFTER, ORDER, Router, limit, parameters, takes
 from services.gateway.store.chats import ChatFilter
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened
@@ -20,52 +22,61 @@ from services.gateway.store.tables import StoredChat
 
 MAX_PAGE = 100
 _LABEL = re.compile(r"metadata\[(.+)\]")
+_CHATS, _CHAT = "/v1/chat/completions", "/v1/chat/completions/{completion_id}"
+_MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
+
+router = Router()
 
 
 class ChatUpdateBody(Body):
     """``POST /v1/chat/completions/{id}``."""
 
-    metadata: Metadata | None
+    metadata: Metadata | None = Field(description="Replaces the stored metadata.")
 
 
+@router.get(_CHATS, openapi_extra=parameters(AFTER, limit(MAX_PAGE), ORDER, _MODEL))
 async def list_chats(request: Request) -> Response:
     """List stored chat completions, the first one first."""
     query = Query(request)
-    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
+    most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
     wanted = ChatFilter(query.text("model"), _labels(request))
     store = await opened(request)
     chats, has_more = await store.chats.page(
-        read_caller(request).owner, wanted, after=query.text("after"), limit=limit, newest_first=order == "desc"
+        read_caller(request).owner, wanted, after=query.text("after"), limit=most, newest_first=order == "desc"
     )
     return response(200, page([_told(chat) for chat in chats], has_more))
 
 
+@router.get(_CHAT)
 async def get_chat(request: Request, completion_id: str) -> Response:
     """Return a stored chat completion."""
     store = await opened(request)
     return response(200, _told(await store.chats.get(completion_id, read_caller(request).owner)))
 
 
+@router.post(_CHAT, openapi_extra=takes(ChatUpdateBody.model_json_schema()))
 async def update_chat(request: Request, completion_id: str) -> Response:
     """Replace the metadata of a stored chat completion."""
     gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
-    body = await parse_large(gateway.text, raw, ChatUpdateBody)
+    body = await parse_large(gateway.text, Posted(raw), ChatUpdateBody)
     store = await opened(request)
     chat = await store.chats.update(completion_id, body.metadata, read_caller(request).owner)
     return response(200, _told(chat), ignored_header(body))
 
 
+@router.delete(_CHAT)
 async def delete_chat(request: Request, completion_id: str) -> Response:
     """Delete a stored chat completion."""
     await (await opened(request)).chats.delete(completion_id, read_caller(request).owner)
     return response(200, {"id": completion_id, "object": "chat.completion.deleted", "deleted": True})
 
 
+@router.get(f"{_CHAT}/messages", openapi_extra=parameters(AFTER, limit(MAX_PAGE), ORDER))
 async def list_chat_messages(request: Request, completion_id: str) -> Response:
     """List the messages that a stored chat completion answers, the first one first."""
     query = Query(request)
-    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
+    most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
     chat = await (await opened(request)).chats.get(completion_id, read_caller(request).owner)
     messages = await request.app.state.gateway.text.worked(len(chat.items), orjson.loads, chat.items)
     if order == "desc":
@@ -75,7 +86,7 @@ async def list_chat_messages(request: Request, completion_id: str) -> Response:
         if not places:
             raise InvalidRequest(f"after={after[:100]!r}: there is no such message", field="after")
         messages = messages[places[0] :]
-    return response(200, page(messages[:limit], len(messages) > limit))
+    return response(200, page(messages[:most], len(messages) > most))
 
 
 def _labels(request: Request) -> dict[str, str]:

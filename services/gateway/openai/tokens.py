@@ -5,19 +5,20 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from services.common.errors import InvalidRequest
-from services.common.json_scan import Bulk, Raw
+from services.common.json_scan import Bulk
 from services.common.text.encoder import MAX_TOKENS
-from services.gateway.http.request import read_body, while_connected
+from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.body import Body
 from services.gateway.openai.conversation import render
+from services.gateway.openai.fields import TokenId
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES, ConversationBody, Message
 from services.gateway.openai.parse import ignored_header, parse_large
-from services.gateway.openai.schemas import TokenId
+from services.gateway.openai.router import Router
 
 _TOKEN_BYTES = 8  # of an answer
 _PIECE = 16_384
@@ -28,11 +29,18 @@ class TokenizeBody(ConversationBody):
 
     nested: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, default_factory=list)]
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    model: str | None = Field(
+        default=None,
+        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
+    )
+    prompt: str | None = Field(default=None, description="A text. Send either prompt or messages.")
+    messages: Annotated[
+        list[Message], Field(max_length=MAX_MESSAGES, default_factory=list, description="The conversation, in order.")
+    ]
+    add_special_tokens: bool | None = Field(
+        default=None, description="false: add no special tokens, such as BOS, to a text."
+    )
+    return_token_strs: bool | None = Field(default=None, description="true: return token_strs.")
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> "TokenizeBody":
@@ -55,27 +63,23 @@ class DetokenizeBody(Body):
 
     bulks: ClassVar[Mapping[str, Bulk]] = {"tokens": Bulk()}
 
-    model: str | None = None
+    model: str | None = Field(
+        default=None,
+        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
+    )
 
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS), WrapValidator(_list_or_array)]
-
-
-async def tokenize(request: Request) -> Response:
-    """The token ids of a text or a conversation, which may be longer than the context."""
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _tokenize(gateway, raw))
+    tokens: Annotated[
+        list[TokenId], Field(max_length=MAX_TOKENS, description="Token ids."), WrapValidator(_list_or_array)
+    ]
 
 
-async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens included."""
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _detokenize(gateway, raw))
+router = Router()
 
 
-async def _tokenize(gateway: Gateway, raw: Raw) -> Response:
-    body = await parse_large(gateway.text, raw, TokenizeBody)
+@router.answer("/tokenize", TokenizeBody)
+async def tokenize(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
+    """Return the token ids of a text or a conversation, which may be longer than the context."""
+    body = await parse_large(gateway.text, posted, TokenizeBody)
     facts = await gateway.fleet.model(body.model)
     unknown = []
     if body.prompt is not None:
@@ -90,8 +94,10 @@ async def _tokenize(gateway: Gateway, raw: Raw) -> Response:
     return _json(answer, ignored_header(body, unknown))
 
 
-async def _detokenize(gateway: Gateway, raw: Raw) -> Response:
-    body = await parse_large(gateway.text, raw, DetokenizeBody)
+@router.answer("/detokenize", DetokenizeBody)
+async def detokenize(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
+    """Return the text of token ids, special tokens included."""
+    body = await parse_large(gateway.text, posted, DetokenizeBody)
     facts = await gateway.fleet.model(body.model)
     await gateway.text.worked(len(body.tokens) * _TOKEN_BYTES, _check, body.tokens, facts.vocab_size)
     text = await gateway.text.decode(body.tokens, skip_special_tokens=False, field="tokens")

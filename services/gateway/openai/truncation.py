@@ -3,44 +3,46 @@
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
 from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.text import TextEngine
 from services.gateway.openai.conversation import Prompt, render
-from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.jobs import DEFAULT_ANSWER_TOKENS, check_max_tokens, default_max_tokens
+from services.gateway.openai.lengths import DEFAULT_ANSWER_TOKENS, default_max_tokens
+from services.gateway.openai.limits import Limits
 from services.gateway.openai.messages import Message
 from services.gateway.openai.schemas import ChatBody
 
 
 async def render_prompt(
-    gateway: Gateway, body: ChatBody, facts: ModelFacts, max_tokens: int | None, *, drop_oldest: bool
+    text: TextEngine, limits: Limits, body: ChatBody, facts: ModelFacts, max_tokens: int | None, *, drop_oldest: bool
 ) -> Prompt:
     """Return the prompt of ``body``, of at most ``max_tokens`` unless that is None. Raises ``InvalidRequest``.
 
     ``drop_oldest``: if the prompt exceeds the context, drop the oldest messages.
     """
     if drop_oldest:
-        return await _render_newest(gateway, body, facts, max_tokens)
-    return await _render_whole(gateway, body, max_tokens)
+        return await _render_newest(text, limits, body, facts, max_tokens)
+    return await _render_whole(text, body, max_tokens)
 
 
-async def _render_whole(gateway: Gateway, body: ChatBody, max_tokens: int | None) -> Prompt:
+async def _render_whole(text: TextEngine, body: ChatBody, max_tokens: int | None) -> Prompt:
     with_tools = body.tool_choice != "none"
-    return await render(gateway.text, body, max_tokens=max_tokens, effort=body.reasoning_effort, with_tools=with_tools)
+    return await render(text, body, max_tokens=max_tokens, effort=body.reasoning_effort, with_tools=with_tools)
 
 
-async def _render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, max_tokens: int | None) -> Prompt:
+async def _render_newest(
+    text: TextEngine, limits: Limits, body: ChatBody, facts: ModelFacts, max_tokens: int | None
+) -> Prompt:
     """Return the prompt of ``body``. If it exceeds the context, drop the oldest messages to make room for the answer.
 
     If even the prompt without all ``droppable`` messages leaves too little room, return it if it has at most
     ``max_tokens``, since a shorter answer may fit.
     """
-    whole_room, room = _max_prompt_tokens(gateway.config, body, facts)
+    whole_room, room = _max_prompt_tokens(limits, body, facts)
 
     async def render_if_fits(given: ChatBody, room: int = room) -> Prompt | None:
         try:
-            prompt = await _render_whole(gateway, given, room)
+            prompt = await _render_whole(text, given, room)
         except InvalidRequest as error:
             if error.reason != "CONTEXT_LENGTH_EXCEEDED":
                 raise
@@ -49,11 +51,11 @@ async def _render_newest(gateway: Gateway, body: ChatBody, facts: ModelFacts, ma
 
     if (prompt := await render_if_fits(body, whole_room)) is not None:
         return prompt
-    parts = await gateway.text.in_thread(droppable, body.messages)
-    newest = partial(gateway.text.in_thread, _without, body)
+    parts = await text.in_thread(droppable, body.messages)
+    newest = partial(text.in_thread, _without, body)
     shortest = await newest(parts)
     if (best := await render_if_fits(shortest)) is None:
-        return await _render_whole(gateway, shortest, max_tokens)
+        return await _render_whole(text, shortest, max_tokens)
     # Search for the number of parts to keep. The steps double before the binary search, so that a conversation much
     # longer than the context is rendered as a whole only once.
     fits, exceeds, step = 0, len(parts), 1
@@ -72,20 +74,20 @@ def _without(body: ChatBody, dropped: Sequence[set[int]]) -> ChatBody:
     return body.model_copy(update={"messages": messages})
 
 
-def _max_prompt_tokens(config: GatewayConfig, body: ChatBody, facts: ModelFacts) -> tuple[int, int]:
+def _max_prompt_tokens(limits: Limits, body: ChatBody, facts: ModelFacts) -> tuple[int, int]:
     """Return the largest token counts of a prompt that is not truncated, and of one that is.
 
     The first leaves room for a short answer. The second leaves room for the answer that the body allows, but for this
     keeps at most half of the context. Both leave room for ``min_tokens``.
     """
     context, least = facts.max_context_tokens, body.min_tokens or 0
-    max_tokens = check_max_tokens(body, config.max_output_tokens, default_max_tokens(body, facts))
+    max_tokens = limits.max_tokens(body, default_max_tokens(body, facts))
     answer = DEFAULT_ANSWER_TOKENS if max_tokens is None else max_tokens
     rooms = min(answer, DEFAULT_ANSWER_TOKENS), min(answer, context // 2)
     whole, truncated = (context - max(room, least) for room in rooms)
-    if config.max_prompt_tokens is None:
+    if limits.prompt_tokens is None:
         return whole, truncated
-    return min(whole, config.max_prompt_tokens), min(truncated, config.max_prompt_tokens)
+    return min(whole, limits.prompt_tokens), min(truncated, limits.prompt_tokens)
 
 
 def droppable(messages: Sequence[Message]) -> list[set[int]]:

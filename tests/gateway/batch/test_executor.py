@@ -7,7 +7,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
-import orjson
 import pytest
 from fastapi import Response
 from sqlalchemy import select
@@ -19,7 +18,6 @@ from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Requests
 from services.gateway.http.guard import Guard
 from services.gateway.http.lines import Lines
-from services.gateway.http.request import read_caller
 from services.gateway.store import leases
 from services.gateway.store.blobs import Blobs
 from services.gateway.store.database import Store
@@ -51,9 +49,8 @@ class Gateway:
             leases, Files(store), Responses(store), Tries(store), self.blobs, self.runner, max_body_bytes=10**6
         )
 
-    async def _answer(self, request) -> Response:
-        read_caller(request)
-        prompt = orjson.loads(await request.body())["prompt"]
+    async def _answer(self, gateway, posted, caller) -> Response:
+        prompt = posted.document["prompt"]
         self.asked[prompt] += 1
         await self.before_answer(prompt)
         await self.go.wait()

@@ -13,7 +13,6 @@ from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Requests
 from services.gateway.http.guard import Guard
 from services.gateway.http.lines import Lines
-from services.gateway.http.request import read_caller
 from services.gateway.store.blobs import Blobs
 from services.gateway.store.leases import ChunkLease
 from services.gateway.store.tables import StoredBatch
@@ -41,10 +40,9 @@ async def test_lines_that_are_stopped_before_their_first_step_leave_their_places
     blobs.stop()
 
 
-async def answer(request):
+async def answer(gateway, posted, caller):
     """An endpoint with defects."""
-    read_caller(request)
-    prompt = orjson.loads(await request.body())["prompt"]
+    prompt = posted.document["prompt"]
     if prompt == "raise":
         raise RuntimeError("secret")
     return Response(b"no JSON" if prompt == "garbage" else b'{"usage": {"completion_tokens": 3}}')

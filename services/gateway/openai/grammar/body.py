@@ -53,8 +53,8 @@ class NamedSchema(Body):
 
     name: SchemaName
     description: str | None = None
-    schema_: Schema = Field(alias="schema")
-    strict: bool | None = None
+    schema_: Schema = Field(alias="schema", description="JSON Schema, draft 2020-12.")
+    strict: bool | None = Field(default=None, description="Accepted: the answer always matches the schema.")
 
     _schema_is_bounded = field_validator("schema_")(_bounded)
 
@@ -74,11 +74,16 @@ class ResponseFormat(Body):
     consulted = None
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
-    json_schema: NamedSchema | None = None
-    schema_: Annotated[SchemaOrText | None, Field(alias="schema")] = None
-    value: SchemaOrText | None = None
-    pattern: Text | None = None
-    strict: bool | None = None
+    json_schema: NamedSchema | None = Field(default=None, description="For type json_schema.")
+    schema_: Annotated[
+        SchemaOrText | None,
+        Field(alias="schema", description="The schema alone, for type json_object, json_schema or json."),
+    ] = None
+    value: SchemaOrText | None = Field(
+        default=None, description="The same as schema. For type regex, a regular expression."
+    )
+    pattern: Text | None = Field(default=None, description="A regular expression for the whole answer, for type regex.")
+    strict: bool | None = Field(default=None, description="Accepted: the answer always has the given form.")
 
     _schema_is_bounded = field_validator("schema_", "value")(_bounded)
 
@@ -145,11 +150,11 @@ class StructuredOutputs(Body):
 
     consulted = None
 
-    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None
-    regex: Text | None = None
-    choice: Choices | None = None
-    grammar: Text | None = None
+    json_: Annotated[SchemaOrText | None, Field(alias="json", description="A JSON Schema, or its text.")] = None
+    json_object: bool | None = Field(default=None, description="true: the answer is a JSON object.")
+    regex: Text | None = Field(default=None, description="A regular expression for the whole answer, in Rust's syntax.")
+    choice: Choices | None = Field(default=None, description="The answer is one of these texts.")
+    grammar: Text | None = Field(default=None, description="A grammar in llguidance's Lark, or in GBNF.")
 
     _schema_is_bounded = field_validator("json_")(_bounded)
     _choices_are_bounded = field_validator("choice")(_bounded_choices)
@@ -166,12 +171,18 @@ class StructuredOutputs(Body):
 class GrammarBody(Body):
     """What bodies that ask for an answer have in common."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: SchemaOrText | None = None
-    guided_regex: Text | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
+    response_format: ResponseFormat | None = Field(
+        default=None, description="Form of the answer. See Structured output in docs/api.md."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="Form of the answer, as in vLLM. See Structured output in docs/api.md."
+    )
+    guided_json: SchemaOrText | None = Field(default=None, description="A JSON Schema, or its text.")
+    guided_regex: Text | None = Field(
+        default=None, description="A regular expression for the whole answer, in Rust's syntax."
+    )
+    guided_choice: Choices | None = Field(default=None, description="The answer is one of these texts.")
+    guided_grammar: Text | None = Field(default=None, description="A grammar in llguidance's Lark, or in GBNF.")
 
     _schema_is_bounded = field_validator("guided_json")(_bounded)
     _choices_are_bounded = field_validator("guided_choice")(_bounded_choices)

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, fi
 
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body, Elsewhere, Id
+from services.gateway.openai.fields import Metadata
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
 from services.gateway.openai.json_value import check_schema
 from services.gateway.openai.messages import (
@@ -76,8 +77,13 @@ def _items(value: Any) -> Any:
 class Reasoning(Body):
     """Settings of the model's thinking: its length, and the part that the client gets."""
 
-    effort: ReasoningEffort | None = None
-    summary: str | None = None
+    effort: ReasoningEffort | None = Field(
+        default=None,
+        description="For chat templates that have it. none turns thinking off if the template allows that.",
+    )
+    summary: str | None = Field(
+        default=None, description="auto: no summary is written. The reasoning item has the whole reasoning."
+    )
 
     @field_validator("summary")
     @classmethod
@@ -95,7 +101,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema", description="For type json_schema.")] = None
     strict: bool | None = None
 
     @field_validator("schema_")
@@ -130,7 +136,7 @@ class TextConfig(Body):
 class ResponseStreamOptions(Body):
     """How a stream is."""
 
-    include_obfuscation: bool | None = None  # padding against eavesdroppers: none is ever added
+    include_obfuscation: bool | None = Field(default=None, description="Accepted: no padding is ever added.")
 
 
 def check_includes(includes: list[str]) -> list[str]:
@@ -150,6 +156,8 @@ def _items_or_none(value: Any) -> Any:
 
 Includes = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64), AfterValidator(check_includes)]
 
+Unsupported = Annotated[Any, Field(description="Not supported: any value that is not neutral is rejected with 400.")]
+
 
 class ConversationReference(Body):
     """A stored conversation."""
@@ -165,32 +173,65 @@ class ResponsesBody(SamplingBody):
 
     input: Annotated[
         list[Item],
-        Field(min_length=1, max_length=MAX_MESSAGES),
+        Field(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description="A text, or items: messages, calls, outputs of calls, and reasoning.",
+        ),
         BeforeValidator(_items, json_schema_input_type=str | list[Item]),
     ]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    text: TextConfig | None = None
-    include: Includes | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    previous_response_id: Id | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    metadata: Metadata | None = Field(default=None, description="Returned in the response.")
+    store: bool | None = Field(
+        default=None, description="true: store the response for 30 days. Default: true if the gateway has a store."
+    )
+    instructions: str | None = Field(
+        default=None,
+        description="A system message before the input. Responses that continue this one do not inherit it.",
+    )
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Maximum number of tokens in the answer, reasoning included."
+    )
+    stream_options: ResponseStreamOptions | None = Field(default=None, description="Only allowed with stream.")
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None = Field(
+        default=None, description="none, auto, required, or one of the tools."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="false: allow at most one call.")
+    reasoning: Reasoning | None = Field(default=None, description="Settings of the reasoning.")
+    text: TextConfig | None = Field(default=None, description="Form of the text.")
+    include: Includes | None = Field(
+        default=None, description="message.output_text.logprobs, reasoning.encrypted_content."
+    )
+    top_logprobs: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Number of alternatives for each token, at most 20."
+    )
+    previous_response_id: Id | None = Field(
+        default=None, description="Id of the stored response that this one continues."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = Field(
+        default=None, description="Variables of the chat template, such as enable_thinking."
+    )
 
-    truncation: Literal["auto", "disabled"] | None = None
-    background: bool | None = None
-    conversation: Id | ConversationReference | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="auto: drop the oldest items of a conversation that exceeds the context."
+    )
+    background: bool | None = Field(
+        default=None,
+        description="true: generate the response without a connected client, and store it."
+        " Not allowed with store=false.",
+    )
+    conversation: Id | ConversationReference | None = Field(
+        default=None, description="Id of a stored conversation. The input and output items are added to it."
+    )
 
-    access_programs: Any = None
-    background_options: Any = None
-    context_management: Any = None
-    image: Any = None
-    max_tool_calls: Any = None
-    prompt: Any = None
+    access_programs: Unsupported = None
+    background_options: Unsupported = None
+    context_management: Unsupported = None
+    image: Unsupported = None
+    max_tool_calls: Unsupported = None
+    prompt: Unsupported = None
 
     @field_validator("tools")
     @classmethod
@@ -285,6 +326,13 @@ class InputTokensBody(ResponsesBody):
 
     input: Annotated[
         list[Item],
-        Field(max_length=MAX_MESSAGES, default_factory=list),
+        Field(
+            max_length=MAX_MESSAGES,
+            default_factory=list,
+            description="A text, or items: messages, calls, outputs of calls, and reasoning.",
+        ),
         BeforeValidator(_items_or_none, json_schema_input_type=str | list[Item] | None),
     ]
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="auto: count what remains after the oldest items are dropped."
+    )

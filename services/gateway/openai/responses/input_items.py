@@ -127,7 +127,9 @@ class InputReasoning(Body):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
-    encrypted_content: str | None = None
+    encrypted_content: str | None = Field(
+        default=None, description="As this server wrote it. Read if there is no content."
+    )
 
     @field_validator("encrypted_content")
     @classmethod
@@ -148,7 +150,7 @@ class ItemReference(Body):
     """A stored item, by its id. It is replaced by the item before anything else is done."""
 
     type: Literal["item_reference"] | None = None
-    id: Id
+    id: Id = Field(description="Id of an output item of a stored response, or of an item earlier in input.")
 
 
 def _tag(item: Any) -> str:

@@ -2,16 +2,14 @@
 
 import contextlib
 import re
-import time
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.json_scan import Raw
 from services.gateway.engine.text import INLINE_BYTES
 from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
-from services.gateway.http.request import Caller, read_body, read_caller, while_connected
+from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat import Asked, ask
 from services.gateway.openai.conversation import check_tools
@@ -21,6 +19,7 @@ from services.gateway.openai.responses.body import InputTokensBody, ResponsesBod
 from services.gateway.openai.responses.in_background import respond_in_background
 from services.gateway.openai.responses.keeping import with_conversation
 from services.gateway.openai.responses.shape import ResponseShape
+from services.gateway.openai.router import Router
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.sse import EventStream
 from services.gateway.openai.truncation import render_prompt
@@ -28,7 +27,6 @@ from services.gateway.store.ids import new_id
 from services.gateway.store.service import NO_STORE
 
 CREATE = "/v1/responses"
-INPUT_TOKENS = "/v1/responses/input_tokens"
 _INLINE_ITEMS = 512  # a longer conversation is put together in a thread
 # Parameters of chat completions -> those that stand for them here.
 _PARAMETERS = {
@@ -41,28 +39,18 @@ _PARAMETERS = {
 _NO_WORDS = re.compile(rf"\b({'|'.join(name for name in _PARAMETERS if '_' in name)})\b")
 
 
-async def create_response(request: Request) -> Response:
+router = Router()
+
+
+@router.answer(CREATE, ResponsesBody, streams=True, in_batch=True)
+async def create_response(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
     """Answer a conversation, in items."""
-    started_at = time.perf_counter()
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _respond(gateway, raw, read_caller(request, raw), started_at))
-
-
-async def count_input_tokens(request: Request) -> Response:
-    """Count the tokens of the prompt that a response would be generated from."""
-    gateway: Gateway = request.app.state.gateway
-    raw = await read_body(request, gateway.config.max_body_bytes)
-    return await while_connected(request.receive, _count(gateway, raw, read_caller(request)))
-
-
-async def _respond(gateway: Gateway, raw: Raw, caller: Caller, started_at: float) -> Response:
-    body = await parse_large(gateway.text, raw, ResponsesBody)
+    body = await parse_large(gateway.text, posted, ResponsesBody)
     ignored = ignored_header(body, body.left_out)
     response_id = new_id("resp_")
     if caller.idempotency_key and body.store is not False and gateway.config.store_url != NO_STORE:
         place = await gateway.store.opened()
-        same = fingerprint(CREATE, raw)
+        same = fingerprint(CREATE, posted.raw)
         response_id = "resp_" + await place.tries.name(caller.owner, caller.idempotency_key, same)
         if body.background or not body.stream:
             with contextlib.suppress(NotFound):
@@ -73,12 +61,12 @@ async def _respond(gateway: Gateway, raw: Raw, caller: Caller, started_at: float
                 return Response(kept.body, headers=ignored, media_type="application/json")
     if body.background and body.store is None:
         body = body.model_copy(update={"store": True})  # refused where there is no store
-    body, keeper = await with_conversation(gateway, body, len(raw), caller.owner)
-    asked = await _asked(gateway, body, caller, large=_is_large(raw, body))
+    body, keeper = await with_conversation(gateway, body, posted.bytes, caller.owner)
+    asked = await _asked(gateway, body, caller, large=_is_large(posted, body))
     token_text = gateway.text.token_text if asked.settings.logprobs else None
     shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper, response_id)
     ignored = ignored_header(body, [*body.left_out, *asked.unknown])
-    answer = Answer(gateway, asked.jobs, shape, ignored, started_at, caller)
+    answer = Answer(gateway, asked.jobs, shape, ignored, caller)
     try:
         if body.background and keeper is not None:
             return await respond_in_background(gateway, answer, shape, keeper, caller, stream=bool(body.stream))
@@ -87,15 +75,17 @@ async def _respond(gateway: Gateway, raw: Raw, caller: Caller, started_at: float
         raise _renamed(error) from None
 
 
-async def _count(gateway: Gateway, raw: Raw, caller: Caller) -> Response:
-    body = await parse_large(gateway.text, raw, InputTokensBody)
+@router.answer("/v1/responses/input_tokens", InputTokensBody)
+async def count_input_tokens(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
+    """Count the tokens of the prompt that a response would be generated from."""
+    body = await parse_large(gateway.text, posted, InputTokensBody)
     ignored = ignored_header(body, body.left_out)
-    counted, _ = await with_conversation(gateway, body, len(raw), caller.owner, keeps=False)
+    counted, _ = await with_conversation(gateway, body, posted.bytes, caller.owner, keeps=False)
     try:
-        chat = await _chat(gateway, counted, large=_is_large(raw, counted))
+        chat = await _chat(gateway, counted, large=_is_large(posted, counted))
         facts = await gateway.fleet.model(chat.model)
         check_tools(gateway.formats, chat, chat.tool_choice)
-        prompt = await render_prompt(gateway, chat, facts, None, drop_oldest=counted.drops_oldest)
+        prompt = await render_prompt(gateway.text, gateway.limits, chat, facts, None, drop_oldest=counted.drops_oldest)
     except InvalidRequest as error:
         raise _renamed(error) from None
     return response(200, {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored)
@@ -112,8 +102,8 @@ async def _chat(gateway: Gateway, body: ResponsesBody, *, large: bool) -> ChatBo
     return await gateway.text.in_thread(body.chat) if large else body.chat()
 
 
-def _is_large(raw: Raw, body: ResponsesBody) -> bool:
-    return len(raw) > INLINE_BYTES or len(body.input) > _INLINE_ITEMS
+def _is_large(posted: Posted, body: ResponsesBody) -> bool:
+    return posted.bytes > INLINE_BYTES or len(body.input) > _INLINE_ITEMS
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:

@@ -7,6 +7,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.http.errors import response
 from services.gateway.http.request import read_caller
 from services.gateway.openai.responses.body import check_includes
+from services.gateway.openai.router import AFTER, ORDER, Router, limit, parameters
 from services.gateway.openai.sse import EventStream
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened
@@ -14,8 +15,14 @@ from services.gateway.store.shapes import page
 
 MAX_PAGE = 100
 _MOST_EVENTS = 2**31 - 2
+_RESPONSE = "/v1/responses/{response_id}"
+_STREAM = {"name": "stream", "in": "query", "schema": {"type": "boolean"}}
+_STARTING_AFTER = {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}}
+
+router = Router()
 
 
+@router.get(_RESPONSE, openapi_extra=parameters(_STREAM, _STARTING_AFTER))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response, or with ``stream=true`` the events of a streamed background response."""
     query, store, owner = Query(request), await opened(request), read_caller(request).owner
@@ -38,26 +45,29 @@ async def get_response(request: Request, response_id: str) -> Response:
     return EventStream(store.background.follow(response_id, owner, number), lambda left: None, {})
 
 
+@router.post(f"{_RESPONSE}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response. One that has ended stays as it is."""
+    """Cancel a background response. A response that has ended does not change."""
     store = await opened(request)
     body = await store.responses.cancel(response_id, read_caller(request).owner)
     store.background.drop(response_id)
     return Response(body, media_type="application/json")
 
 
+@router.delete(_RESPONSE)
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Delete a response. Those that go on with it have what they need of it."""
+    """Delete a response. Responses that continue it keep a copy of its items."""
     store = await opened(request)
     await store.responses.delete(response_id, read_caller(request).owner)
     store.background.drop(response_id)
     return response(200, {"id": response_id, "object": "response", "deleted": True})
 
 
+@router.get(f"{_RESPONSE}/input_items", openapi_extra=parameters(AFTER, limit(MAX_PAGE), ORDER))
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the items of the conversation that a response answers, the last one first."""
     query = Query(request)
-    limit, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
+    most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     check_include_query(request)
     kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner)
     items = await request.app.state.gateway.text.worked(len(kept.items), orjson.loads, kept.items)
@@ -68,7 +78,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
         if not places:
             raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
         items = items[places[0] :]
-    return response(200, page(items[:limit], len(items) > limit))
+    return response(200, page(items[:most], len(items) > most))
 
 
 def check_include_query(request: Request) -> None:

@@ -67,7 +67,10 @@ class CustomTool(Body):
     type: Literal["custom"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    format: ToolGrammar | None = None
+    format: ToolGrammar | None = Field(
+        default=None,
+        description="Form of the input. A regular expression is enforced. A Lark grammar is shown to the model.",
+    )
 
 
 class ShellTool(Body):
@@ -88,7 +91,10 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    tools: Annotated[list[MemberTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[MemberTool],
+        Field(max_length=MAX_TOOLS, description="Each tool is offered to the model as NAMESPACE__NAME."),
+    ]
 
     @model_validator(mode="after")
     def _names_are_short(self) -> "NamespaceTool":
@@ -149,7 +155,10 @@ class AllowedResponseTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[dict[str, Any]],
+        Field(min_length=1, max_length=MAX_TOOLS, description="Tools of the request, by type and name."),
+    ]
 
 
 class Offered(NamedTuple):

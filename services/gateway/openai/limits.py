@@ -1,0 +1,84 @@
+"""The operator's limits on requests."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from services.common.config import GatewayConfig
+from services.common.errors import InvalidRequest
+from services.common.text.vocabulary import TokenIds
+from services.gateway.engine.job import Grammar
+from services.gateway.openai.schemas import GenerationBody
+
+# Memory that schedulers and workers use for the grammar of one request. Each sample has a copy.
+MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
+
+
+class Limits(NamedTuple):
+    """Limits of one request. None: no limit."""
+
+    samples: int | None = None  # of all prompts together
+    output_tokens: int | None = None  # of each sample
+    prompt_tokens: int | None = None  # of each prompt
+    grammar_bytes: int | None = None  # of all samples together
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> "Limits":
+        """Return the limits that the flags of a gateway set."""
+        return cls(config.max_choices, config.max_output_tokens, config.max_prompt_tokens, MAX_GRAMMAR_COPIES_BYTES)
+
+    def check_samples(self, prompts: int, body: GenerationBody) -> None:
+        """Raise InvalidRequest if a body with ``prompts`` prompts asks for too many samples."""
+        if self.samples is not None and prompts * body.samples > self.samples:
+            given = "best_of" if body.samples > (body.n or 1) else "n"
+            raise InvalidRequest(
+                f"{prompts} prompt(s) with {given}={body.samples} are more than {self.samples} choices;"
+                " send several requests",
+                field=given if body.samples > 1 else "prompt",
+                reason="INVALID_VALUE",
+            )
+
+    def max_tokens(self, body: GenerationBody, default: int | None) -> int | None:
+        """Return the most tokens of each answer, or None for the rest of the context. Raises InvalidRequest.
+
+        ``default``: the most tokens if ``body`` does not say.
+        """
+        asked, most = body.most_tokens, self.output_tokens
+        if most is None:
+            return default if asked is None else asked
+        if asked is None:
+            return most if default is None else min(default, most)
+        if asked > most:
+            field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            raise InvalidRequest(
+                f"{field}={asked}: this server makes at most {most} tokens of each answer; ask for less",
+                field=field,
+                reason="INVALID_VALUE",
+            )
+        return asked
+
+    def check_prompts(self, prompts: Sequence[TokenIds], field: str) -> None:
+        """Raise InvalidRequest for a prompt that is too long, with the words that clients know from a full context."""
+        if (most := self.prompt_tokens) is None:
+            return
+        for prompt in prompts:
+            if len(prompt) > most:
+                raise InvalidRequest(
+                    f"This model's maximum context length is {most} tokens for prompts on this server. However, your"
+                    f" {field} resulted in {len(prompt)} tokens. Please reduce the length of the {field}.",
+                    field=field,
+                    reason="CONTEXT_LENGTH_EXCEEDED",
+                )
+
+    def check_grammar(self, prompts: int, body: GenerationBody, grammar: Grammar | None) -> None:
+        """Raise InvalidRequest for a large grammar with many samples."""
+        samples, most = prompts * body.samples, self.grammar_bytes
+        if most is not None and grammar is not None and samples > 1 and samples * grammar.size > most:
+            raise InvalidRequest(
+                f"{grammar.field}: {grammar.size} bytes for each of {samples} choices are more than"
+                f" {most} bytes; send several requests, or make it smaller",
+                field=grammar.field,
+                reason="INVALID_GRAMMAR",
+            )
+
+
+NO_LIMITS = Limits()

@@ -1,0 +1,148 @@
+"""The settings of a body's samples, with every check that needs the facts of the model and no prompt."""
+
+import re
+
+from services.common.errors import InvalidRequest
+from services.common.logprobs_mode import PROCESSED
+from services.gateway.engine.codec import ModelFacts
+from services.gateway.engine.job import Grammar, Priority, Settings
+from services.gateway.http.request import Caller
+from services.gateway.openai.schemas import GenerationBody
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def make_settings(
+    body: GenerationBody,
+    facts: ModelFacts,
+    logprobs: int | None,
+    logprobs_field: str,
+    caller: Caller,
+    grammar: Grammar | None = None,
+) -> Settings:
+    """Return the settings that all prompts of ``body`` share. Raises InvalidRequest.
+
+    ``logprobs``: None, or the number of alternatives for each token of the answer.
+    """
+    if logprobs is not None and logprobs > facts.max_top_logprobs:
+        raise InvalidRequest(
+            f"{logprobs_field}={logprobs}: this server returns at most {facts.max_top_logprobs}",
+            field=logprobs_field,
+            reason="INVALID_VALUE",
+        )
+    _check_prompt_logprobs(body, facts)
+    check_grammar(body, facts, grammar)
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    for token in stop_token_ids:
+        _check_token(token, token, facts, "stop_token_ids")
+    return Settings(
+        n=body.samples,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(body.top_k, 0),
+        min_p=body.min_p,
+        logit_bias=_logit_bias(body.logit_bias or {}, facts),
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        min_tokens=body.min_tokens or 0,
+        stop_strings=body.stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        # The best samples are found by their log-probabilities.
+        logprobs=logprobs is not None or bool(body.logprobs_in_fingerprint) or body.samples > (body.n or 1),
+        top_logprobs=logprobs or 0,
+        prompt_logprobs=body.prompt_top,
+        prompt_logprobs_start=body.prompt_logprobs_start or 0,
+        processed_logprobs=_processed_logprobs(body, facts),
+        grammar=grammar,
+        priority=_priority(body.priority),
+        cache_salt=caller.cache_salt(body.cache_salt or ""),
+        traceparent=caller.traceparent,
+        fairness_key=caller.fairness_key,
+        deadline_ms=caller.deadline_ms(body.timeout),
+        include_stop=bool(body.include_stop_str_in_output),
+        special_tokens=body.skip_special_tokens is False,
+        return_token_ids=bool(body.return_token_ids),
+        packed_logprobs=bool(body.logprobs_in_fingerprint),
+        told_prompt_logprobs=body.prompt_logprobs,
+        open_ended=body.most_tokens is None,
+        silent=body.most_tokens == 0,
+    )
+
+
+def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | None) -> None:
+    """Raise InvalidRequest for a grammar that the worker does not support, and for parameters that contradict it."""
+    if grammar is None:
+        return
+    if not facts.grammars:
+        raise InvalidRequest(
+            f"{grammar.field}: the worker that serves this model cannot hold answers to a grammar; leave it out",
+            field=grammar.field,
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name}: not with {grammar.field}, which says where the answer ends; leave one of them out",
+                field=name,
+                reason="INVALID_VALUE",
+            )
+
+
+def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
+    if body.prompt_top is not None and not facts.prompt_logprobs:
+        field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        what = "echo with logprobs" if field == "echo" else field
+        raise InvalidRequest(
+            f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out",
+            field=field,
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    if (body.prompt_logprobs or 0) > facts.max_top_logprobs:
+        raise InvalidRequest(
+            f"prompt_logprobs={body.prompt_logprobs}: this server returns at most {facts.max_top_logprobs}",
+            field="prompt_logprobs",
+            reason="INVALID_VALUE",
+        )
+
+
+def _processed_logprobs(body: GenerationBody, facts: ModelFacts) -> bool | None:
+    if body.logprobs_mode is None:
+        return None
+    if not facts.logprobs_modes and body.logprobs_mode == PROCESSED:
+        raise InvalidRequest(
+            "logprobs_mode: the scheduler that serves this model has raw log-probabilities only; leave it out",
+            field="logprobs_mode",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    return body.logprobs_mode == PROCESSED
+
+
+def _priority(value: int | None) -> Priority:
+    if not value:
+        return Priority.NORMAL
+    return Priority.HIGH if value < 0 else Priority.LOW
+
+
+def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> tuple[tuple[int, float], ...]:
+    pairs = {}
+    for key, value in bias.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(
+                f"logit_bias: {key[:40]!r} is not a token id; keys are token ids written as strings",
+                field="logit_bias",
+                reason="INVALID_VALUE",
+            )
+        _check_token(int(key), key, facts, "logit_bias")
+        pairs[int(key)] = value
+    return tuple(pairs.items())
+
+
+def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) -> None:
+    if token >= facts.vocab_size:
+        raise InvalidRequest(
+            f"{field}: token id {given} does not exist; this model has ids 0 to {facts.vocab_size - 1}",
+            field=field,
+            reason="UNKNOWN_TOKEN",
+        )
