@@ -162,8 +162,8 @@ def test_rules_name_flags_of_the_programs():
     for kind in PROGRAMS:
         for field in kind.model_fields.values():
             for rule in field.metadata:
-                named = rule.names if isinstance(rule, Needs) else rule.values if isinstance(rule, Excludes) else ()
-                assert set(named) <= every
+                named = rule.names if isinstance(rule, (Needs, Excludes)) else ()
+                assert {*named, *(rule.values if isinstance(rule, Excludes) else ())} <= every
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ from services.common.config.command_line import command_from_command_line, fail,
 from services.common.config.deployment import ChosenDeploymentConfig, DeploymentConfig
 from services.common.config.gateway import GatewayConfig
 from services.common.config.grpc import GrpcFlags
+from services.common.config.keys import API_KEY_VARIABLES
 from services.common.config.scheduler import PRIORITY_CLASSES, SchedulerConfig
 from services.common.config.service import LogFormat, ServiceFlags
 from services.common.config.usage import usage
 from services.common.config.worker import ChosenWorkerConfig, WorkerConfig
 
 __all__ = [
+    "API_KEY_VARIABLES",
     "PRIORITY_CLASSES",
     "ChosenDeploymentConfig",
     "ChosenWorkerConfig",

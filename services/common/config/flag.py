@@ -1,6 +1,7 @@
 """Facts about the flags of a config, from which the usage and the shells' completion are made."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -43,5 +44,5 @@ def _flag(name: str, field: FieldInfo, group: type[Config]) -> Flag:
     choices = [str(value) for each in types if get_origin(each) is Literal for value in get_args(each)]
     choices += BOOLEANS if bool in types else ()
     default = None if field.is_required() else as_text(field.get_default())
-    is_text = str in types and not choices
+    is_text = not choices and (str in types or Path in types)
     return Flag(name, default, field.description or "", tuple(choices), bool in types, is_text, group)

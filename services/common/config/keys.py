@@ -6,6 +6,8 @@ from pydantic import Field
 
 from services.common.flags import Bool, Config, Float, Needs
 
+API_KEY_VARIABLES = ("TOKA_API_KEY", "OPENAI_API_KEY")  # in which clients find their key
+
 
 class KeyFlags(Config):
     """Public access: which callers are accepted, and how long an answer waits to be read."""

@@ -53,7 +53,8 @@ def usage_of_commands(commands: Mapping[str, type[Config]], program: str, purpos
     width = _width()
     lines = [f"usage: {program} COMMAND [flag=value | --flag value ...]", "", *textwrap.wrap(purpose, width), ""]
     for name, kind in commands.items():
-        lines += textwrap.wrap(_first(kind), width, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
+        purpose_of = f"{_first(kind).partition('. ')[0].rstrip('.')}."
+        lines += textwrap.wrap(purpose_of, width, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
     return "\n".join([*lines, "", f"The flags of a command: {program} COMMAND --help"])
 
 
@@ -75,7 +76,7 @@ def _width() -> int:
 
 def _first(kind: type[Config]) -> str:
     """Return the first paragraph of the docstring."""
-    return (kind.__doc__ or "").split("\n\n")[0].strip().replace("``", "")
+    return " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())
 
 
 def _paragraph(flag: Flag, width: int) -> list[str]:

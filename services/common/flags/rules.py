@@ -7,7 +7,7 @@ have is not checked.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,20 @@ class Needs(Rule):
 
 
 class Excludes(Rule):
-    """Requires that other flags do not have the values given here: one value each, or a tuple of values."""
+    """Requires that the flags ``names`` are off, and that others do not have their ``values``: one each, or a tuple."""
 
-    def __init__(self, **values: Any) -> None:
-        self.values: Mapping[str, Any] = values
+    def __init__(self, *names: str, **values: Any) -> None:
+        self.names, self.values = names, values
 
     def broken(self, config: BaseModel) -> str | None:
-        for name, excluded in self.values.items():
-            value = getattr(config, name, None)
-            if value is not None and value in (excluded if isinstance(excluded, tuple) else (excluded,)):
+        given = {name: getattr(config, name, None) for name in (*self.names, *self.values)}
+        for name, value in given.items():
+            excluded = self.values.get(name)
+            if name in self.names:
+                is_excluded = value not in _OFF
+            else:
+                is_excluded = value is not None and value in (excluded if isinstance(excluded, tuple) else (excluded,))
+            if is_excluded:
                 return f"with {name}={as_text(value)}; leave one of them out"
         return None
 
