@@ -28,9 +28,11 @@ _STYLES = {Level.OK: "green", Level.UNKNOWN: "dim", Level.WARN: "yellow", Level.
 
 
 class DoctorConfig(DeploymentConfig):
-    """Check whether the start that toka would make with these flags works on this machine: GPUs, driver, packages,
-    ports, limits, disks, the model's files and memory; and if not, say what to do. It starts, loads and fetches
-    nothing. Exit status: 0; 1 if a check fails; 2 for a wrong flag."""
+    """Check whether the start that toka would make with these flags works on this machine.
+
+    Checks GPUs, driver, packages, ports, limits, disks, the model's files and memory, and says what to do. It starts,
+    loads and fetches nothing. Exit status: 0; 1 if a check fails; 2 for a wrong flag.
+    """
 
     shorthands: ClassVar[Mapping[str, str]] = {**DeploymentConfig.shorthands, "-q": "quiet=T"}
     examples: ClassVar[Examples] = (

@@ -18,7 +18,7 @@ _P2P_READ, _P2P_NVLINK = 0, 2  # pynvml defines the first as a tuple, which its 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. Sizes are in bytes."""
+    """A device. Sizes are in bytes."""
 
     index: int
     uuid: str

@@ -20,8 +20,11 @@ _PIPE_COLUMNS = 200  # wide enough that no line is cut, for grep
 
 
 class TopConfig(Config):
-    """Show a running deployment live: throughput, what runs and waits, the KV cache and its forecast, replicas and the
-    state of their workers, and the oldest requests. Ctrl-C ends it."""
+    """Show a running deployment live, until Ctrl-C.
+
+    Shows throughput, running and waiting sequences, the KV cache and its forecast, replicas and the state of their
+    workers, and the oldest requests.
+    """
 
     examples: ClassVar[Examples] = (
         ("", "the deployment on this host"),

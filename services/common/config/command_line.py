@@ -30,8 +30,10 @@ def from_command_line(kind: type[K]) -> K:
 
 
 def command_from_command_line(commands: Mapping[str, type[K]], purpose: str) -> tuple[str, K]:
-    """Return the command that the first argument names, and its config from the other arguments, as
-    ``from_command_line`` does."""
+    """Return the command that the first argument names, and its config from the other arguments.
+
+    Works as ``from_command_line`` does. Prints the usage of all commands if there is no argument.
+    """
     arguments, program = sys.argv[1:], os.path.basename(sys.argv[0])
     try:
         if (shell := _shell(arguments)) is not None:

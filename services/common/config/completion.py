@@ -15,15 +15,14 @@ OPTION = "--completion"
 
 
 class _Shell(NamedTuple):
-    """How the script for one shell is made."""
+    """The two functions that make the script for one shell."""
 
     complete: Callable[[str, str, Sequence[Flag]], str]  # (program, function, flags) -> a function that completes them
     register: Callable[[str, Sequence[str]], str]  # (program, its commands) -> what calls these functions
 
 
 def completion(program: str, shell: str, kind: type[Config]) -> str:
-    """Return the script of ``program``, whose flags are those of ``kind``. Raises ``FlagError`` for an unknown
-    shell."""
+    """Return the script of ``program`` with the flags of ``kind``. Raises ``FlagError`` for an unknown shell."""
     return _script(program, shell, {"": kind})
 
 

@@ -13,7 +13,7 @@ BOOLEANS = ("T", "F")
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of a program."""
+    """A flag of a program."""
 
     name: str
     default: str | None  # as on a command line; None = it must be given

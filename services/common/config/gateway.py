@@ -118,7 +118,7 @@ class GatewayPlaceFlags(Config):
 
 
 class GatewayConfig(GatewayPlaceFlags, GatewayFlags, KeyFlags, ServiceFlags, GrpcFlags):
-    """One gateway: HTTP in, sessions to every scheduler out."""
+    """A gateway: HTTP in, sessions to every scheduler out."""
 
     examples: ClassVar[Examples] = (
         ("", "HTTP on 127.0.0.1:10210, for the scheduler that toka-scheduler starts on this host"),

@@ -8,9 +8,11 @@ from services.common.flags import Config, Needs
 
 
 class GrpcFlags(Config):
-    """Certificates of gRPC links. A server with a certificate speaks TLS; with authorities it also demands a
-    certificate from its clients (mTLS). A client with authorities speaks TLS; with a certificate it also presents that.
-    Unix sockets use neither."""
+    """Certificates of gRPC links.
+
+    A server with a certificate speaks TLS; with authorities it also demands a certificate from its clients (mTLS). A
+    client with authorities speaks TLS; with a certificate it also presents that. Unix sockets use neither.
+    """
 
     grpc_cert: Annotated[str | None, Needs("grpc_key")] = Field(
         None, min_length=1, description="PEM file: the certificate of gRPC links, its chain behind it"
@@ -27,7 +29,7 @@ class GrpcFlags(Config):
 
     @property
     def has_mutual_tls(self) -> bool:
-        """Whether servers verify their clients."""
+        """True if servers verify their clients."""
         return self.grpc_cert is not None and self.grpc_ca is not None
 
 

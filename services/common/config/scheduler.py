@@ -95,7 +95,7 @@ class SchedulerPlaceFlags(Config):
 
 
 class SchedulerConfig(SchedulerPlaceFlags, SchedulerFlags, KeyFlags, MetricsFlags, ServiceFlags, GrpcFlags):
-    """One scheduler: one replica's queue, pages and plans."""
+    """A scheduler: one replica's queue, pages and plans."""
 
     examples: ClassVar[Examples] = (
         ("", "on 127.0.0.1:10310, for the worker that toka-worker starts on this host"),

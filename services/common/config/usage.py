@@ -19,11 +19,13 @@ _VARIABLES = "Each flag is also an environment variable, TOKA_<FLAG>; the comman
 
 
 def usage(kind: type[Config], program: str = "") -> str:
-    """Return the purpose of ``program``, examples, and a paragraph for each flag: name, default, meaning. By default it
-    is this process."""
+    """Return the purpose of ``program``, examples, and a paragraph for each flag: name, default, meaning.
+
+    ``program`` is this process by default.
+    """
     program, width = program or os.path.basename(sys.argv[0]), _width()
     named = "".join(f" {name.upper()}" for name in kind.positional)
-    lines = [f"usage: {program}{named} [flag=value | --flag value ...]", "", *textwrap.wrap(_first(kind), width)]
+    lines = [f"usage: {program}{named} [flag=value | --flag value ...]", "", *textwrap.wrap(_text(kind), width)]
     examples: Examples = vars(kind).get("examples", ())
     lines += [""] if examples else []
     for arguments, meaning in examples:
@@ -38,7 +40,7 @@ def usage(kind: type[Config], program: str = "") -> str:
         ),
     ]
     for group, flags in itertools.groupby(flags_of(kind), key=lambda flag: flag.group):
-        lines += ["", *(textwrap.wrap(_first(group), width) if group is not kind else ())]
+        lines += ["", *(textwrap.wrap(_text(group), width) if group is not kind else ())]
         for flag in flags:
             lines += _paragraph(flag, width)
     others = [name for name in kind.known() if name in kind.translations]
@@ -53,8 +55,8 @@ def usage_of_commands(commands: Mapping[str, type[Config]], program: str, purpos
     width = _width()
     lines = [f"usage: {program} COMMAND [flag=value | --flag value ...]", "", *textwrap.wrap(purpose, width), ""]
     for name, kind in commands.items():
-        purpose_of = f"{_first(kind).partition('. ')[0].rstrip('.')}."
-        lines += textwrap.wrap(purpose_of, width, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
+        first = (kind.__doc__ or "").partition("\n\n")[0]
+        lines += textwrap.wrap(first, width, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
     return "\n".join([*lines, "", f"The flags of a command: {program} COMMAND --help"])
 
 
@@ -74,9 +76,9 @@ def _width() -> int:
     return min(max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST), _WIDEST)
 
 
-def _first(kind: type[Config]) -> str:
-    """Return the first paragraph of the docstring."""
-    return " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())
+def _text(kind: type[Config]) -> str:
+    """Return the docstring as one paragraph."""
+    return " ".join((kind.__doc__ or "").replace("``", "").split())
 
 
 def _paragraph(flag: Flag, width: int) -> list[str]:

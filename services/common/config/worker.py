@@ -127,7 +127,7 @@ class WorkerPlaceFlags(Config):
 
 
 class WorkerConfig(WorkerPlaceFlags, WorkerFlags, MetricsFlags, ServiceFlags, GrpcFlags):
-    """One worker: one device, its share of the weights, and the paged KV cache."""
+    """A worker: one device, its share of the weights, and the paged KV cache."""
 
     examples: ClassVar[Examples] = (
         ("", "the built-in model on 127.0.0.1:10410, on a GPU where there is one"),

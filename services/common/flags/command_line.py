@@ -17,8 +17,10 @@ HELP = ("help", "-h", "--help")
 
 
 def split_arguments(kind: type[Config], arguments: Sequence[str]) -> dict[str, str]:
-    """Return the value of each flag in ``arguments``. Raises ``FlagError`` for an argument that is no flag of ``kind``
-    or is given twice."""
+    """Return the value of each flag in ``arguments``.
+
+    Raises ``FlagError`` for an argument that is no flag of ``kind``, or is given twice.
+    """
     values: dict[str, str] = {}
     for name, value in _parse(kind, arguments):
         if name in values:
@@ -92,8 +94,7 @@ def _parse(kind: type[Config], arguments: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _value_behind(kind: type[Config], argument: str, name: str, left: deque[str]) -> tuple[str, str]:
-    """Return the flag and the value of ``--name``. Takes the value from ``left``, unless the flag is a boolean that
-    has none."""
+    """Return the flag and the value of ``--name``, which is taken from ``left`` unless a boolean has none."""
     if name not in kind.known():
         positive = name.removeprefix("no_")
         if not _is_boolean(kind, positive):
@@ -125,8 +126,10 @@ def _unknown(argument: str, name: str, names: Sequence[str], *, has_value: bool)
 def _given(
     kind: type[Config], arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the flags of the environment and of the command line. "None" is a flag without a value, as in the
-    original Tokasaurus."""
+    """Return the flags of the environment and of the command line.
+
+    "None" is a flag without a value, as in the original Tokasaurus.
+    """
     given = read_environment(environment, kind), split_arguments(kind, arguments)
     for values in given:
         for name in [name for name in values if name in kind.refused]:

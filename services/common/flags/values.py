@@ -47,8 +47,10 @@ def _evaluate(node: ast.expr) -> int | float:
 
 
 def arithmetic(value: Any) -> Any:
-    """Return the number that text in parentheses stands for: 524288 for ``'(512 * 1024)'``. Return anything else
-    unchanged. Raises ``ValueError``."""
+    """Return the number that text in parentheses stands for: 524288 for ``'(512 * 1024)'``.
+
+    Returns anything else unchanged. Raises ``ValueError``.
+    """
     if not (isinstance(value, str) and value.strip().startswith("(")):
         return value
     try:

@@ -26,9 +26,11 @@ from services.common.flags import Examples, Int, Ints
 
 
 class LatencyConfig(ServerFlags, RequestFlags, ResultFlags):
-    """Start streams at the same moment, in rounds, and show milliseconds per token and to the first token. Per token:
-    from a stream's first text to its last, over its tokens less one; the median over all streams. To the first token:
-    from the request, on an open connection, to its first text. No prompt is sent twice."""
+    """Start streams at the same moment, and show milliseconds per token and to the first token.
+
+    Per token: from a stream's first text to its last, over its tokens less one; the median over all streams. To the
+    first token: from the request, on an open connection, to its first text. No prompt is sent twice.
+    """
 
     examples: ClassVar[Examples] = (
         ("", "1, 8 and 64 streams"),

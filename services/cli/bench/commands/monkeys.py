@@ -23,9 +23,11 @@ from services.common.flags import Examples, Int, Needs
 
 
 class MonkeysConfig(ServerFlags, RequestFlags, ResultFlags):
-    """Request many samples of few prompts, all at once, to measure what a shared prefix is worth. The samples of a
-    problem are one request's n, and come as whole answers. The rates are those of all samples, from the first request
-    to the last answer."""
+    """Request many samples of few prompts, all at once, to measure the worth of a shared prefix.
+
+    The samples of a problem are one request's n, and come as whole answers. The rates are those of all samples, from
+    the first request to the last answer.
+    """
 
     examples: ClassVar[Examples] = (
         ("--problems 8 --samples 64", "made-up prompts"),

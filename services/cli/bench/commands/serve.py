@@ -25,8 +25,10 @@ _REQUESTS, _CONCURRENCY = 100, 16
 
 
 class ServeConfig(ServerFlags, RequestFlags, ResultFlags):
-    """Send many different requests: as they arrive at a rate, or with a fixed concurrency. Shows requests and tokens a
-    second, and the times to the first token, between tokens, and to the end."""
+    """Send many different requests: as they arrive at a rate, or with a fixed concurrency.
+
+    Shows requests and tokens a second, and the times to the first token, between tokens, and to the end.
+    """
 
     examples: ClassVar[Examples] = (
         ("--rate 4 --duration 60", "Poisson arrivals for a minute"),
