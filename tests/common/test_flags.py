@@ -1,4 +1,3 @@
-import re
 import sys
 
 import pytest
@@ -11,10 +10,8 @@ from services.common.config import (
     WorkerConfig,
     usage,
 )
-from services.common.flags import Config, Excludes, FlagError, Needs, asks_for_help, load, misspelt
+from services.common.flags import FlagError, load, misspelt
 from services.launcher.compose import ComposeConfig
-from services.launcher.ping import PingConfig
-from services.launcher.run_batch import RunBatchConfig
 
 
 @pytest.mark.parametrize(
@@ -62,108 +59,6 @@ def test_nested_parentheses_cannot_exhaust_the_stack():
 @pytest.mark.parametrize(("text", "value"), [("T", True), ("F", False), ("true", True), ("0", False)])
 def test_booleans_are_t_and_f(text, value):
     assert load(SchedulerConfig, [f"prefix_caching={text}"], {}).prefix_caching is value
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["page_size=32", "prefix_caching=F"],
-        ["--page_size=32", "--prefix_caching=F"],
-        ["--page-size=32", "--prefix-caching=F"],
-        ["--page-size", "32", "--prefix-caching", "F"],
-        ["--page_size", "32", "--no-prefix-caching"],
-        ["--no_prefix_caching", "page_size=32"],
-    ],
-    ids=" ".join,
-)
-def test_every_spelling_of_a_flag_means_the_same(arguments):
-    config = load(DeploymentConfig, ["log_prompts=T", *arguments], {})
-    assert (config.page_size, config.prefix_caching, config.log_prompts) == (32, False, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "value"),
-    [
-        (["--watchdog"], True),
-        (["--watchdog", "F"], False),
-        (["--watchdog", "port=1"], True),
-        (["--no-watchdog"], False),
-    ],
-    ids=str,
-)
-def test_a_boolean_may_be_given_without_a_value(arguments, value):
-    assert load(GatewayConfig, arguments, {}).watchdog is value
-
-
-def test_a_boolean_that_may_be_auto_takes_auto_as_its_value():
-    assert load(WorkerConfig, ["--torch-compile", "auto", "--use-cudagraphs"], {}).use_cudagraphs is True
-
-
-def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign():
-    assert load(PingConfig, ["--prompt", "-1 + 1 = ?", "--model", "help"], {}).prompt == "-1 + 1 = ?"
-    assert not asks_for_help(["--model", "help"])
-    assert asks_for_help(["--https", "--help"])
-
-
-def test_flags_of_other_programs_are_spelt_alike():
-    assert load(DeploymentConfig, ["--uvicorn-log-level", "warning"], {}).gateway_log_level == "WARNING"
-
-
-def test_positional_arguments_and_flags_may_be_mixed():
-    config = load(RunBatchConfig, ["--model", "/models/M", "in.jsonl", "--retry-failed", "out.jsonl", "port=1"], {})
-    assert (config.input, config.output, config.model, config.retry_failed) == (
-        "in.jsonl",
-        "out.jsonl",
-        "/models/M",
-        True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (WorkerConfig, ["--model"], "'--model' has no value: write --model VALUE or model=VALUE"),
-        (WorkerConfig, ["--model", "--page-size", "16"], "'--model' has no value"),
-        (WorkerConfig, ["--no-model"], "--no-model: flag model is no boolean; write --model VALUE"),
-        (WorkerConfig, ["--modle", "x"], "unknown flag 'modle'.*did you mean model="),
-        (WorkerConfig, ["--page-size", "16", "page_size=32"], "flag 'page_size' is given twice"),
-        (RunBatchConfig, ["a", "b", "/x/y"], "'/x/y' is not a flag"),
-        (RunBatchConfig, ["a"], "flag output is missing: write output=VALUE"),
-    ],
-)
-def test_a_wrong_option_is_named(kind, arguments, message):
-    with pytest.raises(FlagError, match=message):
-        load(kind, arguments, {})
-
-
-PROGRAMS = [GatewayConfig, SchedulerConfig, WorkerConfig, DeploymentConfig]
-
-
-@pytest.mark.parametrize("kind", PROGRAMS)
-def test_programs_are_composed_of_groups_that_extend_nothing(kind):
-    """So that no group can replace a flag or a check of another one."""
-    groups = [each for each in kind.__mro__[1:] if issubclass(each, Config) and each is not Config]
-    assert all(group.__bases__ == (Config,) for group in groups)
-    defined = [
-        name for each in (kind, *groups) for name in vars(each) if re.match("_[a-z]", name) and name != "_abc_impl"
-    ]
-    assert sorted(set(defined)) == sorted(defined)
-
-
-@pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_flag_of_several_groups_is_the_same_in_all(kind):
-    for group in kind.__bases__:
-        for name, field in group.model_fields.items():
-            assert repr(kind.model_fields[name]) == repr(field)
-
-
-def test_rules_name_flags_of_the_programs():
-    every = {name for kind in PROGRAMS for name in kind.model_fields}
-    for kind in PROGRAMS:
-        for field in kind.model_fields.values():
-            for rule in field.metadata:
-                named = rule.names if isinstance(rule, (Needs, Excludes)) else ()
-                assert {*named, *(rule.values if isinstance(rule, Excludes) else ())} <= every
 
 
 @pytest.mark.parametrize(
