@@ -86,8 +86,5 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
 
 def _without_effect(name: str, chosen: dict[str, str]) -> bool:
     """Return whether the flag ``name`` would be refused beside the others."""
-    return any(
-        isinstance(rule, Needs) and chosen.get(needed) == "F"
-        for rule in DeploymentConfig.model_fields[name].metadata
-        for needed in getattr(rule, "names", ())
-    )
+    rules = (rule for rule in DeploymentConfig.model_fields[name].metadata if isinstance(rule, Needs))
+    return any(chosen.get(needed) == "F" for rule in rules for needed in rule.names)
