@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test lint coverage demo bench chaos soak fuzz test-compose test-clients locks audit protos descriptors reference clean
+.PHONY: setup serve test lint coverage demo bench chaos soak fuzz compose test-compose test-clients locks audit protos descriptors reference clean
 
 setup: $(VENV)/.installed
 
@@ -54,6 +54,10 @@ soak: setup
 
 fuzz: setup
 	$(BIN)/python -m bench.fuzz $(FLAGS)
+
+# The Compose file of a mix of replicas, ranks and stages: make compose dp=2 tp=4.
+compose: setup
+	$(BIN)/toka-compose $(FLAGS)
 
 # Needs a Docker engine with Compose v2 on this host (DOCKER_HOST names it).
 test-compose: setup

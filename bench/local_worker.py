@@ -43,7 +43,7 @@ class LocalWorker:
 def read_worker_flags(flags: str, **defaults: object) -> WorkerConfig:
     """``'model=... torch_compile=T'`` as a shell takes them, over ``defaults``. Exits with status 2 and the reason."""
     try:
-        return build(WorkerConfig, defaults | split_arguments(shlex.split(flags), WorkerConfig.model_fields))
+        return build(WorkerConfig, defaults | split_arguments(WorkerConfig, shlex.split(flags)))
     except FlagError as error:
         refuse(f"worker_flags: {error}")
 

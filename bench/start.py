@@ -29,7 +29,7 @@ from pydantic import Field
 from bench.server import report
 from bench.slow_worker import LOAD_SECONDS
 from services.common.config import DeploymentConfig, from_command_line
-from services.common.flags import Bool, Float, Int
+from services.common.flags import Bool, Float, Int, without_flags
 
 _TOKA = "from services.launcher.toka import main; main()"
 _SLOW_WORKERS = """
@@ -54,7 +54,7 @@ class StartError(Exception):
 def main() -> None:
     """Measure, print a table and report the figures."""
     config = from_command_line(StartConfig)
-    given = [each for each in sys.argv[1:] if each.partition("=")[0].lstrip("-").replace("-", "_") not in _OWN]
+    given = without_flags(StartConfig, sys.argv[1:], _OWN)
     measured = []
     for number in range(config.starts):
         measured.append(start(config, given))

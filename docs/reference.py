@@ -15,10 +15,19 @@ from typing import Any
 
 import httpx
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet
+from pydantic.fields import FieldInfo
 
-from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from services.common.config.flag import as_text
+from services.common.config import (
+    DeploymentConfig,
+    GatewayConfig,
+    GrpcFlags,
+    SchedulerConfig,
+    ServiceFlags,
+    WorkerConfig,
+)
+from services.common.config.deployment import DeploymentFlags
 from services.common.config.original import ORIGINAL
+from services.common.flags import as_text
 from services.gateway.app.app import make_app
 from services.gateway.batch.service import BatchService
 from services.gateway.console.observer import Observer
@@ -33,7 +42,8 @@ _METHODS = ("get", "post", "delete")
 _SCHEMAS = "#/components/schemas/"
 _OF_FIELDS = ("field", "type", "default", "meaning")
 _ABOUT_FLAGS = """\
-`flag=value` on the command line, or `TOKA_<FLAG>` in the environment. [Flags](../flags.md) says which to think about.
+`flag=value`, `--flag=value` or `--flag value` on the command line, or `TOKA_<FLAG>` in the environment.
+[Flags](../flags.md) says which to think about.
 `toka` takes those of all programs but addresses and ranks, which it chooses itself.
 """
 _ABOUT_HTTP = """\
@@ -75,16 +85,16 @@ def _cell(text: str) -> str:
 
 def flags_page() -> str:
     """Return the page with every flag of every program."""
-    common = ServiceConfig.model_fields.keys()
+    every = {name: kind for kind in (*_PROGRAMS.values(), DeploymentConfig) for name in kind.model_fields}
+    common = ServiceFlags.model_fields.keys() | GrpcFlags.model_fields.keys()
     groups = {"All programs": [name for name in DeploymentConfig.model_fields if name in common]}
     for program, kind in _PROGRAMS.items():
         groups[program.capitalize()] = [name for name in kind.model_fields if name not in common]
-    theirs = {name for kind in _PROGRAMS.values() for name in kind.model_fields}
-    groups["`toka` itself"] = [name for name in DeploymentConfig.model_fields if name not in theirs]
-    schemas = DeploymentConfig.model_json_schema()["properties"]
+    groups["`toka` itself"] = list(DeploymentFlags.model_fields)
+    schemas = {kind: kind.model_json_schema()["properties"] for kind in every.values()}
     text = f"{MADE}# Flags\n\n{_ABOUT_FLAGS}"
     for title, names in groups.items():
-        rows = [_flag_row(name, schemas[name]) for name in names]
+        rows = [_flag_row(name, every[name].model_fields[name], schemas[every[name]][name]) for name in names]
         text += f"\n## {title}\n\n" + table(("flag", "default", "values", "meaning"), rows)
     others = [(f"`{name}`", each.meaning) for name, each in ORIGINAL.items()]
     return (
@@ -92,8 +102,7 @@ def flags_page() -> str:
     )
 
 
-def _flag_row(name: str, schema: Mapping[str, Any]) -> tuple[str, ...]:
-    field = DeploymentConfig.model_fields[name]
+def _flag_row(name: str, field: FieldInfo, schema: Mapping[str, Any]) -> tuple[str, ...]:
     default = as_text(field.get_default())
     values = _kind(schema).replace("boolean", "`T`, `F`").replace("list of ", "comma-separated: ")
     return f"`{name}`", f"`{default}`" if default else "", values, field.description or ""

@@ -1,6 +1,5 @@
-"""``toka-bench``, ``toka-doctor`` and ``toka-top``: programs for people at a terminal. No torch in here; of the
-services only the doctor uses code: the worker's rules of memory, and how the launcher chooses GPUs.
+"""``toka-bench``, ``toka-doctor`` and ``toka-top``: programs for use at a terminal.
 
-Services take ``key=value``, as the original Tokasaurus did. These commands have ``--options`` instead, which typer
-makes help, checks and shell completion from: they have subcommands and many choices, and no manifest starts them.
+Nothing here imports torch. Of the services, only the doctor uses code: the worker's rules of memory, and the launcher's
+choice of GPUs. Command lines are read by ``services.common.config``, as those of the services are.
 """

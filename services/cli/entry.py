@@ -1,4 +1,4 @@
-"""How a command begins whose packages may be missing."""
+"""Starts a command whose packages may be missing."""
 
 import importlib
 import sys
@@ -7,11 +7,12 @@ from services.common.process.children import use_safe_paths
 
 
 def run(program: str, module: str) -> None:
-    """The typer ``app`` of ``module``. What it needs is the extra ``cli``: without it, a sentence and status 2."""
+    """Call ``main`` of ``module``. Exits with status 2 and the reason if a package of the extra ``cli`` is missing."""
     use_safe_paths()
     try:
-        app = importlib.import_module(module).app
+        main = importlib.import_module(module).main
     except ModuleNotFoundError as error:
         print(f"{program}: {error.name} is not installed: pip install 'tokasaurus[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
-    app(prog_name=program)
+    sys.argv[0] = program  # also for python -m
+    main()

@@ -17,13 +17,13 @@ from services.client.params import SamplingParams
 from services.client.progress import NoProgress, Progress
 from services.client.request import Conversation, Prompt, Request
 from services.client.runner import PARSERS, Runner
-from services.common.config import GatewayConfig, GrpcConfig
+from services.common.config import GatewayConfig, GrpcFlags
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, build
 from services.common.rpc.channel import Dialer
 from services.common.text.tokenizer import Tokenizer
 
-_LINK_FLAGS = {*GrpcConfig.model_fields, "grpc_token_file"}
+_LINK_FLAGS = {*GrpcFlags.model_fields, "grpc_token_file"}
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

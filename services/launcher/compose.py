@@ -7,12 +7,12 @@ ranks reach each other's memory within a container only. The text depends on the
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config import from_command_line
-from services.common.flags import Config, Int, Strings
+from services.common.flags import Config, Excludes, Int, Strings
 
 WORKER_PORT, SCHEDULER_PORT = 10410, 10310  # in their containers
 CUDA_PYTHON_IMAGE = "python:3.12.13-slim-bookworm"
@@ -26,7 +26,9 @@ class ComposeConfig(Config):
     tp: Int = Field(1, ge=1, le=MOST_RANKS, description="tensor-parallel ranks of a replica")
     pp: Int = Field(1, ge=1, le=MOST_RANKS, description="pipeline stages of a replica")
     device: Literal["cuda", "cpu"] = "cuda"
-    gpus: Strings = Field((), description="NVIDIA's numbers or UUIDs, one for each rank; default: from 0 on")
+    gpus: Annotated[Strings, Excludes(device="cpu")] = Field(
+        (), description="NVIDIA's numbers or UUIDs, one for each rank; default: from 0 on"
+    )
     grpc_port: Int = Field(
         SCHEDULER_PORT, ge=1, le=65000, description="direct gRPC on loopback: replica r has grpc_port + r"
     )
@@ -51,8 +53,6 @@ class ComposeConfig(Config):
                 f"flags tp={self.tp} pp={self.pp}: a replica of {self.ranks} ranks, and one container has {MOST_RANKS}"
                 " at most; lower them, or start its workers on several hosts (docs/deploy-hosts.md)"
             )
-        if self.gpus and self.device == "cpu":
-            raise ValueError(f"flag gpus={','.join(self.gpus)}: has no effect with device=cpu; leave one of them out")
         if self.gpus and len(self.gpus) != self.dp * self.ranks:
             raise ValueError(
                 f"flag gpus={','.join(self.gpus)}: expected {self.dp * self.ranks} of them, one for each of the"

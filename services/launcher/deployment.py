@@ -14,9 +14,8 @@ from services.common.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from services.common.config.flag import as_text
 from services.common.errors import InvalidRequest
-from services.common.flags import ENV_PREFIX, Config
+from services.common.flags import ENV_PREFIX, Config, as_text
 from services.common.host.resources import gpu_names
 from services.common.process.handover import Handover
 from services.common.rpc.channel import PLAIN, Dialer
@@ -91,7 +90,9 @@ def child_environment(spec: ChildSpec, environment: dict[str, str]) -> dict[str,
     return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)} | spec.environment
 
 
-def _plan_workers(config: DeploymentConfig, replica: int, runtime_dir: Path, gpus: Sequence[str]) -> list[ChildSpec]:
+def _plan_workers(
+    config: ChosenDeploymentConfig, replica: int, runtime_dir: Path, gpus: Sequence[str]
+) -> list[ChildSpec]:
     """One replica's, in the order of their ranks."""
     size = config.tp_size * config.pp_size
     shared: dict[str, object] = {"dp_rank": replica}
@@ -113,13 +114,13 @@ def _plan_workers(config: DeploymentConfig, replica: int, runtime_dir: Path, gpu
 
 
 def _flags(kind: type[Config], config: DeploymentConfig, chosen: dict[str, object]) -> tuple[str, ...]:
-    """The flags of one child: what was chosen for it, and what differs from the defaults."""
-    values = {}
-    for name, info in kind.model_fields.items():
-        value = chosen.get(name, getattr(config, name))
-        if value is not None and value != info.default:
-            values[name] = value
-    return tuple(f"{name}={as_text(value)}" for name, value in values.items())
+    """Return the flags of one child: those chosen for it, and those that differ from the defaults."""
+    values = {**dict(config.part(kind)), **chosen}
+    return tuple(
+        f"{name}={as_text(values[name])}"
+        for name, field in kind.model_fields.items()
+        if values[name] is not None and values[name] != field.default
+    )
 
 
 def _reachable(host: str) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import httpx
 import orjson
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from services.common.batch_line import UsedIds, WrongLine, read_request
 from services.common.config import DeploymentConfig, from_command_line
-from services.common.flags import Bool, Int
+from services.common.flags import Bool, Int, without_flags
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
 
@@ -39,7 +39,9 @@ _STOP_S = 30.0
 
 
 class RunBatchConfig(DeploymentConfig):
-    """The files, and which server answers. Without ``url``, the other flags are those of ``toka``, which is started."""
+    """Run a batch file against the server at ``url``. Without ``url``, start ``toka`` for it, with its flags."""
+
+    positional: ClassVar[tuple[str, ...]] = ("input", "output")
 
     input: str = Field(description="JSON lines: custom_id, method, url and body of a request each")
     output: str = Field(description="JSON lines: results are appended as they come")
@@ -62,15 +64,12 @@ class Tally:
 
 def main() -> None:
     """The ``toka-run-batch`` command. Exit status: 0 if every line succeeded, 1 if not, 2 for a wrong flag."""
-    names = iter(("input", "output"))
-    for index, argument in enumerate(sys.argv[1:], 1):
-        if "=" not in argument and argument not in ("help", "-h", "--help") and (name := next(names, None)):
-            sys.argv[index] = f"{name}={argument}"
     config = from_command_line(RunBatchConfig)
-    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in sys.argv[1:]}
-    theirs = sorted(given & set(DeploymentConfig.known()))
+    own = RunBatchConfig.model_fields.keys() - DeploymentConfig.model_fields.keys()
+    theirs = without_flags(RunBatchConfig, sys.argv[1:], own)
     if config.url is not None and theirs:
-        _exit(2, f"flag {theirs[0]}: the server at url={config.url} has its own; leave one of them out")
+        name = min(theirs).partition("=")[0]
+        _exit(2, f"flag {name}: the server at url={config.url} has its own; leave one of them out")
     if config.ca is not None and not (config.url or "").startswith("https:"):
         _exit(2, f"flag ca={config.ca}: has no effect without url=https://...; leave it out, or set both")
     if config.url is None and config.http_cert is not None:
@@ -235,11 +234,11 @@ def _content(body: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
-    """``toka`` with those of its ``flags`` that were given; its URL once it serves."""
-    port = config.port if "port" in flags else _free_port()
-    given = [argument for argument in sys.argv[1:] if argument.partition("=")[0].lstrip("-").replace("-", "_") in flags]
+    """Start ``toka`` with ``flags``. Yields its URL once it serves."""
+    named = {flag.partition("=")[0] for flag in flags}
+    port = config.port if "port" in named else _free_port()
     more = {"port": port, "grpc_port": 0, "store_url": "none"}
-    given += [f"{name}={value}" for name, value in more.items() if name not in flags]
+    given = [*flags, *(f"{name}={value}" for name, value in more.items() if name not in named)]
     command = module_command("services.launcher.toka", *given)
     environment = module_environment(os.environ) | {PARENT_PID: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

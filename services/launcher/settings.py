@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from services.common.config import DeploymentConfig
-from services.common.config.flag import as_text
+from services.common.flags import Needs, as_text
 from services.launcher.deployment import ChildSpec
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -14,13 +14,6 @@ from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 _OF_WORKER, _OF_SCHEDULER, _OF_GATEWAY = 2, 2, 3
 _MOST_GATEWAYS = 4  # for each replica
 _DEADLINE_S = 10.0
-# Flags that are refused beside another one that is off.
-_NEEDED = {
-    "cudagraph_max_size": "use_cudagraphs",
-    "piecewise_cudagraph_max_tokens": "use_cudagraphs",
-    "hydragen_min_group_size": "use_hydragen",
-    "hydragen_min_prefix_len": "use_hydragen",
-}
 # Flags whose values may hold a password.
 _SECRET = ("store_url", "otlp_endpoint")
 _WIDTH = 140
@@ -84,9 +77,7 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
     given = {
         name: as_text(value)
         for name, field in DeploymentConfig.model_fields.items()
-        if name not in (*config.never_given, *_SECRET)
-        and (value := getattr(config, name)) != field.default
-        and value is not None
+        if name not in _SECRET and (value := getattr(config, name)) != field.default and value is not None
     }
     chosen = given | {each.name: each.value for each in settings if each.value not in ("", "auto")}
     flags = [f"{name}={value}" for name, value in chosen.items() if not _without_effect(name, chosen)]
@@ -95,5 +86,5 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
 
 def _without_effect(name: str, chosen: dict[str, str]) -> bool:
     """Return whether the flag ``name`` would be refused beside the others."""
-    needed = _NEEDED.get(name)
-    return needed is not None and chosen.get(needed) == "F"
+    rules = (rule for rule in DeploymentConfig.model_fields[name].metadata if isinstance(rule, Needs))
+    return any(chosen.get(needed) == "F" for rule in rules for needed in rule.names)

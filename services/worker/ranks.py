@@ -15,6 +15,7 @@ import structlog
 
 from services.common.config import WorkerConfig
 from services.common.errors import PEER_LOST_STATUS, InvalidRequest, Unavailable
+from services.common.flags import without_flags
 from services.common.host.private_files import usual_umask
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID, Stop, run_service
@@ -40,7 +41,7 @@ def rank_flags(config: WorkerConfig, arguments: Sequence[str]) -> Iterator[list[
             "flags tp_rank, pp_rank and worker_listen: toka-workers numbers its ranks and counts up from the port of"
             f" worker_listen={config.worker_listen}; leave the ranks out, and name host:port"
         )
-    shared = [each for each in arguments if each.lstrip("-").replace("-", "_").partition("=")[0] not in OWN]
+    shared = without_flags(WorkerConfig, arguments, OWN)
     ranks = itertools.product(range(config.pp_size), range(config.tp_size))
     for index, (pp_rank, tp_rank) in enumerate(ranks):
         flags = [*shared, f"tp_rank={tp_rank}", f"pp_rank={pp_rank}", f"worker_listen={host}:{int(port) + index}"]

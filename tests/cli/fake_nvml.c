@@ -10,7 +10,7 @@ static long number(const char *name, long otherwise) {
 
 typedef struct { unsigned long long total, free, used; } Memory;
 
-int nvmlInit_v2(void) {
+int nvmlInitWithFlags(unsigned flags) {
     if (number("FAKE_CRASH", 0)) abort();
     return (int)number("FAKE_INIT", 0);
 }

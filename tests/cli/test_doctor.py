@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from services.cli.doctor.command import app
+from services.cli.doctor.command import main
 from services.cli.doctor.findings import Finding, Level
 from services.cli.doctor.model import find
 from services.common.config import DeploymentConfig
@@ -28,6 +27,7 @@ from services.worker.layers.factory import make_kernels
 from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
 from tests.cli.looking import findings, only
+from tests.cli.running import run
 from tests.worker.small_models import CPU
 
 INDEX = "model.safetensors.index.json"
@@ -84,9 +84,9 @@ def test_the_builtin_model_can_be_started():
 
 def test_nothing_of_torch_is_loaded():
     program = (
-        "import sys; from typer.testing import CliRunner; from services.cli.doctor.command import app;"
-        "done = CliRunner().invoke(app, ['port=0', 'grpc_port=0', 'device=cpu']); print(done.output);"
-        "assert done.exit_code == 0; assert not {'torch', 'triton', 'flashinfer', 'transformers'} & set(sys.modules)"
+        "import sys; from services.cli.doctor.command import main; from tests.cli.running import run;"
+        "done = run(main, 'port=0', 'grpc_port=0', 'device=cpu'); print(done.output);"
+        "assert done.status == 0; assert not {'torch', 'triton', 'flashinfer', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -291,9 +291,9 @@ def test_a_place_that_cannot_be_written_to_fails(tmp_path):
 
 
 def test_a_wrong_flag_is_answered_with_the_nearest():
-    wrong = CliRunner().invoke(app, ["tp_sise=2"])
-    assert (wrong.exit_code, wrong.stderr.count("did you mean tp_size=?")) == (2, 1)
-    assert CliRunner().invoke(app, ["device=cpu", "--gpu-memory", "80"]).exit_code == 2
+    wrong = run(main, "tp_sise=2")
+    assert (wrong.status, wrong.stderr.count("did you mean tp_size=?")) == (2, 1)
+    assert run(main, "device=cpu", "--gpu-memory", "80").status == 2
 
 
 def planned(tmp_path: Path, config: dict[str, Any], gib: float, **flags: Any) -> Finding:

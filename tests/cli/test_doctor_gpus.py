@@ -115,7 +115,7 @@ def test_what_can_be_seen_is_what_cuda_sees():
 @pytest.mark.parametrize(
     ("described", "sentence"),
     [
-        ({"init": 9}, "nvmlInit_v2: Driver Not Loaded (9)"),
+        ({"init": 9}, "NVIDIA's driver does not answer: Driver Not Loaded"),
         ({"crash": 1}, "asking NVIDIA's driver ended with status -6"),
     ],
 )

@@ -13,15 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
 from bench.server import free_port
-from services.cli.top.command import app
+from services.cli.top.command import main
 from services.cli.top.figures import History
 from services.cli.top.source import Sample
 from services.cli.top.view import away, duration, frame, resample
+from tests.cli.running import Outcome, run
 from tests.gateway.access.conftest import KeysFile
 from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually
 
@@ -63,10 +62,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def top(*arguments: str, **environment: str) -> Result:
+def top(*arguments: str, **environment: str) -> Outcome:
     """The command in this process, its output in a pipe."""
     plain = {"TOKA_API_KEY": None, "OPENAI_API_KEY": None, "COLUMNS": "200"}
-    return CliRunner().invoke(app, ["--interval", "0.5", *arguments], env=plain | environment)
+    return run(main, "--interval", "0.5", *arguments, environment=plain | environment)
 
 
 def test_a_frame_has_what_the_gateway_says(watched, nobody):
@@ -82,7 +81,7 @@ def test_a_frame_has_what_the_gateway_says(watched, nobody):
         done = top("--url", watched.url + "/v1")
         response = answer.result()
     assert response.status_code == 200
-    assert done.exit_code == 0, done.stderr
+    assert done.status == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "tokasaurus-builtin  ready" in lines[0]
     assert 0 < float(re.search(r"generated ([\d,]+) tokens/s", done.stdout)[1].replace(",", "")) <= 4 * 1000 / 50 * 2
@@ -173,10 +172,10 @@ def test_who_may_not_look_is_told_what_is_needed(guarded):
         ({"OPENAI_API_KEY": keys.keys["boss"]}, "where admin_port= is set, ask there"),
     ):
         done = top("--url", url, **key)
-        assert done.exit_code == 1
+        assert done.status == 1
         assert sentence in done.stderr
     done = top("--url", admin_url)
-    assert done.exit_code == 0, done.stderr
+    assert done.status == 0, done.stderr
     assert "tokasaurus-builtin  ready" in done.stdout
 
 
@@ -187,7 +186,7 @@ def test_what_is_no_gateway_is_told(tmp_path):
         (("--url", f"http://127.0.0.1:{free_port()}"), "is toka running there?"),
     ):
         done = top(*arguments)
-        assert done.exit_code == 1
+        assert done.status == 1
         assert sentence in done.stderr
 
 

@@ -12,7 +12,7 @@ import time
 
 import structlog
 
-from services.common.config import ServiceConfig
+from services.common.config import ServiceFlags
 from services.common.errors import Unavailable
 from services.common.process.pulse import Pulse
 from services.common.process.service import Stop, run_service
@@ -22,7 +22,7 @@ LINES = 6_000  # of some 200 bytes each
 log = structlog.get_logger(__name__)
 
 
-class BeatingConfig(ServiceConfig):
+class BeatingConfig(ServiceFlags):
     manner: str = "calm"
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from services.common.config import DeploymentConfig
-from services.common.config.completion import completion
+from services.common.config.completion import completion, completion_of_commands
 from services.common.config.flag import flags_of
 from services.common.flags import FlagError
+from services.launcher.download import DownloadConfig
+from services.launcher.ping import PingConfig
 
 PATIENCE_S = 60.0
 
@@ -94,6 +96,40 @@ def test_names_values_and_files_are_completed_at_the_key(command, prepare, termi
     assert shown.split() == ["<kv_cache_dtype=fp8>", "<tp_size=2>", "<use_hydragen=T>", "<model=models/Llama>"]
 
 
+@pytest.mark.parametrize(
+    ("command", "prepare"),
+    [
+        (("bash", "--norc", "--noprofile", "-i"), ""),
+        (("bash", "--norc", "--noprofile", "-i"), "COMP_WORDBREAKS=${COMP_WORDBREAKS/=/}\n"),
+        (("zsh", "-f", "-i"), "autoload -U compinit; compinit -u -D\n"),
+    ],
+    ids=["bash", "bash without =", "zsh"],
+)
+def test_options_and_the_values_behind_them_are_completed_at_the_key(command, prepare, terminal, tmp_path):
+    (tmp_path / "Llama").write_text("")
+    file = script(command[0], tmp_path / "completion")
+    shell = terminal(*command, directory=tmp_path)
+    shell.type(f"{prepare}. {file}\n{SAY}echo rea''dy\n")
+    shell.read_until("(ready)")
+    shell.type("toka --kv-cache-d\tf\t --devi\tcu\t --dtype flo\t32 --model Ll\t --watchd\t tp_s\t2\n")
+    shown = shell.read_until(r"given (.*)\.\r?\n")
+    expected = "<--kv-cache-dtype=fp8> <--device=cuda> <--dtype> <float32> <--model> <Llama> <--watchdog> <tp_size=2>"
+    assert shown == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_commands_and_their_own_flags_are_completed(shell, terminal, tmp_path):
+    file = tmp_path / "completion"
+    file.write_text(completion_of_commands("toka", shell, {"ping": PingConfig, "fetch": DownloadConfig}))
+    command = ("bash", "--norc", "--noprofile", "-i") if shell == "bash" else ("zsh", "-f", "-i")
+    opened = terminal(*command, directory=tmp_path)
+    start = "autoload -U compinit; compinit -u -D\n" if shell == "zsh" else ""
+    opened.type(f"{start}. {file}\n{SAY}echo rea''dy\n")
+    opened.read_until("(ready)")
+    opened.type("toka pi\t --ht\tmax_t\t7\n")
+    assert opened.read_until(r"given (.*)\.\r?\n") == "<ping> <--https> <max_tokens=7>"
+
+
 def test_bash_offers_every_name_and_every_choice(tmp_path):
     file = script("bash", tmp_path / "completion")
 
@@ -109,6 +145,10 @@ def test_bash_offers_every_name_and_every_choice(tmp_path):
     assert offered("toka torch_compile=") == ["auto", "T", "F"]
     assert offered("toka watchdog=") == ["T", "F"]
     assert offered("toka port=") == []
+    assert sorted(offered("toka --log-")) == ["--log-format=", "--log-level=", "--log-prompts"]
+    assert offered("toka --watchdog ")[0] == names[0]
+    assert offered("toka --torch-compile=") == ["auto", "T", "F"]
+    assert offered("toka --log-format ") == ["auto", "json", "console"]
 
 
 def test_fish_completes_with_what_each_flag_means(tmp_path):
@@ -126,12 +166,15 @@ def test_fish_completes_with_what_each_flag_means(tmp_path):
     assert "tp_size=\ttensor-parallel ranks of a replica" in offered("toka tp")
     assert [each.partition("\t")[0] for each in offered("toka device=")] == ["device=auto", "device=cpu", "device=cuda"]
     assert [each.partition("\t")[0] for each in offered("toka model=Ll")] == ["model=Llama"]
+    assert "--tp-size\ttensor-parallel ranks of a replica" in offered("toka --tp")
+    assert [each.partition("\t")[0] for each in offered("toka --device c")] == ["cpu", "cuda"]
+    assert [each.partition("\t")[0] for each in offered("toka --model=Ll")] == ["--model=Llama"]
 
 
 def test_flags_that_toka_would_refuse_are_not_offered():
     names = {flag.name for flag in flags_of(DeploymentConfig)}
-    assert DeploymentConfig.never_given.isdisjoint(names)
-    assert names | DeploymentConfig.never_given == set(DeploymentConfig.model_fields)
+    assert DeploymentConfig.refused.keys().isdisjoint(names)
+    assert names == set(DeploymentConfig.model_fields)
 
 
 def test_a_shell_that_is_not_known_is_refused():

@@ -1,28 +1,31 @@
 """Flags, commands and words of the services that pages name are those that there are."""
 
-import importlib
 import re
 import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from services.common.config import DeploymentConfig
+from services.cli.bench.app import COMMANDS
+from services.cli.doctor.command import DoctorConfig
+from services.cli.top.command import TopConfig
+from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from services.common.config.flag import flags_of
 from services.common.flags import arithmetic
 from tests.docs.pages import ROOT, blocks, pages, prose
 
 PAGES = pages()
 SCRIPTS = set(re.findall(r'"((?:toka|tksrs)[\w-]*) = ', (ROOT / "setup.py").read_text()))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-FLAGS = set(DeploymentConfig.known())
-SERVICES = {"toka", "toka-gateway", "toka-scheduler", "toka-worker", "toka-workers"}  # whose flags are all in FLAGS
-PROGRAMS = {
-    "toka-bench": "services.cli.bench.app",
-    "toka-doctor": "services.cli.doctor.command",
-    "toka-top": "services.cli.top.command",
+FLAGS = set(DeploymentConfig.known())  # with those that it refuses: they are those of its children
+FIELDS = {
+    name: field
+    for kind in (DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig)
+    for name, field in kind.flags().items()
 }
+SERVICES = {"toka", "toka-gateway", "toka-scheduler", "toka-worker", "toka-workers"}  # whose flags are all in FLAGS
+PROGRAMS = {"toka-bench": list(COMMANDS.values()), "toka-doctor": [DoctorConfig], "toka-top": [TopConfig]}
 PLAYBOOK = ROOT / "docs" / "operations.md"
 
 of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -71,13 +74,10 @@ def test_flags_of_commands_are_there(page: Path):
 
 @cache
 def options(program: str) -> frozenset[str]:
-    """Of a command of ``services.cli``, those of its own commands included."""
-    left, found = [get_command(importlib.import_module(PROGRAMS[program]).app)], {"--help"}
-    while left:
-        command = left.pop()
-        found |= {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
-        left += getattr(command, "commands", {}).values()
-    return frozenset(found)
+    """Return the options of a command of ``services.cli``, those of its own commands included."""
+    flags = [flag for kind in PROGRAMS[program] for flag in flags_of(kind)]
+    negated = {f"--no-{flag.option.removeprefix('--')}" for flag in flags if flag.is_boolean}
+    return frozenset({"--help", "--completion", *(flag.option for flag in flags), *negated})
 
 
 @of_pages
@@ -87,7 +87,7 @@ def test_options_of_commands_are_there(page: Path):
             given = {word.partition("=")[0] for word in words[1:] if word.startswith("-")}
             assert given <= options(words[0]), f"{' '.join(words)}: {given - options(words[0])}"
     if page.name in ("benchmarking.md", "command-line.md"):
-        told = set(re.findall(r"`(--[a-z][a-z-]+)", prose(page))) - {"--options"}
+        told = {option.replace("_", "-") for option in re.findall(r"`(--[a-z][a-z_-]+)", prose(page))}
         there = frozenset().union(*map(options, PROGRAMS))
         assert told <= there, told - there
 
@@ -103,7 +103,7 @@ def test_flags_in_tables_are_there_with_their_defaults(page: Path):
             assert set(names) <= FLAGS, set(names) - FLAGS
             if "default" in head and page.parent.name != "reference":
                 for name, told in zip(names, cells[1].split(", "), strict=True):
-                    kept = DeploymentConfig.model_fields[name].default
+                    kept = FIELDS[name].default
                     in_words = kept in (None, ()) and not re.search(r"\d", told)
                     assert in_words or default(told) == kept, f"{name}: {told}, not {kept}"
 

@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 
-from services.common.config import DeploymentConfig
+from services.common.config import DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from tests.docs.pages import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -23,8 +23,9 @@ def test_the_pages_are_up_to_date(made):
 
 
 def test_every_flag_says_what_it_means(made):
-    assert [name for name, field in DeploymentConfig.model_fields.items() if not field.description] == []
-    assert [name for name in DeploymentConfig.model_fields if f"| `{name}` |" not in made["flags.md"]] == []
+    for kind in (DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig):
+        assert [name for name, field in kind.model_fields.items() if not field.description] == []
+        assert [name for name in kind.model_fields if f"| `{name}` |" not in made["flags.md"]] == []
 
 
 def test_every_parameter_of_a_body_says_what_it_means(made):

@@ -13,6 +13,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from services.launcher.compose import ComposeConfig, overlay
+
 ROOT = Path(__file__).parents[2]
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "docker" / "locks").glob("*.txt")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -102,8 +104,8 @@ def test_an_image_installs_nothing_that_is_not_locked(service: str):
 
 
 def test_python_is_pinned_to_the_patch():
-    files = [*(ROOT / "docker").glob("*.Dockerfile"), *(ROOT / "docker" / "gpu").glob("*.yml")]
-    images = [image for file in files for image in re.findall(r"PYTHON_IMAGE[=:] ?(\S+)", file.read_text())]
+    texts = [overlay(ComposeConfig()), *(file.read_text() for file in (ROOT / "docker").glob("*.Dockerfile"))]
+    images = [image for text in texts for image in re.findall(r"PYTHON_IMAGE[=:] ?(\S+)", text)]
     assert {re.fullmatch(r"python:(\d+\.\d+\.\d+)-slim-\w+", image)[1] for image in images} == set(PYTHONS)
 
 

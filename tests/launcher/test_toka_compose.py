@@ -1,4 +1,4 @@
-"""toka-compose writes what Compose takes and what the programs in its containers take; what is committed is that."""
+"""toka-compose writes what Compose takes, and what the programs in its containers take."""
 
 import itertools
 import json
@@ -127,12 +127,14 @@ def test_dockerfile_has_what_is_asked_of_it():
     assert f"AS base-{arguments['VARIANT']}\n" in dockerfile
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docker" / "gpu").glob("*.yml")), ids=lambda path: path.stem)
-def test_what_is_committed_is_what_toka_compose_writes(path: Path):
-    sizes = {name: int(size) for name, size in re.findall(r"(dp|tp|pp)(\d+)", path.stem)}
-    config = build(ComposeConfig, sizes)
-    assert ROOT / config.path == path
-    assert path.read_text() == overlay(config), f"run {overlay(config).partition('Written by: ')[2].splitlines()[0]}"
+@pytest.mark.parametrize("mix", [{}, {"dp": 2, "tp": 4}, {"device": "cpu", "dp": 2}], ids=str)
+def test_the_file_of_a_mix_is_written_where_its_command_names_it(mix: dict[str, Any], tmp_path):
+    (tmp_path / "docker").mkdir()
+    config = build(ComposeConfig, mix)
+    outcome = run(tmp_path, *(f"{name}={value}" for name, value in mix.items()))
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / config.path).read_text() == overlay(config)
+    assert f"{command(config)} up --build --wait" in outcome.stdout
 
 
 def test_what_is_included_is_named_as_what_is_written():
@@ -144,7 +146,6 @@ def test_what_is_included_is_named_as_what_is_written():
             path = path.replace(f"${{TOKA_{name.upper()}:-1}}", str(sizes.get(name, 1)))
         assert path == written.path
         assert all(f"TOKA_{name.upper()}={sizes.get(name, 1)}" in command(written) for name in ("dp", "tp", "pp"))
-    assert (ROOT / build(ComposeConfig, {}).path).exists()
 
 
 @pytest.mark.parametrize(
@@ -212,6 +213,8 @@ def test_compose_itself_takes_it(tmp_path, flags: dict[str, Any]):
 
 
 def test_compose_includes_the_mix_that_variables_name():
+    outcome = run(ROOT, "dp=2", "tp=2")
+    assert outcome.returncode == 0, outcome.stderr
     found = compose_config("-f", "docker/compose.gpu.yml", TOKA_DP="2", TOKA_TP="2")
     assert {"worker", "worker-1", "scheduler", "scheduler-1"} <= set(found)
     assert found["worker-1"]["environment"]["TOKA_TP_SIZE"] == "2"

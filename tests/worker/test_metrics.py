@@ -1,8 +1,9 @@
 """What a worker tells Prometheus of its steps, and of its device where the driver tells."""
 
-import ctypes
+from types import SimpleNamespace
 
 import httpx
+import pynvml
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -52,24 +53,18 @@ def test_there_is_no_power_to_tell_of_without_a_gpu():
     assert Power.of(torch.device("cpu")) is None
 
 
-class Driver:
-    """As much of NVML as is asked for."""
-
-    status = 0
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules) -> int:
-        millijoules._obj.value = 2**40
-        return self.status
-
-    def nvmlDeviceGetPowerUsage(self, handle, milliwatts) -> int:
-        milliwatts._obj.value = 312_500
-        return self.status
-
-
 def test_a_driver_that_does_not_count_is_passed_over():
-    power = Power(Driver(), ctypes.c_void_p())
+    def refuse(handle: object) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    counting = SimpleNamespace(
+        NVMLError=pynvml.NVMLError,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 2**40,
+        nvmlDeviceGetPowerUsage=lambda handle: 312_500,
+    )
+    power = Power(counting, None)
     assert (power.joules(), power.watts()) == (2**40 * 1e-3, 312.5)
-    Driver.status = 3  # NVML_ERROR_NOT_SUPPORTED
+    counting.nvmlDeviceGetTotalEnergyConsumption = counting.nvmlDeviceGetPowerUsage = refuse
     assert (power.joules(), power.watts()) == (None, None)
 
 

@@ -1,7 +1,7 @@
-"""``toka-bench serve|monkeys|latency``: load for any OpenAI server, and what became of it.
+"""``toka-bench serve|monkeys|latency``: sends load to any OpenAI server and measures it.
 
-What sends and measures is imported by the programs in ``bench/`` too, and needs neither typer nor rich: those are for
-the command alone (``app.py``, ``commands/``, ``run.py``, ``display.py``).
+The programs in ``bench/`` import the modules that send and measure. These do not need rich, which only the command
+does (``app.py``, ``commands/``, ``run.py``, ``display.py``).
 """
 
 from services.cli.entry import run

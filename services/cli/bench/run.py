@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from services.cli.bench.load import Load, Outcome, drive
 from services.cli.bench.plot import plot
 from services.cli.bench.sending import Bodies
 from services.cli.bench.server import ServerError, served_model, without_version
+from services.common.flags import Config, as_text
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
 @dataclass
 class Run:
-    """Used by the command's one thread. ``settings``: the options, as the results tell them."""
+    """Used by the command's one thread. ``settings`` are the flags as the results hold them."""
 
     command: str
     settings: dict[str, Any]
@@ -38,9 +39,9 @@ class Run:
     interrupted: bool = False
 
     @classmethod
-    def of(cls, command: str, settings: Mapping[str, Any], *, chat: bool = False) -> "Run":
-        """From a command's options. Raises ``ServerError``."""
-        given = dict(settings)
+    def of(cls, command: str, config: Config, *, chat: bool = False) -> "Run":
+        """Return the run that ``config`` describes. Raises ``ServerError``."""
+        given: dict[str, Any] = {name: as_text(value) if isinstance(value, tuple) else value for name, value in config}
         json_to, plot_to, api_key, ca = (given.pop(name, None) for name in ("json_to", "plot_to", "api_key", "ca"))
         if given.get("seed", 0) is None:
             given["seed"] = random.SystemRandom().randrange(2**32)

@@ -1,12 +1,10 @@
-"""``toka-doctor model=... tp_size=2`` looks at exactly the start that ``toka`` would make with these flags. What it
-takes besides are ``--options``: see ``services/cli/__init__.py``."""
+"""The ``toka-doctor`` command: checks the start that ``toka`` would make with the same flags."""
 
 import json
-import os
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar
 
-import typer
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,71 +21,48 @@ from services.cli.doctor.host import (
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.memory import look_at_memory
 from services.cli.doctor.software import look_at_gpus, look_at_packages
-from services.common.config import DeploymentConfig
-from services.common.config.flag import flags_of
-from services.common.flags import FlagError, load
+from services.common.config import DeploymentConfig, from_command_line
+from services.common.flags import Bool, Examples, Excludes, Float
 
 _STYLES = {Level.OK: "green", Level.UNKNOWN: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
-_EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "    toka-doctor      (this machine, and the built-in model)",
-        "    toka-doctor model=/models/Llama-3.1-8B-Instruct tp_size=2",
-        "    toka-doctor model=/models/Llama-3.1-8B-Instruct --gpu-memory 80      (for a GPU that is elsewhere)",
-        "Flags are those of toka, see toka help; TOKA_FLAG in the environment counts as it does there. Exit status: 0;"
-        " 1 where something fails; 2 for a wrong flag.",
+
+
+class DoctorConfig(DeploymentConfig):
+    """Check whether the start that toka would make with these flags works on this machine.
+
+    Checks GPUs, driver, packages, ports, limits, disks, the model's files and memory, and says what to do. It starts,
+    loads and fetches nothing. Exit status: 0; 1 if a check fails; 2 for a wrong flag.
+    """
+
+    shorthands: ClassVar[Mapping[str, str]] = {**DeploymentConfig.shorthands, "-q": "quiet=T"}
+    examples: ClassVar[Examples] = (
+        ("", "this machine, and the built-in model"),
+        ("model=/models/Llama-3.1-8B-Instruct tp_size=2", "a model on two GPUs"),
+        ("model=/models/Llama-3.1-8B-Instruct --gpu-memory 80", "for a GPU that is elsewhere"),
     )
-)
 
-app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
-
-
-def complete_flag(incomplete: str) -> list[tuple[str, str]]:
-    """For shells: names of flags, and behind one its choices."""
-    flags, (name, equals, _) = flags_of(DeploymentConfig), incomplete.partition("=")
-    if equals:
-        return [(f"{name}={choice}", "") for flag in flags if flag.name == name for choice in flag.choices]
-    return [(f"{flag.name}=", flag.description) for flag in flags if flag.name.startswith(name)]
+    as_json: Bool = Field(False, alias="json", description="one JSON object, for programs")
+    gpu_memory: Annotated[Float | None, Excludes(device="cpu")] = Field(
+        None, ge=0.1, description="GiB of each GPU: plan for GPUs of this size, instead of those of this machine"
+    )
+    quiet: Bool = Field(False, description="only what is not right")
 
 
-@app.command(epilog=_EPILOG)
-def doctor(
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FLAG=VALUE", help="What you would give to toka.", autocompletion=complete_flag),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            metavar="GIB",
-            help="Plan for GPUs with so much memory, as many as the flags ask for, instead of those here.",
-        ),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only what is not right.")] = False,
-) -> None:
-    """Would this start work here? Says of GPUs, driver, packages, ports, limits, disks, the model's files and memory
-    whether they are right, and if not, what to do. Starts, loads and fetches nothing."""
-    try:
-        config = load(DeploymentConfig, flags or [], os.environ)
-        if gpu_memory is not None and config.device == "cpu":
-            raise FlagError("--gpu-memory: has no effect with device=cpu; leave one of them out")
-    except FlagError as error:
-        typer.echo(f"toka-doctor: {error}", err=True)
-        raise typer.Exit(2) from None
-    findings = look(Machine(config, None if gpu_memory is None else int(gpu_memory * 2**30)))
-    if as_json:
+def main() -> None:
+    """Run the ``toka-doctor`` command."""
+    config = from_command_line(DoctorConfig)
+    findings = look(Machine(config, None if config.gpu_memory is None else int(config.gpu_memory * 2**30)))
+    if config.as_json:
         found = list(findings)
         document = [{key: value for key, value in vars(each).items() if value} for each in found]
-        typer.echo(json.dumps({"ok": not _failed(found), "findings": document}, indent=2))
+        print(json.dumps({"ok": not _failed(found), "findings": document}, indent=2))
     else:
-        found = _print(findings, quiet=quiet)
-    raise typer.Exit(1 if _failed(found) else 0)
+        found = _print(findings, quiet=config.quiet)
+    raise SystemExit(1 if _failed(found) else 0)
 
 
 def look(machine: Machine) -> Iterator[Finding]:
-    """Everything there is to look at."""
+    """Yield the findings of all checks."""
     config = machine.config
     yield from look_at_packages(machine)
     yield from look_at_gpus(machine)
@@ -131,7 +106,7 @@ def _print(findings: Iterator[Finding], *, quiet: bool) -> list[Finding]:
 
 
 def _cells(finding: Finding) -> Table:
-    """As wide as the terminal, long texts below each other."""
+    """Return a row as wide as the terminal, in which long texts are wrapped."""
     line = Table.grid(padding=(0, 1))
     line.add_column(width=7)
     line.add_column(width=15)

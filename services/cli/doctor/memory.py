@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from services.cli.doctor.findings import Finding, amount, fail, ok, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import Shape
+from services.common.config import WorkerConfig
 from services.common.host.resources import available_memory
 from services.worker.described.choices import H200_MULTIPROCESSORS, Choice, Device, choose
 from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
@@ -36,7 +37,7 @@ def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
             ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
-            chosen, _ = choose(config, device, shape.described, ranks, layers, shape.max_context)
+            chosen, _ = choose(config.part(WorkerConfig), device, shape.described, ranks, layers, shape.max_context)
             found.append(footprint(chosen, shape.described, ranks, layers, shape.max_context))
     return found
 
@@ -45,7 +46,7 @@ def choices(machine: Machine, shape: Shape) -> tuple[Choice, ...]:
     """Return the settings that the first worker would choose."""
     config, described = machine.config, shape.described
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)
-    return choose(config, _device(machine), described, ranks, shape.stages[0], shape.max_context)[1]
+    return choose(config.part(WorkerConfig), _device(machine), described, ranks, shape.stages[0], shape.max_context)[1]
 
 
 def _device(machine: Machine) -> Device:

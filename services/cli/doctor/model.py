@@ -7,7 +7,7 @@ from pathlib import Path
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.nvml import Gpu
-from services.common.config import DeploymentConfig
+from services.common.config import DeploymentConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import Broken, Shard, read_shards
 from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
@@ -87,7 +87,7 @@ def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
             refuse_sizes_of_cuda(config.page_size, shape.described.head_dim)
             _refuse_fp8(config, machine.gpus[: machine.workers])
             return
-        refuse_what_a_cpu_has_not(config)
+        refuse_what_a_cpu_has_not(config.part(WorkerConfig))
     except InvalidRequest as error:
         yield from_error("flags", error.message)
         return

@@ -1,7 +1,9 @@
-"""What NVIDIA's driver says of its GPUs, through NVML, which comes with it. Run as a program it prints JSON: a driver
-that hangs or crashes takes a child with it, and not who asks (``read_driver``)."""
+"""Reads the facts about GPUs from NVIDIA's driver, through NVML.
 
-import ctypes
+Run as a program, this module prints the facts as JSON. ``read_driver`` runs it as a child process, so that a driver
+that hangs or crashes does not take its caller with it.
+"""
+
 import json
 import os
 import subprocess
@@ -10,15 +12,13 @@ from typing import Any
 
 from services.common.process.children import module_command, module_environment
 
-_LIBRARY = "libnvidia-ml.so.1"
-_PATIENCE_S = 60.0
-_P2P_READ, _P2P_NVLINK = 0, 2
-_TEXT = 96
+_TIMEOUT_S = 60.0
+_P2P_READ, _P2P_NVLINK = 0, 2  # pynvml defines the first as a tuple, which its own function refuses
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. Bytes."""
+    """A device. Sizes are in bytes."""
 
     index: int
     uuid: str
@@ -26,118 +26,77 @@ class Gpu:
     total: int
     free: int
     capability: tuple[int, int]
-    peers: tuple[int, ...] = ()  # indices of those whose memory it can read
-    nvlinks: tuple[int, ...] = ()  # of these, over NVLink
+    peers: tuple[int, ...] = ()  # indices of the devices whose memory it can read
+    nvlinks: tuple[int, ...] = ()  # those of them that it reaches over NVLink
 
 
 @dataclass(frozen=True)
 class Driver:
-    """All that was asked. ``trouble``: why nothing more is known."""
+    """The facts about the driver and its devices. ``trouble`` says why no more facts are known."""
 
     trouble: str = ""
     version: str = ""
-    cuda: tuple[int, int] = (0, 0)  # the latest version that it takes
+    cuda: tuple[int, int] = (0, 0)  # the latest CUDA version that it supports
     gpus: tuple[Gpu, ...] = field(default_factory=tuple)
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-
-class NvmlError(Exception):
-    """A call failed."""
-
-
 def read_driver() -> Driver:
-    """Asks a child."""
+    """Return the facts, read by a child process."""
     command, environment = module_command(__spec__.name), module_environment(os.environ)
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Driver(f"NVIDIA's driver did not answer within {_PATIENCE_S:.0f} s")
+        return Driver(f"NVIDIA's driver did not answer within {_TIMEOUT_S:.0f} s")
     if done.returncode:
         return Driver(f"asking NVIDIA's driver ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
-    return _read(json.loads(done.stdout))
+    return _from_json(json.loads(done.stdout))
 
 
-def _read(told: dict[str, Any]) -> Driver:
-    """JSON has no tuples."""
+def _from_json(read: dict[str, Any]) -> Driver:
+    """Return the facts from their JSON, which has lists in the place of tuples."""
     gpus: list[Any] = [
         {name: tuple(value) if isinstance(value, list) else value for name, value in gpu.items()}
-        for gpu in told["gpus"]
+        for gpu in read["gpus"]
     ]
-    major, minor = told["cuda"]
-    return Driver(told["trouble"], told["version"], (major, minor), tuple(Gpu(**gpu) for gpu in gpus))
+    major, minor = read["cuda"]
+    return Driver(read["trouble"], read["version"], (major, minor), tuple(Gpu(**gpu) for gpu in gpus))
 
 
 def ask() -> Driver:
-    """Asks in this process."""
+    """Return the facts, read in this process."""
+    import pynvml as nvml  # by the child alone
+
     try:
-        library = ctypes.CDLL(_LIBRARY)
-    except OSError:
-        return Driver(f"no NVIDIA driver here ({_LIBRARY} cannot be loaded)")
-    try:
-        _call(library, "nvmlInit_v2")
-        return Driver("", _text(library, "nvmlSystemGetDriverVersion"), _cuda(library), _gpus(library))
-    except (NvmlError, AttributeError) as error:
+        nvml.nvmlInit()
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        return Driver("", nvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10), _gpus(nvml))
+    except nvml.NVMLError_LibraryNotFound:
+        return Driver("no NVIDIA driver here (libnvidia-ml.so.1 cannot be loaded)")
+    except nvml.NVMLError as error:
         return Driver(f"NVIDIA's driver does not answer: {error}")
 
 
-def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    status = getattr(library, name)(*arguments)
-    if status:
-        library.nvmlErrorString.restype = ctypes.c_char_p
-        raise NvmlError(f"{name}: {(library.nvmlErrorString(status) or b'').decode()} ({status})")
+def _gpus(nvml: Any) -> tuple[Gpu, ...]:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
-
-def _text(library: ctypes.CDLL, name: str, *arguments: Any) -> str:
-    buffer = ctypes.create_string_buffer(_TEXT)
-    _call(library, name, *arguments, buffer, _TEXT)
-    return buffer.value.decode()
-
-
-def _numbers(library: ctypes.CDLL, name: str, *arguments: Any, count: int = 1) -> list[int]:
-    numbers = [ctypes.c_int() for _ in range(count)]
-    _call(library, name, *arguments, *map(ctypes.byref, numbers))
-    return [number.value for number in numbers]
-
-
-def _cuda(library: ctypes.CDLL) -> tuple[int, int]:
-    [version] = _numbers(library, "nvmlSystemGetCudaDriverVersion_v2")
-    return version // 1000, version % 1000 // 10
-
-
-def _gpus(library: ctypes.CDLL) -> tuple[Gpu, ...]:
-    handles = []
-    for index in range(_numbers(library, "nvmlDeviceGetCount_v2")[0]):
-        handles.append(ctypes.c_void_p())
-        _call(library, "nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handles[-1]))
+    def reached(index: int, how: int) -> tuple[int, ...]:
+        others = (other for other in range(len(handles)) if other != index)
+        return tuple(other for other in others if _reaches(nvml, handles[index], handles[other], how))
 
     found = []
     for index, handle in enumerate(handles):
-        memory = _Memory()
-        _call(library, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        major, minor = _numbers(library, "nvmlDeviceGetCudaComputeCapability", handle, count=2)
-        uuid, name = (_text(library, f"nvmlDeviceGet{what}", handle) for what in ("UUID", "Name"))
-        peers, linked = (
-            tuple(
-                other
-                for other in range(len(handles))
-                if other != index and _reach(library, handle, handles[other], how)
-            )
-            for how in (_P2P_READ, _P2P_NVLINK)
-        )
-        found.append(Gpu(index, uuid, name, memory.total, memory.free, (major, minor), peers, linked))
+        memory, capability = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+        links = reached(index, _P2P_READ), reached(index, _P2P_NVLINK)
+        found.append(Gpu(index, uuid, name, memory.total, memory.free, tuple(capability), *links))
     return tuple(found)
 
 
-def _reach(library: ctypes.CDLL, one: ctypes.c_void_p, other: ctypes.c_void_p, how: int) -> bool:
-    """Whether one has the other's memory, in this way; not where the driver does not tell."""
+def _reaches(nvml: Any, one: Any, other: Any, how: int) -> bool:
+    """Return whether ``one`` reaches the memory of ``other`` in this way; False if the driver cannot say."""
     try:
-        return _numbers(library, "nvmlDeviceGetP2PStatus", one, other, how) == [0]
-    except NvmlError:
+        return bool(nvml.nvmlDeviceGetP2PStatus(one, other, how) == nvml.NVML_P2P_STATUS_OK)
+    except nvml.NVMLError:
         return False
 
 

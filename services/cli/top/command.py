@@ -1,64 +1,61 @@
-"""The ``toka-top`` command. It has ``--options``, unlike the services: see ``services/cli/__init__.py``."""
+"""The ``toka-top`` command."""
 
 import contextlib
 import os
 import time
-from typing import Annotated
+from collections.abc import Mapping
+from typing import ClassVar
 
-import typer
+from pydantic import Field
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from services.cli.top.figures import History
 from services.cli.top.source import Away, Refused, Source
 from services.cli.top.view import away, frame
+from services.common.config import API_KEY_VARIABLES, fail, from_command_line
+from services.common.flags import Bool, Config, Examples, Float, Int
 
-_PIPE_COLUMNS = 200  # where nothing is cut, for grep
+_PIPE_COLUMNS = 200  # wide enough that no line is cut, for grep
 
-app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
-_EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "    toka-top",
-        "    toka-top --url https://llm.example.com --api-key $ADMIN_KEY",
-        "    toka-top --url http://127.0.0.1:9100      (of a gateway with admin_port=9100)",
-        "    toka-top --once | head -3",
-        "Exit status: 0 after Ctrl-C; 1 where the gateway is away (--once), or will never tell, as for a wrong key.",
+class TopConfig(Config):
+    """Show a running deployment live, until Ctrl-C.
+
+    Shows throughput, running and waiting sequences, the KV cache and its forecast, replicas and the state of their
+    workers, and the oldest requests.
+    """
+
+    examples: ClassVar[Examples] = (
+        ("", "the deployment on this host"),
+        ("--url https://llm.example.com --api-key $ADMIN_KEY", "another one, which has keys"),
+        ("--url http://127.0.0.1:9100", "a gateway with admin_port=9100"),
+        ("--once | head -3", "one frame; the exit status is 1 if the gateway cannot be reached or refuses the key"),
     )
-)
+    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {"api_key": API_KEY_VARIABLES}
+
+    url: str = Field("http://127.0.0.1:10210", description="the gateway, as toka prints it")
+    api_key: str | None = Field(None, description="a key with the scope admin, where the gateway has keys")
+    ca: str | None = Field(None, description="PEM of the authority that signed the gateway's certificate")
+    interval: Float = Field(1.0, ge=0.5, description="seconds between two readings")
+    requests: Int = Field(10, ge=0, description="requests to show, the oldest ones")
+    once: Bool = Field(False, description="two readings, one frame, and exit; always so if the output is no terminal")
 
 
-@app.command(epilog=_EPILOG)
-def top(
-    url: Annotated[str, typer.Option(help="The gateway, as toka prints it.")] = "http://127.0.0.1:10210",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=["TOKA_API_KEY", "OPENAI_API_KEY"],
-            show_envvar=True,
-            help="A key with the scope admin, where the gateway has keys.",
-        ),
-    ] = None,
-    ca: Annotated[str | None, typer.Option(metavar="FILE", help="PEM of who signed the gateway's certificate.")] = None,
-    interval: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Between two looks.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="Requests to show: those that are here longest.")] = 10,
-    once: Annotated[bool, typer.Option("--once", help="Two looks, one frame, and end; so it is in a pipe.")] = False,
-) -> None:
-    """A running deployment, live: throughput, what runs and waits, the cache and its forecast, replicas and the state
-    of their workers, and the requests that are here longest. Ctrl-C ends."""
+def main() -> None:
+    """Run the ``toka-top`` command. Exits with status 1 and the reason if there is no answer."""
+    config = from_command_line(TopConfig)
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_COLUMNS
     try:
-        with contextlib.closing(Source(url, api_key, ca)) as source:
-            if once or not console.is_terminal:
-                console.print(_once(source, interval, requests))
+        with contextlib.closing(Source(config.url, config.api_key, config.ca)) as source:
+            if config.once or not console.is_terminal:
+                console.print(_once(source, config.interval, config.requests))
             else:
-                _live(source, interval, requests, console)
+                _live(source, config.interval, config.requests, console)
     except (Away, Refused) as error:
-        typer.echo(f"toka-top: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     except KeyboardInterrupt:
         pass
 
@@ -73,7 +70,7 @@ def _once(source: Source, interval: float, most: int) -> RenderableType:
 
 
 def _live(source: Source, interval: float, most: int, console: Console) -> None:
-    """Until Ctrl-C, or until there is no hope. A gateway that is away comes back by itself."""
+    """Show frames until Ctrl-C, or until the gateway refuses. Keeps asking a gateway that cannot be reached."""
     history, answered = History(), time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

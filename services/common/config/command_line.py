@@ -1,13 +1,14 @@
-"""A program's config from how it was called."""
+"""Reads the config of a program from its command line and environment."""
 
 import os
 import sys
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeVar
 
-from services.common.config.completion import OPTION, completion
+from services.common.config.completion import OPTION, completion, completion_of_commands
 from services.common.config.deployment import DeploymentConfig
-from services.common.config.usage import usage
-from services.common.flags import Config, FlagError, load, misspelt, notes
+from services.common.config.usage import usage, usage_of_commands
+from services.common.flags import Config, FlagError, asks_for_help, load, misspelt, notes
 
 K = TypeVar("K", bound=Config)
 
@@ -19,20 +20,56 @@ def from_command_line(kind: type[K]) -> K:
     if a flag is wrong.
     """
     arguments, program = sys.argv[1:], os.path.basename(sys.argv[0])
-    if any(argument in ("help", "-h", "--help") for argument in arguments):
-        print(usage(kind))
+    try:
+        if (shell := _shell(arguments)) is not None:
+            print(completion(program, shell, kind), end="")
+            raise SystemExit(0)
+        return _read(kind, program, arguments)
+    except FlagError as error:
+        fail(str(error), status=2)
+
+
+def command_from_command_line(commands: Mapping[str, type[K]], purpose: str) -> tuple[str, K]:
+    """Return the command that the first argument names, and its config from the other arguments.
+
+    Works as ``from_command_line`` does. Prints the usage of all commands if there is no argument.
+    """
+    arguments, program = sys.argv[1:], os.path.basename(sys.argv[0])
+    try:
+        if (shell := _shell(arguments)) is not None:
+            print(completion_of_commands(program, shell, commands), end="")
+            raise SystemExit(0)
+        if not arguments or (arguments[0] not in commands and asks_for_help(arguments)):
+            print(usage_of_commands(commands, program, purpose))
+            raise SystemExit(0 if arguments else 2)
+        name = arguments[0]
+        if name not in commands:
+            raise FlagError(f"unknown command {name!r}: the commands are {', '.join(commands)}")
+        return name, _read(commands[name], f"{program} {name}", arguments[1:])
+    except FlagError as error:
+        fail(str(error), status=2)
+
+
+def fail(reason: str, *, status: int = 1) -> NoReturn:
+    """Exit with ``status`` and with ``reason`` on stderr."""
+    print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _read(kind: type[K], program: str, arguments: Sequence[str]) -> K:
+    if asks_for_help(arguments):
+        print(usage(kind, program))
         raise SystemExit(0)
     for sentence in misspelt(os.environ, {*DeploymentConfig.known(), *kind.known()}):
         print(f"{program}: warning: {sentence}", file=sys.stderr)
-    try:
-        if arguments and arguments[0].partition("=")[0] == OPTION:
-            shell = " ".join(arguments).removeprefix(OPTION).lstrip(" =")
-            print(completion(program, shell, kind), end="")
-            raise SystemExit(0)
-        config = load(kind, arguments, os.environ)
-        for note in notes(kind, arguments, os.environ):
-            print(f"{program}: {note}", file=sys.stderr)
-        return config
-    except FlagError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    config = load(kind, arguments, os.environ)
+    for note in notes(kind, arguments, os.environ):
+        print(f"{program}: {note}", file=sys.stderr)
+    return config
+
+
+def _shell(arguments: Sequence[str]) -> str | None:
+    """Return the shell whose completion is asked for, or None."""
+    if not arguments or arguments[0].partition("=")[0] != OPTION:
+        return None
+    return " ".join(arguments).removeprefix(OPTION).lstrip(" =")

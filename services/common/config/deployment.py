@@ -1,27 +1,60 @@
 """The flags of ``toka``."""
 
 import sys
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from services.common.config.gateway import GatewayConfig
-from services.common.config.scheduler import SchedulerConfig
-from services.common.config.service import LogLevel
-from services.common.config.worker import WorkerConfig
-from services.common.flags import AutoInt, Examples, Int
+from services.common.config.gateway import GatewayFlags, GatewayPlaceFlags
+from services.common.config.grpc import GrpcFlags, refuse_unused_authorities, refuse_unverified_schedulers
+from services.common.config.keys import KeyFlags
+from services.common.config.metrics import MetricsFlags
+from services.common.config.scheduler import SchedulerFlags, SchedulerPlaceFlags
+from services.common.config.service import LogLevel, ServiceFlags
+from services.common.config.worker import MASTER_PORT, WorkerFlags, WorkerPlaceFlags
+from services.common.flags import AutoInt, Config, Examples, Excludes, Int, cuda_only, within
 
-# What it chooses for its children itself.
-_PLACES = (
-    *("worker_listen", "worker_addresses", "scheduler_listen", "scheduler_addresses"),
-    *("master_addr", "master_port", "dp_rank", "tp_rank", "pp_rank"),
+_OWN_PLACES = (
+    "toka chooses the addresses and ranks of its children itself; leave it out, or start toka-worker, toka-scheduler"
+    " and toka-gateway yourself"
 )
+_NO_GATEWAYS = Excludes(gateways=0)
 
 
-class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
-    """What ``toka`` takes: everything its children take, and how many of them there are."""
+class DeploymentFlags(Config):
+    """The number of gateways, and what they have of their own."""
 
-    never_given = frozenset({*_PLACES, "insecure_worker"})
+    gateways: Annotated[AutoInt, within(0, 64)] = Field(
+        "auto",
+        description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: by the"
+        " number of processors and GPUs",
+    )
+    gateway_log_level: LogLevel | None = Field(None, description="log_level of the gateways; default: log_level")
+    grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
+
+    @model_validator(mode="after")
+    def _gateways_can_share_a_port(self) -> Self:
+        if self.gateways != "auto" and self.gateways > 1 and not sys.platform.startswith("linux"):
+            raise ValueError(
+                f"flag gateways={self.gateways}: only Linux spreads connections over the processes that share a port;"
+                " use gateways=1"
+            )
+        return self
+
+
+class DeploymentConfig(
+    DeploymentFlags, WorkerFlags, SchedulerFlags, GatewayFlags, KeyFlags, MetricsFlags, ServiceFlags, GrpcFlags
+):
+    """A deployment on one host: the flags of its children, and how many gateways there are."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            (*WorkerPlaceFlags.model_fields, *SchedulerPlaceFlags.model_fields, *GatewayPlaceFlags.model_fields),
+            _OWN_PLACES,
+        ),
+        "insecure_worker": "the workers of toka listen on unix sockets; leave it out",
+    }
     examples: ClassVar[Examples] = (
         ("", "the built-in model on http://127.0.0.1:10210/v1, on a GPU where there is one, else on the CPU"),
         (
@@ -33,86 +66,27 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
         ("host=0.0.0.0 api_keys_file=keys.toml", "for other hosts, who need a key (toka-key makes one)"),
     )
 
-    gateways: AutoInt = Field(
-        "auto",
-        description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: by the"
-        " number of processors and GPUs",
-    )
-    gateway_log_level: LogLevel | None = Field(None, description="log_level of the gateways; default: log_level")
-    grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
-
     @model_validator(mode="after")
-    def _refuse_what_a_cpu_has_not(self) -> "DeploymentConfig":
-        """A flag is honoured or refused, never ignored."""
-        if self.async_tp_threshold is not None and self.device == "cpu":
-            raise ValueError(
-                f"flag async_tp_threshold={self.async_tp_threshold}: only on cuda, and device is cpu; leave it out, or"
-                " use device=cuda"
-            )
-        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
-            raise ValueError(
-                "flag kv_cache_dtype=fp8: only on cuda, and device is cpu; leave it at kv_cache_dtype=auto, or use"
-                " device=cuda"
-            )
-        return self
-
-    @field_validator("gateway_log_level", mode="before")
-    @classmethod
-    def _level_in_capitals(cls, value: str | None) -> str | None:
-        return value.upper() if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _gateways_log_prompts(self) -> "DeploymentConfig":
-        if self.log_prompts and self.gateway_log_level not in (None, "DEBUG", "INFO"):
-            raise ValueError(
-                f"flag log_prompts=T: has no effect with gateway_log_level={self.gateway_log_level}; set"
-                " gateway_log_level=INFO"
-            )
+    def _a_cpu_supports_it(self) -> Self:
+        if self.device == "cpu":
+            for name, value, fix in cuda_only(self):
+                raise ValueError(f"flag {name}={value}: only on cuda, and device is cpu; {fix}, or use device=cuda")
         return self
 
     @model_validator(mode="after")
-    def _not_for_everybody(self) -> "DeploymentConfig":
-        """In the place of a worker's own: these listen on unix sockets."""
-        if self.insecure_worker:
-            raise ValueError("flag insecure_worker=T: the workers of toka listen on unix sockets; leave it out")
+    def _gateways_exist_for_their_flags(self) -> Self:
+        for name in GatewayFlags.model_fields:
+            _NO_GATEWAYS.check(self, name)
         return self
 
     @model_validator(mode="after")
-    def _children_are_not_placed_by_hand(self) -> "DeploymentConfig":
-        for name in _PLACES:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"flag {name}: toka chooses the addresses and ranks of its children itself; leave it out, or start"
-                    " toka-worker, toka-scheduler and toka-gateway yourself"
-                )
-        return self
-
-    @field_validator("gateways")
-    @classmethod
-    def _not_too_many(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
-        if value != "auto" and not 0 <= value <= 64:
-            raise ValueError("expected 0 to 64, or auto")
-        return value
-
-    @model_validator(mode="after")
-    def _gateways_can_share_a_port(self) -> "DeploymentConfig":
-        if self.gateways != "auto" and self.gateways > 1 and not sys.platform.startswith("linux"):
-            raise ValueError(
-                f"flag gateways={self.gateways}: only Linux spreads connections over the processes that share a port;"
-                " use gateways=1"
-            )
+    def _links_are_verified(self) -> Self:
+        refuse_unused_authorities(self)
+        refuse_unverified_schedulers(self)
         return self
 
     @model_validator(mode="after")
-    def _nothing_for_gateways_that_are_not_there(self) -> "DeploymentConfig":
-        for name in GatewayConfig.model_fields.keys() - SchedulerConfig.model_fields.keys():
-            value = getattr(self, name)
-            if not self.gateways and value != GatewayConfig.model_fields[name].default:
-                raise ValueError(f"flag {name}={value}: has no effect with gateways=0; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _ports_differ(self) -> "DeploymentConfig":
+    def _ports_differ(self) -> Self:
         of_schedulers = range(self.grpc_port, self.grpc_port + self.dp_size)
         if self.gateways and self.port and self.port in of_schedulers:
             raise ValueError(f"flag port={self.port}: a scheduler has it (grpc_port={self.grpc_port}); choose another")
@@ -127,6 +101,7 @@ class DeploymentConfig(WorkerConfig, SchedulerConfig, GatewayConfig):
 
 
 class ChosenDeploymentConfig(DeploymentConfig):
-    """The config of a deployment whose number of gateways is known."""
+    """The config of a deployment whose number of gateways is known, and the port where ranks meet."""
 
     gateways: Int = 1
+    master_port: Int = MASTER_PORT

@@ -1,64 +1,48 @@
-"""What people are told of a config's flags: the usage and the shells' completion are made of it."""
+"""Facts about the flags of a config, from which the usage and the shells' completion are made."""
 
-import types
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from pathlib import Path
+from typing import Literal, get_args, get_origin
 
-from services.common.flags import Config
+from pydantic.fields import FieldInfo
+
+from services.common.flags import Config, as_text, types_of
 
 BOOLEANS = ("T", "F")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of a program."""
+    """A flag of a program."""
 
     name: str
     default: str | None  # as on a command line; None = it must be given
     description: str
-    choices: tuple[str, ...]  # all values there are, or the words among them; may be empty
-    is_text: bool  # any text will do, such as a path
+    choices: tuple[str, ...]  # all values, or the words among them; may be empty
+    is_boolean: bool  # may be given without a value
+    is_text: bool  # any text is allowed, such as a path
     group: type[Config]  # the config that has it
+
+    @property
+    def option(self) -> str:
+        """The name as in ``--name``."""
+        return f"--{self.name.replace('_', '-')}"
 
 
 def flags_of(kind: type[Config]) -> list[Flag]:
-    """Every flag that ``kind`` takes: those of its own first, then by group, from the nearest to what all have."""
-    lines = [each for each in kind.__mro__ if issubclass(each, Config)]
-    flags = [_flag(kind, name, lines) for name in kind.model_fields if name not in kind.never_given]
-    return sorted(flags, key=lambda flag: lines.index(flag.group))  # stable
+    """Return every flag of ``kind``: its own first, then those of each group in the order of the groups."""
+    groups = [each for each in kind.__mro__ if issubclass(each, Config)]
+    flags = [
+        _flag(name, field, next(each for each in groups if field_name in each.__annotations__))
+        for (name, field), field_name in zip(kind.flags().items(), kind.model_fields, strict=True)
+    ]
+    return sorted(flags, key=lambda flag: groups.index(flag.group))  # stable
 
 
-def _flag(kind: type[Config], name: str, lines: list[type[Config]]) -> Flag:
-    field = kind.model_fields[name]
-    leaves = list(_leaves(field.annotation))
-    choices = [str(value) for leaf in leaves if get_origin(leaf) is Literal for value in get_args(leaf)]
-    choices += BOOLEANS if bool in leaves else ()
-    group = next(each for each in lines if name in each.__annotations__)
+def _flag(name: str, field: FieldInfo, group: type[Config]) -> Flag:
+    types = list(types_of(field.annotation))
+    choices = [str(value) for each in types if get_origin(each) is Literal for value in get_args(each)]
+    choices += BOOLEANS if bool in types else ()
     default = None if field.is_required() else as_text(field.get_default())
-    return Flag(name, default, field.description or "", tuple(choices), str in leaves and not choices, group)
-
-
-def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have, lists left out."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _leaves(get_args(annotation)[0])
-    elif origin in (Union, types.UnionType):
-        for each in get_args(annotation):
-            yield from _leaves(each)
-    else:
-        yield annotation
-
-
-def as_text(value: object) -> str:
-    """``value`` as a command line has it; None: empty."""
-    match value:
-        case None:
-            return ""
-        case bool():
-            return "T" if value else "F"
-        case tuple():
-            return ",".join(map(str, value))
-        case _:
-            return str(value)
+    is_text = not choices and (str in types or Path in types)
+    return Flag(name, default, field.description or "", tuple(choices), bool in types, is_text, group)

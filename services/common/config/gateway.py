@@ -1,29 +1,27 @@
 """The flags of a gateway."""
 
 import re
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.config.keys import KeysConfig
-from services.common.flags import AutoInt, Bool, Examples, Float, Int, Strings
+from services.common.config.grpc import GrpcFlags, refuse_unverified_schedulers
+from services.common.config.keys import KeyFlags
+from services.common.config.service import ServiceFlags
+from services.common.flags import AutoInt, Bool, Config, Examples, Excludes, Float, Int, Needs, Strings, within
 
 MOST_CONNECTIONS = 65_536  # of a gateway whose max_connections is auto
 
+_ABOVE_INFO = ("WARNING", "ERROR")
+_LOGS_INFO = Excludes(log_level=_ABOVE_INFO, gateway_log_level=_ABOVE_INFO)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
 
 
-class GatewayConfig(KeysConfig):
-    """One gateway: HTTP in, sessions to every scheduler out."""
-
-    examples: ClassVar[Examples] = (
-        ("", "HTTP on 127.0.0.1:10210, for the scheduler that toka-scheduler starts on this host"),
-        ("host=0.0.0.0 scheduler_addresses=node1:10310,node2:10310", "for other hosts, in front of two replicas"),
-    )
+class GatewayFlags(Config):
+    """HTTP, and what a gateway stores."""
 
     host: str = Field("127.0.0.1", description="where HTTP is served; 0.0.0.0: for other hosts")
     port: Int = Field(10210, ge=0, le=65535, description="of HTTP; 0: any that is free")
-    scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
     strict_model_names: Bool = Field(
         False, description="an unknown model name is refused with 404; F: the only served model answers under any name"
     )
@@ -38,7 +36,7 @@ class GatewayConfig(KeysConfig):
     max_output_tokens: Int | None = Field(
         None, ge=1, description="largest max_tokens, and its default in a chat; default: what the context holds"
     )
-    max_connections: AutoInt = Field(
+    max_connections: Annotated[AutoInt, within(1)] = Field(
         "auto",
         description="open HTTP connections of a gateway; beyond it: 503; auto: what the limit of open files allows, at"
         f" most {MOST_CONNECTIONS}",
@@ -53,13 +51,17 @@ class GatewayConfig(KeysConfig):
     cors_origins: Strings = Field(
         (), description="origins whose web pages may call the API, such as https://chat.example.com; *: all"
     )
-    http_cert: str | None = Field(None, min_length=1, description="PEM with the certificates of HTTPS")
-    http_key: str | None = Field(None, min_length=1, description="PEM with their key")
-    admin_host: str = Field("127.0.0.1", min_length=1, description="where admin_port listens")
+    http_cert: Annotated[str | None, Needs("http_key")] = Field(
+        None, min_length=1, description="PEM with the certificates of HTTPS"
+    )
+    http_key: Annotated[str | None, Needs("http_cert")] = Field(None, min_length=1, description="PEM with their key")
+    admin_host: Annotated[str, Needs("admin_port")] = Field(
+        "127.0.0.1", min_length=1, description="where admin_port listens"
+    )
     admin_port: Int = Field(
         0, ge=0, le=65535, description="/metrics and the replicas' state are served here, and not on port=; 0: there"
     )
-    log_prompts: Bool = Field(
+    log_prompts: Annotated[Bool, _LOGS_INFO] = Field(
         False, description="the log shows what was asked and answered, 4096 characters of each; F: nothing of it"
     )
     replica_metrics: Bool = Field(
@@ -85,13 +87,6 @@ class GatewayConfig(KeysConfig):
         "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
     )
 
-    @field_validator("max_connections")
-    @classmethod
-    def _connections_are_allowed(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("expected at least 1, or auto")
-        return value
-
     @field_validator("cors_origins")
     @classmethod
     def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,7 +96,7 @@ class GatewayConfig(KeysConfig):
         return origins
 
     @model_validator(mode="after")
-    def _the_largest_body_fits(self) -> "GatewayConfig":
+    def _the_largest_body_fits(self) -> Self:
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"flag max_bodies_bytes={self.max_bodies_bytes}: one body may have max_body_bytes="
@@ -110,33 +105,27 @@ class GatewayConfig(KeysConfig):
         return self
 
     @model_validator(mode="after")
-    def _schedulers_are_verified(self) -> "GatewayConfig":
-        if self.grpc_cert is not None and self.grpc_ca is None:
-            raise ValueError(
-                f"flag grpc_cert={self.grpc_cert}: a gateway shows it to schedulers that it can verify; set grpc_ca=,"
-                " too"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _certificates_come_with_their_key(self) -> "GatewayConfig":
-        for name, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ValueError(f"flag {name}={getattr(self, name)}: has no effect without {other}; set both")
-        return self
-
-    @model_validator(mode="after")
-    def _prompts_are_seen(self) -> "GatewayConfig":
-        if self.log_prompts and self.log_level not in ("DEBUG", "INFO"):
-            raise ValueError(f"flag log_prompts=T: has no effect with log_level={self.log_level}; set log_level=INFO")
-        return self
-
-    @model_validator(mode="after")
-    def _admin_port_is_its_own(self) -> "GatewayConfig":
+    def _admin_port_is_its_own(self) -> Self:
         if self.admin_port and self.admin_port == self.port:
             raise ValueError(f"flag admin_port={self.admin_port}: port has it already; choose another, or leave it out")
-        if not self.admin_port and self.admin_host != GatewayConfig.model_fields["admin_host"].default:
-            raise ValueError(
-                f"flag admin_host={self.admin_host}: has no effect without admin_port; leave it out, or set both"
-            )
+        return self
+
+
+class GatewayPlaceFlags(Config):
+    """Addresses of the schedulers. ``toka`` chooses them itself."""
+
+    scheduler_addresses: Strings = Field(("127.0.0.1:10310",), min_length=1, description="one for each replica")
+
+
+class GatewayConfig(GatewayPlaceFlags, GatewayFlags, KeyFlags, ServiceFlags, GrpcFlags):
+    """A gateway: HTTP in, sessions to every scheduler out."""
+
+    examples: ClassVar[Examples] = (
+        ("", "HTTP on 127.0.0.1:10210, for the scheduler that toka-scheduler starts on this host"),
+        ("host=0.0.0.0 scheduler_addresses=node1:10310,node2:10310", "for other hosts, in front of two replicas"),
+    )
+
+    @model_validator(mode="after")
+    def _schedulers_are_verified(self) -> Self:
+        refuse_unverified_schedulers(self)
         return self

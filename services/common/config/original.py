@@ -32,7 +32,7 @@ def _admission(value: str) -> Mapping[str, str]:
 
 
 def _refuse(reason: str, accepts: Callable[[str], bool]) -> Callable[[str], Mapping[str, str]]:
-    """Return a function that raises ``ValueError`` with ``reason``, unless the value is the one that ``accepts``."""
+    """Return a function that raises ``ValueError`` with ``reason``, unless ``accepts`` returns True for the value."""
 
     def to(value: str) -> Mapping[str, str]:
         if not accepts(value):

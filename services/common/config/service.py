@@ -1,22 +1,28 @@
-"""What every program takes."""
+"""The flags that every service has."""
 
 import os
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from services.common.allowed_hosts import is_listable
-from services.common.config.grpc import GrpcConfig
 from services.common.config.original import METHODS, ORIGINAL
-from services.common.flags import Bool, Float, Strings, Translation
+from services.common.flags import Bool, Config, Float, Needs, Strings, Translation
 
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
 LogFormat = Literal["auto", "json", "console"]
 
 
-class ServiceConfig(GrpcConfig):
-    """What every program takes."""
+class ServiceFlags(Config):
+    """Flags of every service."""
 
     translations: ClassVar[Mapping[str, Translation]] = ORIGINAL
     shorthands: ClassVar[Mapping[str, str]] = METHODS
@@ -48,7 +54,7 @@ class ServiceConfig(GrpcConfig):
         description="http://HOST:4317 of an OpenTelemetry collector (gRPC) that gets spans of requests; default:"
         " OTEL_EXPORTER_OTLP_ENDPOINT, else none",
     )
-    trace_sample_ratio: Float = Field(
+    trace_sample_ratio: Annotated[Float, Needs("otlp_endpoint", variable=_OTLP_ENDPOINT)] = Field(
         1.0, ge=0, le=1, description="share of the requests traced whose callers have not decided that themselves"
     )
 
@@ -63,22 +69,7 @@ class ServiceConfig(GrpcConfig):
                 )
         return hosts
 
-    @field_validator("log_level", mode="before")
-    @classmethod
-    def _upper(cls, value: str) -> str:
-        return value.upper() if isinstance(value, str) else value
-
     @property
     def traces_to(self) -> str:
-        """Where spans go; empty: nothing is traced."""
-        return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
-
-    @model_validator(mode="after")
-    def _a_share_of_something(self) -> "ServiceConfig":
-        everything = ServiceConfig.model_fields["trace_sample_ratio"].default
-        if self.trace_sample_ratio != everything and not self.traces_to:
-            raise ValueError(
-                f"flag trace_sample_ratio={self.trace_sample_ratio}: has no effect without otlp_endpoint; leave it out,"
-                " or set both"
-            )
-        return self
+        """The address that spans are sent to; empty if nothing is traced."""
+        return self.otlp_endpoint or os.environ.get(_OTLP_ENDPOINT, "")

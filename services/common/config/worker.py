@@ -1,35 +1,24 @@
 """The flags of a worker."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from services.common.addresses import is_public
-from services.common.config.metrics import MetricsConfig
-from services.common.flags import AutoBool, AutoInt, Bool, Examples, Int, Ints
+from services.common.config.grpc import GrpcFlags, refuse_unused_authorities
+from services.common.config.metrics import MetricsFlags
+from services.common.config.service import ServiceFlags
+from services.common.config.shared import PipelineSize
+from services.common.flags import AutoBool, AutoInt, Bool, Config, CudaOnly, Examples, Int, Ints, Needs, within
 
-# The values that flags which may be ``auto`` can have otherwise.
-_BOUNDS = {
-    "kv_cache_num_tokens": (1, 2**40),
-    "max_tokens_per_forward": (1, 2**31),
-    "max_seqs_per_forward": (1, 65536),
-    "cudagraph_max_size": (8, 8192),
-}
+MASTER_PORT = 10510  # where the ranks of a replica meet
+
+_RANKS = Needs("tp_size", "pp_size", least=2)
 
 
-class WorkerConfig(MetricsConfig):
-    """One worker: one device, its share of the weights, and the paged KV cache."""
+class WorkerFlags(Config):
+    """Workers: devices, weights, the KV cache and the sizes of steps."""
 
-    examples: ClassVar[Examples] = (
-        ("", "the built-in model on 127.0.0.1:10410, on a GPU where there is one"),
-        ("model=/models/M", "one GPU, with all of its memory"),
-        ("model=/models/M tp_size=2 tp_rank=1 master_addr=node1", "the second of two ranks, which meet at node1"),
-    )
-
-    worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
-    insecure_worker: Bool = Field(
-        False, description="other hosts may reach the worker without mTLS: a private network guards it"
-    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a device, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights, activations and the KV cache; auto: bfloat16 on cuda, float32 on cpu"
@@ -38,21 +27,21 @@ class WorkerConfig(MetricsConfig):
         "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
     )
     quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
-    kv_cache_num_tokens: AutoInt = Field(
+    kv_cache_num_tokens: Annotated[AutoInt, within(1, 2**40)] = Field(
         "auto",
         description="size of the KV cache in tokens; auto: on cuda all memory that the model leaves, on cpu at most"
         " 128 Ki tokens and at most half of the free memory",
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], CudaOnly("leave it at kv_cache_dtype=auto")] = Field(
         "auto",
         description="auto: the model's; fp8 (cuda): keys and values take half the memory, at a loss of accuracy that"
         " docs/performance.md gives",
     )
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
-    max_tokens_per_forward: AutoInt = Field(
+    max_tokens_per_forward: Annotated[AutoInt, within(1, 2**31)] = Field(
         "auto", description="most tokens computed in one step; auto: by the device's speed, the model and memory"
     )
-    max_seqs_per_forward: AutoInt = Field(
+    max_seqs_per_forward: Annotated[AutoInt, within(1, 65536)] = Field(
         "auto", description="most sequences running at once (slots); auto: by the size of the KV cache"
     )
     max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
@@ -61,13 +50,13 @@ class WorkerConfig(MetricsConfig):
         "auto",
         description="compile the model's layers; on cpu this needs a C++ compiler; auto: where it makes steps faster",
     )
-    use_cudagraphs: AutoBool = Field(
+    use_cudagraphs: Annotated[AutoBool, CudaOnly()] = Field(
         "auto", description="replay small decode steps as CUDA graphs; auto: on cuda; T is refused on cpu"
     )
-    cudagraph_max_size: AutoInt = Field(
+    cudagraph_max_size: Annotated[AutoInt, within(8, 8192), Needs("use_cudagraphs"), CudaOnly()] = Field(
         "auto", description="most sequences of a step that is a CUDA graph, 8 to 8192; auto: by the size of a layer"
     )
-    piecewise_cudagraph_max_tokens: Int | None = Field(
+    piecewise_cudagraph_max_tokens: Annotated[Int | None, Needs("use_cudagraphs"), CudaOnly()] = Field(
         None,
         ge=0,
         description="most tokens of a step that is no such graph, but graphs of what lies between its attentions; 0:"
@@ -76,38 +65,23 @@ class WorkerConfig(MetricsConfig):
     compile_cache_dir: str = Field(
         "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
     )
-    fail_on_recompile: Bool = Field(
+    fail_on_recompile: Annotated[Bool, Needs("torch_compile")] = Field(
         False, description="a model graph that must be compiled after the start is an error; else the log tells"
     )
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
-    dp_rank: Int = Field(0, ge=0, description="which data-parallel replica this worker belongs to")
     tp_size: Int = Field(1, ge=1, le=64, description="tensor-parallel ranks of a replica")
-    tp_rank: Int = Field(0, ge=0, description="which of them this worker is")
-    pp_size: Int = Field(1, ge=1, le=64, description="pipeline stages of a replica")
-    pp_rank: Int = Field(0, ge=0, description="which of them this worker is in")
+    pp_size: PipelineSize = 1
     pp_layers: Ints = Field((), description="layers of each pipeline stage, such as 10,11,11; default: equal times")
-    async_tp_threshold: Int | None = Field(
+    async_tp_threshold: Annotated[Int | None, Needs("tp_size", least=2), CudaOnly()] = Field(
         None,
         ge=1,
         description="tokens of a step from which on tensor-parallel products overlap with their exchange (cuda);"
         " default: never",
     )
-    master_addr: str = Field(
-        "127.0.0.1", min_length=1, description="where a replica's workers meet: the host of tp_rank=0 pp_rank=0"
-    )
-    master_port: Int = Field(10510, ge=1, le=65535, description="the port there")
-
-    @field_validator(*_BOUNDS)
-    @classmethod
-    def _in_bounds(cls, value: int | Literal["auto"], info: ValidationInfo) -> int | Literal["auto"]:
-        least, most = _BOUNDS[info.field_name or ""]
-        if value != "auto" and not least <= value <= most:
-            raise ValueError(f"expected {least} to {most}, or auto")
-        return value
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> "WorkerConfig":
+    def _sizes_agree(self) -> Self:
         if self.kv_cache_num_tokens != "auto" and self.kv_cache_num_tokens < self.page_size:
             raise ValueError(
                 f"flag kv_cache_num_tokens={self.kv_cache_num_tokens}: less than one page of page_size={self.page_size}"
@@ -116,37 +90,16 @@ class WorkerConfig(MetricsConfig):
         return self
 
     @model_validator(mode="after")
-    def _no_worker_flag_without_effect(self) -> "WorkerConfig":
-        for name, needed in (
-            ("cudagraph_max_size", "use_cudagraphs"),
-            ("piecewise_cudagraph_max_tokens", "use_cudagraphs"),
-            ("fail_on_recompile", "torch_compile"),
-        ):
-            value = getattr(self, name)
-            if getattr(self, needed) is False and value != type(self).model_fields[name].default:
-                value = "T" if value is True else value
-                raise ValueError(f"flag {name}={value}: has no effect without {needed}=T; leave it out, or set both")
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_are_there(self) -> "WorkerConfig":
-        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
-            most = getattr(self, size)
-            if getattr(self, rank) >= most:
-                raise ValueError(
-                    f"flag {rank}={getattr(self, rank)}: ranks count from 0, and {size} is {most}; expected less, or a"
-                    f" larger {size}"
-                )
+    def _every_stage_has_layers(self) -> Self:
         if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
             raise ValueError(
                 f"flag pp_layers={','.join(map(str, self.pp_layers))}: expected a number of layers, 1 or more, for each"
                 f" of pp_size={self.pp_size} stages"
             )
-        if self.async_tp_threshold is not None and self.tp_size == 1:
-            raise ValueError(
-                f"flag async_tp_threshold={self.async_tp_threshold}: has no effect without tp_size=2 or more; leave it"
-                " out, or set both"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_reach_the_thresholds(self) -> Self:
         for name in ("async_tp_threshold", "piecewise_cudagraph_max_tokens"):
             value, most = getattr(self, name), self.max_tokens_per_forward
             if most != "auto" and (value or 0) > most:
@@ -154,28 +107,51 @@ class WorkerConfig(MetricsConfig):
                     f"flag {name}={value}: no step has so many tokens with"
                     f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
                 )
-        for name in ("master_addr", "master_port"):
-            value = getattr(self, name)
-            if self.tp_size * self.pp_size == 1 and value != WorkerConfig.model_fields[name].default:
+        return self
+
+
+class WorkerPlaceFlags(Config):
+    """The address of a worker and its rank in a replica. ``toka`` chooses them itself."""
+
+    worker_listen: str = Field("127.0.0.1:10410", description="address to listen on, host:port or unix:path")
+    insecure_worker: Bool = Field(
+        False, description="other hosts may reach the worker without mTLS: a private network guards it"
+    )
+    dp_rank: Int = Field(0, ge=0, description="data-parallel replica of this worker, from 0")
+    tp_rank: Int = Field(0, ge=0, description="tensor-parallel rank of this worker, from 0")
+    pp_rank: Int = Field(0, ge=0, description="pipeline stage of this worker, from 0")
+    master_addr: Annotated[str, _RANKS] = Field(
+        "127.0.0.1", min_length=1, description="where a replica's workers meet: the host of tp_rank=0 pp_rank=0"
+    )
+    master_port: Annotated[Int, _RANKS] = Field(MASTER_PORT, ge=1, le=65535, description="where they meet: the port")
+
+
+class WorkerConfig(WorkerPlaceFlags, WorkerFlags, MetricsFlags, ServiceFlags, GrpcFlags):
+    """A worker: one device, its share of the weights, and the paged KV cache."""
+
+    examples: ClassVar[Examples] = (
+        ("", "the built-in model on 127.0.0.1:10410, on a GPU where there is one"),
+        ("model=/models/M", "one GPU, with all of its memory"),
+        ("model=/models/M tp_size=2 tp_rank=1 master_addr=node1", "the second of two ranks, which meet at node1"),
+    )
+
+    @model_validator(mode="after")
+    def _ranks_exist(self) -> Self:
+        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+            most = getattr(self, size)
+            if getattr(self, rank) >= most:
                 raise ValueError(
-                    f"flag {name}={value}: has no effect without tp_size=2 or pp_size=2 or more; leave it out"
+                    f"flag {rank}={getattr(self, rank)}: ranks count from 0, and {size} is {most}; expected less, or a"
+                    f" larger {size}"
                 )
         return self
 
     @model_validator(mode="after")
-    def _authorities_are_of_use(self) -> "WorkerConfig":
-        if self.grpc_ca is not None and self.grpc_cert is None:
-            raise ValueError(
-                f"flag grpc_ca={self.grpc_ca}: has no effect without grpc_cert= and grpc_key=; leave it out, or set all"
-                " three"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _not_for_everybody(self) -> "WorkerConfig":
+    def _is_protected(self) -> Self:
+        refuse_unused_authorities(self)
         if is_public(self.worker_listen) and not self.has_mutual_tls and not self.insecure_worker:
             raise ValueError(
-                f"flag worker_listen={self.worker_listen}: whoever reaches a worker may read and change everybody's"
+                f"flag worker_listen={self.worker_listen}: any program that reaches a worker can read and change all"
                 " requests; set grpc_cert=, grpc_key= and grpc_ca= (mTLS), listen on a loopback address or a unix"
                 " socket, or, if a private network guards it, set insecure_worker=T"
             )

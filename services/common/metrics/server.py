@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.registry import Collector
 
 from services.common.allowed_hosts import AllowedHosts
-from services.common.config import MetricsConfig
+from services.common.config import SchedulerConfig, WorkerConfig
 from services.common.metrics.registry import registry_of
 from services.common.process.acceptor import Acceptor
 from services.common.process.handover import listen
@@ -25,7 +25,7 @@ _FOREIGN_HOST = b"the header Host has no name of this server; if it is one, add 
 
 
 @contextlib.asynccontextmanager
-async def serve_metrics(config: MetricsConfig, collector: Collector) -> AsyncIterator[str]:
+async def serve_metrics(config: SchedulerConfig | WorkerConfig, collector: Collector) -> AsyncIterator[str]:
     """Serve ``GET /metrics`` on ``metrics_host:metrics_port``: the figures of ``collector`` and of the process.
 
     Yields the address, or an empty string if ``metrics_port`` is 0. ``collector`` runs in a thread. Raises Unavailable

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common.config import ServiceConfig
+from services.common.config import ServiceFlags
 from services.common.process import watchdog
 from services.common.process.children import script_command
 from services.common.process.log import is_console
@@ -35,7 +35,7 @@ class Pulse:
     may take long; for a minute when it ends. A watchdog that is gone, or reads no beats, is replaced.
     """
 
-    def __init__(self, config: ServiceConfig, what: str, boot_s: float = _BOOT_S) -> None:
+    def __init__(self, config: ServiceFlags, what: str, boot_s: float = _BOOT_S) -> None:
         """``what`` makes the progress, in the watchdog's words."""
         self._limits = (max(boot_s, config.step_deadline), config.step_deadline, max(_END_S, config.step_deadline))
         self._interval_s = min(_LONGEST_INTERVAL_S, config.step_deadline / 8)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 
-from services.common.config import ServiceConfig, from_command_line
+from services.common.config import ServiceFlags, from_command_line
 from services.common.errors import TokaError
 from services.common.host.descriptors import raise_limit
 from services.common.host.private_files import keep_files_private
@@ -35,7 +35,7 @@ _own_name = ""  # of the service whose process this is, begun by run_service
 
 log = structlog.get_logger(__name__)
 
-K = TypeVar("K", bound=ServiceConfig)
+K = TypeVar("K", bound=ServiceFlags)
 R = TypeVar("R")
 
 

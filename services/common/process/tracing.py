@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from services.common.config import ServiceConfig
+from services.common.config import ServiceFlags
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,7 +47,7 @@ class Tracing:
         self._second, self._clients = 0, 0  # of a monotonic clock; traces that clients asked for in it
 
     @classmethod
-    def of(cls, config: ServiceConfig, service: str, **facts: str | int) -> "Tracing | None":
+    def of(cls, config: ServiceFlags, service: str, **facts: str | int) -> "Tracing | None":
         """None when nothing is traced. ``facts``: about the process, beside the name of its ``service``."""
         if not config.traces_to:
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import structlog
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags
 from services.common.errors import InvalidRequest
 from services.common.host.secret_files import read_file, warn_if_open
 from services.common.host.watched import Watched
@@ -28,7 +28,7 @@ class Pems:
 class Certificates:
     """Owned by a server or a dialer. Any thread may call: handshakes happen on gRPC's."""
 
-    def __init__(self, config: GrpcConfig) -> None:
+    def __init__(self, config: GrpcFlags) -> None:
         """Raises ``InvalidRequest`` for files that cannot be used."""
         self._config = config
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class Certificates:
             warn_if_open("grpc_key", config.grpc_key)
 
     @classmethod
-    def of(cls, config: GrpcConfig) -> "Certificates | None":
+    def of(cls, config: GrpcFlags) -> "Certificates | None":
         """None where the flags name no files."""
         return None if config.grpc_cert is None and config.grpc_ca is None else cls(config)
 
@@ -91,7 +91,7 @@ def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pems.key, pems.chain)], pems.authorities)
 
 
-def _read(config: GrpcConfig) -> Pems:
+def _read(config: GrpcFlags) -> Pems:
     chain = None if config.grpc_cert is None else _read_certificates("grpc_cert", config.grpc_cert)
     authorities = None if config.grpc_ca is None else _read_certificates("grpc_ca", config.grpc_ca)
     key = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags
 from services.common.host.descriptors import connections_within, current_limit
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.token import TokenFile
@@ -83,7 +83,7 @@ class Dialer:
     token: TokenFile | None = None
 
     @classmethod
-    def of(cls, config: GrpcConfig, token_file: str | None = None) -> "Dialer":
+    def of(cls, config: GrpcFlags, token_file: str | None = None) -> "Dialer":
         """Raises ``InvalidRequest`` for files that cannot be used."""
         return cls(Certificates.of(config), config.grpc_server_name, TokenFile.of(token_file))
 

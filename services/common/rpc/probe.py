@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags
 from services.common.errors import TokaError
 from services.common.flags import FlagError, load
 from services.common.rpc.channel import PLAIN, Dialer
@@ -30,7 +30,7 @@ def probe(address: str, dialer: Dialer = PLAIN) -> str:
 
 if __name__ == "__main__":
     try:
-        dialer = Dialer.of(load(GrpcConfig, [], os.environ))
+        dialer = Dialer.of(load(GrpcFlags, [], os.environ))
         states = [probe(address, dialer) for address in sys.argv[1:]]
     except (FlagError, TokaError) as error:
         states = [str(error)]

@@ -3,17 +3,18 @@ or the life of a page.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 from rich.console import Console
 
+from services.common.config import fail, from_command_line
 from services.common.flags import Config, Int
-from services.scheduler.record.command import fail, read_flags
 from services.scheduler.record.page_view import PageView
-from services.scheduler.record.reader import Recording, RecordingError, find_recordings
+from services.scheduler.record.reader import RECORD, Recording, RecordingError, find_recordings
 from services.scheduler.record.sequence_view import SequenceView
 from services.scheduler.record.step_view import StepView
 from services.scheduler.record.view import View, walk
@@ -22,16 +23,18 @@ _WIDTH = 160  # columns, where the output is no terminal
 
 
 class InspectConfig(Config):
-    """The flags."""
+    """Show a step, the life of a sequence, or the life of a page from a recording."""
 
-    record: str = Field("", description="a recording (*.tkrec), or a directory of them")
+    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # the environment is that of the services
+
+    record: str = Field(description=RECORD)
     step: Int | None = Field(None, ge=1, description="show this step: its plan, its batch, its result")
     sequence: str = Field("", description="show the life of REQUEST_ID, or of one of its samples: REQUEST_ID:SAMPLE")
     page: Int | None = Field(None, ge=0, description="show who held this page, its copies and its tokens")
 
 
 def main() -> None:
-    config = read_flags(InspectConfig, __doc__)
+    config = from_command_line(InspectConfig)
     view = _view(config)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     try:
@@ -69,8 +72,6 @@ def inspect(paths: list[Path], view: Callable[[], View], console: Console) -> tu
 
 
 def _view(config: InspectConfig) -> Callable[[], View]:
-    if not config.record:
-        fail("give record=FILE_OR_DIR: what the scheduler wrote with record_plans=DIR", status=2)
     chosen = [config.step is not None, bool(config.sequence), config.page is not None]
     if sum(chosen) != 1:
         fail("give one of step=N, sequence=REQUEST_ID[:SAMPLE] and page=N", status=2)

@@ -13,6 +13,7 @@ from services.scheduler.record.recorder import SUFFIX
 from tokasaurus.worker.v1 import record_pb2
 
 _LONGEST_VARINT = 10  # bytes
+RECORD = "a recording (*.tkrec) that a scheduler wrote with record_plans=, or a directory of them"
 TORN = "it ends in the middle of an entry"
 OPEN = "it has no end: it is still being written, or its scheduler died"
 

@@ -4,32 +4,35 @@ that is given the plans of one recording again answer the same tokens?
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 from pydantic import Field
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags, fail, from_command_line
 from services.common.errors import InvalidRequest
 from services.common.rpc.channel import Dialer
 from services.scheduler.record.check import Findings, check_file
-from services.scheduler.record.command import fail, read_flags
 from services.scheduler.record.feeding import Outcome, Unsuitable, feed
-from services.scheduler.record.reader import Recording, RecordingError, find_recordings
+from services.scheduler.record.reader import RECORD, Recording, RecordingError, find_recordings
 
 
-class ReplayConfig(GrpcConfig):
-    """The flags, those of the link to the worker among them."""
+class ReplayConfig(GrpcFlags):
+    """Check that recorded plans keep the contract or, with ``worker_address``, replay them on a worker and compare the
+    tokens. The certificates are those of the link to the worker."""
 
-    record: str = Field("", description="a recording (*.tkrec), or a directory of them")
+    # The environment is that of the services: a replay must not take over the worker that serves.
+    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    record: str = Field(description=RECORD)
     worker_address: str = Field("", description="feed the plans to this worker; default: check them only")
 
 
 def main() -> None:
-    config = read_flags(ReplayConfig, __doc__)
-    if not config.record:
-        fail("give record=FILE_OR_DIR: what the scheduler wrote with record_plans=DIR", status=2)
+    config = from_command_line(ReplayConfig)
     try:
         paths = find_recordings(config.record)
         at, dialer = config.worker_address, Dialer.of(config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
-from services.common.config.flag import as_text
+from services.common.flags import as_text
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import BFLOAT16, FLOAT32, FP8, footprint, margin, page_bytes, weight_bytes

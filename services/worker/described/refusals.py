@@ -5,6 +5,7 @@ from pathlib import Path
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.flags import cuda_only
 from services.worker.described.config import ModelConfig
 
 # Triton has no conversions from and to float8_e4m3fn for devices before.
@@ -16,27 +17,9 @@ _NUMBA_SETTINGS = Path(".numba_config.yaml")
 
 
 def refuse_what_a_cpu_has_not(config: WorkerConfig) -> None:
-    """Raises ``InvalidRequest``."""
-    for name, value, instead in (
-        ("kv_cache_dtype", "fp8", "leave it at kv_cache_dtype=auto"),
-        ("use_cudagraphs", True, "leave it out"),
-        ("async_tp_threshold", config.async_tp_threshold or -1, "leave it out"),
-        (
-            "cudagraph_max_size",
-            config.cudagraph_max_size if config.cudagraph_max_size != "auto" else -1,
-            "leave it out",
-        ),
-        (
-            "piecewise_cudagraph_max_tokens",
-            -1 if config.piecewise_cudagraph_max_tokens is None else config.piecewise_cudagraph_max_tokens,
-            "leave it out",
-        ),
-    ):
-        if getattr(config, name) == value:
-            raise InvalidRequest(
-                f"flag {name}={'T' if value is True else value}: only on cuda, and this worker runs on cpu; {instead}",
-                field=name,
-            )
+    """Raise ``InvalidRequest`` if a flag is set that only CUDA devices support."""
+    for name, value, fix in cuda_only(config):
+        raise InvalidRequest(f"flag {name}={value}: only on cuda, and this worker runs on cpu; {fix}", field=name)
 
 
 def refuse_numba_settings() -> None:

@@ -1,39 +1,45 @@
-"""What the driver says of the energy that a GPU has used, through NVML, which comes with it."""
+"""The energy that a GPU uses, as NVIDIA's driver counts it."""
 
-import ctypes
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 
 class Power:
-    """One device's. Asked by one thread at a time; a question takes some microseconds."""
+    """Energy and power of one device, read through ``nvml``, the module ``pynvml``.
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        self._library, self._handle = library, handle
+    Used by one thread at a time. A call takes some microseconds.
+    """
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
 
     @classmethod
     def of(cls, device: torch.device) -> "Power | None":
-        """None where there is no driver, or one that does not tell."""
+        """Return the reader for ``device``, or None if there is no driver or the extra ``worker-cuda`` is missing."""
         if device.type != "cuda":
             return None
-        with suppress(OSError, AttributeError, RuntimeError):
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            handle = ctypes.c_void_p()
-            if library.nvmlInit_v2() == 0:
-                if library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:
-                    return cls(library, handle)
-                library.nvmlShutdown()
+        with suppress(ImportError):
+            import pynvml
+
+            with suppress(pynvml.NVMLError, AttributeError, RuntimeError):
+                pynvml.nvmlInit()
+                uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+                return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
         return None
 
     def joules(self) -> float | None:
-        """Since the driver was loaded, whoever used the device; None where it does not count."""
-        millijoules = ctypes.c_ulonglong()
-        status = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(millijoules))
-        return millijoules.value * 1e-3 if status == 0 else None
+        """Return the energy that the device has used since the driver was loaded, or None if it is not counted."""
+        return self._read(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def watts(self) -> float | None:
-        milliwatts = ctypes.c_uint()
-        status = self._library.nvmlDeviceGetPowerUsage(self._handle, ctypes.byref(milliwatts))
-        return milliwatts.value * 1e-3 if status == 0 else None
+        """Return the power that the device draws, or None if it is not measured."""
+        return self._read(self._nvml.nvmlDeviceGetPowerUsage)
+
+    def _read(self, thousandths: Callable[[Any], int]) -> float | None:
+        try:
+            return thousandths(self._handle) * 1e-3
+        except self._nvml.NVMLError:
+            return None

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from bench.server import free_port
-from services.cli.bench.app import app
+from services.cli.bench.app import main
+from tests.cli import running
 from tests.gateway.deployment import PATIENCE_S, Deployment, eventually
 
 PROBLEMS = Path(__file__).parents[3] / "bench" / "data" / "coverage_problems.jsonl"
@@ -25,10 +25,10 @@ COUNTED = {
 
 
 def run(*arguments: object, status: int = 0, **environment: str) -> tuple[str, str]:
-    """Standard output and error. In this process: most of the time of another one goes into what it imports."""
+    """Standard output and error."""
     keys = dict.fromkeys(("OPENAI_API_KEY", "TOKA_API_KEY"))
-    outcome = CliRunner().invoke(app, list(map(str, arguments)), env=keys | {"COLUMNS": "120"} | environment)
-    assert outcome.exit_code == status, outcome.output
+    outcome = running.run(main, *map(str, arguments), environment=keys | {"COLUMNS": "120"} | environment)
+    assert outcome.status == status, outcome.output
     return outcome.stdout, outcome.stderr
 
 

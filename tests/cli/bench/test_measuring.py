@@ -11,9 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from services.cli.bench.app import app
+from services.cli.bench.app import main
 from services.cli.bench.clients import ClientError, Clients, send_all
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.figures import Figures, histogram, output_rate
@@ -22,6 +21,7 @@ from services.cli.bench.plot import plot
 from services.cli.bench.prompts import Asking, Lengths, Synthetic
 from services.cli.bench.sending import Share
 from services.cli.sparkline import sparkline
+from tests.cli.running import run
 from tests.common.rpc.authority import Authority
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -91,16 +91,16 @@ def test_a_server_with_tls_and_a_key(tmp_path, monkeypatch):
     with serving(Guarded, tls) as port:
         asked = ["serve", "--url", f"https://localhost:{port}/v1/", "--requests", "2", "--warmup", "0"]
         known = ["--ca", str(authority.cert), "--json", str(tmp_path / "out.json")]
-        outcome = CliRunner().invoke(app, [*asked, *known], env={"OPENAI_API_KEY": "secret"})
-        assert outcome.exit_code == 0, outcome.output
+        outcome = run(main, *asked, *known, environment={"OPENAI_API_KEY": "secret"})
+        assert outcome.status == 0, outcome.output
         told = json.loads((tmp_path / "out.json").read_text())
         assert (told["model"], told["input_tokens"], told["output_tokens"]) == ("model", 2 * 256, 2 * 128)
         assert "secret" not in json.dumps(told) + outcome.output
-        outcome = CliRunner().invoke(app, [*asked, *known], env={"OPENAI_API_KEY": "wrong"})
-        assert outcome.exit_code == 1
+        outcome = run(main, *asked, *known, environment={"OPENAI_API_KEY": "wrong"})
+        assert outcome.status == 1
         assert "set OPENAI_API_KEY" in outcome.stderr
-        outcome = CliRunner().invoke(app, [*asked, "--api-key", "secret"])
-        assert outcome.exit_code == 1
+        outcome = run(main, *asked, "--api-key", "secret")
+        assert outcome.status == 1
         assert "certificate" in outcome.stderr.lower()
 
 
@@ -232,7 +232,7 @@ def test_prompts_follow_from_the_seed_and_differ():
 
 WITHOUT = """
 import sys
-sys.modules |= {"typer": None, "rich": None}
+sys.modules["rich"] = None
 import bench.latency, bench.mixed, bench.monkeys
 from services.cli.bench import main
 sys.argv = ["toka-bench", "--help"]
@@ -240,7 +240,7 @@ main()
 """
 
 
-def test_the_programs_in_bench_need_neither_typer_nor_rich_and_the_command_says_what_it_needs():
+def test_the_programs_in_bench_do_not_need_rich_and_the_command_says_what_it_needs():
     outcome = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert outcome.returncode == 2, outcome.stderr
     assert "pip install 'tokasaurus[cli]'" in outcome.stderr

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def flags(authority: Authority | None, pair: Pair | None = None) -> dict[str, st
     return found if pair is None else found | {"grpc_cert": str(pair.cert), "grpc_key": str(pair.key)}
 
 
-def links(authority: Authority | None, pair: Pair | None = None) -> GrpcConfig:
-    return GrpcConfig(**flags(authority, pair))
+def links(authority: Authority | None, pair: Pair | None = None) -> GrpcFlags:
+    return GrpcFlags(**flags(authority, pair))
 
 
 def _builder(

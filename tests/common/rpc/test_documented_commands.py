@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import Dialer
 from services.common.rpc.probe import probe
@@ -31,9 +31,9 @@ async def test_certificates_made_as_documented_are_taken(tmp_path):
     assert made.returncode == 0, made.stderr
     assert made.stdout.endswith("host-a.pem: OK\nhost-b.pem: OK\n")
 
-    def of(host: str) -> GrpcConfig:
+    def of(host: str) -> GrpcFlags:
         files = {"grpc_ca": "ca.pem", "grpc_cert": f"{host}.pem", "grpc_key": f"{host}.key"}
-        return GrpcConfig(**{flag: str(tmp_path / name) for flag, name in files.items()})
+        return GrpcFlags(**{flag: str(tmp_path / name) for flag, name in files.items()})
 
     server = RpcServer("test", certificates=Certificates.of(of("host-a")))
     address = await server.start("127.0.0.1:0")

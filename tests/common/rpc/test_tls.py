@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from services.common.config import GrpcConfig
+from services.common.config import GrpcFlags
 from services.common.errors import InvalidRequest
 from services.common.host import watched
 from services.common.rpc import channel
@@ -49,7 +49,7 @@ async def start(request):
     """Starts a server with the certificates of a config; gives its address, the servicer and the server."""
     started = []
 
-    async def begin(config: GrpcConfig, address: str = "127.0.0.1:0"):
+    async def begin(config: GrpcFlags, address: str = "127.0.0.1:0"):
         servicer, server = request.param[0](), request.param[1](SERVICE, certificates=Certificates.of(config))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc_server)
         started.append(server)
@@ -223,7 +223,7 @@ async def test_a_client_shows_its_new_certificate_when_it_connects_again(start, 
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(successor.cert.read_bytes())
     server = authority.issue("server")
-    address, _, _ = await start(GrpcConfig(grpc_cert=str(server.cert), grpc_key=str(server.key), grpc_ca=str(trusted)))
+    address, _, _ = await start(GrpcFlags(grpc_cert=str(server.cert), grpc_key=str(server.key), grpc_ca=str(trusted)))
     pair = authority.issue("client")
     dialer = Dialer.of(links(authority, pair))
     assert await ask(dialer, address) is grpc.StatusCode.UNAVAILABLE
@@ -242,8 +242,8 @@ def test_wrong_files_end_the_start_with_a_sentence(authority, tmp_path):
     text.write_text("no certificate")
     ca = str(authority.cert)
     for config, sentence in (
-        (GrpcConfig(grpc_ca=f"{tmp_path}/none"), f"flag grpc_ca={tmp_path}/none: cannot be read \\(No such file"),
-        (GrpcConfig(grpc_ca=str(text)), f"flag grpc_ca={text}: holds no certificate in PEM"),
+        (GrpcFlags(grpc_ca=f"{tmp_path}/none"), f"flag grpc_ca={tmp_path}/none: cannot be read \\(No such file"),
+        (GrpcFlags(grpc_ca=str(text)), f"flag grpc_ca={text}: holds no certificate in PEM"),
         (links(None, Pair(text, pair.key)), f"flag grpc_cert={text}: holds no certificate in PEM"),
         (links(None, Pair(pair.cert, text)), f"flag grpc_key={text}: holds no private key in PEM"),
         (links(None, Pair(pair.cert, pair.cert)), f"flag grpc_key={pair.cert}: holds no private key in PEM"),
@@ -255,8 +255,8 @@ def test_wrong_files_end_the_start_with_a_sentence(authority, tmp_path):
     ):
         with pytest.raises(InvalidRequest, match=sentence):
             Certificates(config)
-    assert Certificates.of(GrpcConfig()) is None
-    assert Certificates(GrpcConfig(grpc_ca=ca)).verifies
+    assert Certificates.of(GrpcFlags()) is None
+    assert Certificates(GrpcFlags(grpc_ca=ca)).verifies
 
 
 async def test_a_bundle_of_authorities_may_have_comments(start, authority, tmp_path):
@@ -264,7 +264,7 @@ async def test_a_bundle_of_authorities_may_have_comments(start, authority, tmp_p
     comment = "Főtanúsítvány\n".encode()
     bundle.write_bytes(comment + other.cert.read_bytes() + comment + authority.cert.read_bytes())
     address, _, _ = await start(links(None, authority.issue("server")))
-    assert await ask(Dialer.of(GrpcConfig(grpc_ca=str(bundle))), address) is grpc.StatusCode.OK
+    assert await ask(Dialer.of(GrpcFlags(grpc_ca=str(bundle))), address) is grpc.StatusCode.OK
 
 
 def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(authority, tmp_path):

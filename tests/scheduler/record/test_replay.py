@@ -225,7 +225,7 @@ def test_wrong_flags_are_named(monkeypatch, capsys):
     code, _, error = command(monkeypatch, capsys, "recrod=x")
     assert (code, "did you mean record=?" in error) == (2, True)
     code, _, error = command(monkeypatch, capsys, "worker_address=x")
-    assert (code, "give record=FILE_OR_DIR" in error) == (2, True)
+    assert (code, "flag record is missing: write record=VALUE" in error) == (2, True)
     assert command(monkeypatch, capsys, "record=/nowhere")[0] == 1
 
 

@@ -1,67 +1,84 @@
 """``toka-bench monkeys``: repeated sampling (Brown et al. 2024, Large Language Monkeys)."""
 
-import typer
+from typing import Annotated, ClassVar, Self
 
-from services.cli.bench.commands import options as its
+from pydantic import Field, model_validator
+
+from services.cli.bench.commands.options import (
+    ExistingFile,
+    OutputTokens,
+    PromptTokens,
+    RequestFlags,
+    ResultFlags,
+    ServerFlags,
+    Timeout,
+    read,
+)
 from services.cli.bench.display import Live
 from services.cli.bench.load import Load
 from services.cli.bench.problems import few_shot_prompts, read_problems
 from services.cli.bench.prompts import Asking, Lengths, Once, Repeated, made_up_or_read
 from services.cli.bench.run import Run
-
-EXAMPLES = (
-    "toka-bench monkeys --problems 8 --samples 64",
-    "toka-bench monkeys --dataset gsm8k.jsonl --problems 32 --samples 1024 --output-tokens 1024 --clients 4",
-)
-_PROMPT, _OUTPUT = Lengths(512, 512), Lengths(128, 128)
+from services.common.flags import Examples, Int, Needs
 
 
-def monkeys(
-    context: typer.Context,
-    url: its.Url = its.DEFAULT_URL,
-    model: its.Model = None,
-    api_key: its.ApiKey = None,
-    ca: its.Ca = None,
-    timeout: its.Timeout = 3600.0,
-    clients: its.Clients = 1,
-    problems: its.Problems = 8,
-    samples: its.Samples = 64,
-    requests_per_problem: its.RequestsPerProblem = 1,
-    prompt_tokens: its.PromptTokens = _PROMPT,
-    output_tokens: its.OutputTokens = _OUTPUT,
-    vocab_size: its.VocabSize = None,
-    dataset: its.ProblemFile = None,
-    shots: its.Shots = 4,
-    ignore_eos: its.IgnoreEos = None,
-    temperature: its.Temperature = 0.6,
-    extra_body: its.ExtraBody = None,
-    seed: its.Seed = None,
-    json_to: its.Json = None,
-    plot_to: its.Plot = None,
-) -> None:
-    """Many samples of few prompts, all asked for at once: what a shared prefix is worth.
+class MonkeysConfig(ServerFlags, RequestFlags, ResultFlags):
+    """Request many samples of few prompts, all at once, to measure the worth of a shared prefix.
 
     The samples of a problem are one request's n, and come as whole answers. The rates are those of all samples, from
     the first request to the last answer.
     """
-    if samples % requests_per_problem:
-        raise typer.BadParameter(f"--requests-per-problem {requests_per_problem} does not divide --samples {samples}")
-    its.refuse_beside(context, dataset, "shots")
-    prompts = its.read(
-        lambda: None if dataset is None else few_shot_prompts(read_problems(dataset), problems + 1, shots)
+
+    examples: ClassVar[Examples] = (
+        ("--problems 8 --samples 64", "made-up prompts"),
+        (
+            "--dataset gsm8k.jsonl --problems 32 --samples 1024 --output-tokens 1024 --clients 4",
+            "problems of a file",
+        ),
     )
 
-    run = Run.of("monkeys", context.params)
-    eos = ignore_eos if ignore_eos is not None else prompts is None
-    fields = {"n": samples // requests_per_problem} | its.fields(temperature, eos, extra_body)
+    timeout: Timeout = 3600.0
+    problems: Int = Field(8, ge=1, description="different prompts")
+    samples: Int = Field(64, ge=1, description="samples of each")
+    requests_per_problem: Int = Field(
+        1, ge=1, description="requests that share the samples of a problem, for servers that limit n"
+    )
+    prompt_tokens: PromptTokens = Lengths(512, 512)
+    output_tokens: OutputTokens = Lengths(128, 128)
+    dataset: ExistingFile | None = Field(
+        None, description="JSON lines with question and answer, as GSM8K's, instead of made-up prompts"
+    )
+    shots: Annotated[Int, Needs("dataset")] = Field(
+        4, ge=0, description="solved problems of the dataset before each question"
+    )
+
+    @model_validator(mode="after")
+    def _requests_share_the_samples(self) -> Self:
+        if self.samples % self.requests_per_problem:
+            raise ValueError(
+                f"flag requests_per_problem={self.requests_per_problem}: does not divide samples={self.samples}; change"
+                " one of them"
+            )
+        return self
+
+
+def monkeys(config: MonkeysConfig) -> int:
+    """Measure, show the figures, and return the exit status. Raises ``FlagError`` and ``ServerError``."""
+    dataset, problems, samples, parts = config.dataset, config.problems, config.samples, config.requests_per_problem
+    prompts = read(
+        lambda: None if dataset is None else few_shot_prompts(read_problems(dataset), problems + 1, config.shots)
+    )
+    run = Run.of("monkeys", config)
+    eos = config.ignore_eos if config.ignore_eos is not None else prompts is None
+    fields = {"n": samples // parts} | config.fields(ignore_eos=eos)
     if prompts is not None:
         fields = {"stop": ["Question:"]} | fields
     asking = Asking(run.model, stream=False, fields=fields)
     drawn: int = run.settings["seed"]
-    asked = made_up_or_read(asking, drawn, prompts, prompt_tokens, output_tokens, vocab_size)
+    asked = made_up_or_read(asking, drawn, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
     with Live(run.progress) as live:
         run.warm_up(live, Once(asked), problems, 1)
-        load = Load(Repeated(asked, requests_per_problem), problems * requests_per_problem)
+        load = Load(Repeated(asked, parts), problems * parts)
         outcome = run.drive(live, f"{problems} x {samples} samples", load)
     title = f"{run.model} at {run.url}: {problems} problems x {samples} samples"
-    raise typer.Exit(run.tell(outcome, title, streamed=False))
+    return run.tell(outcome, title, streamed=False)
