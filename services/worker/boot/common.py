@@ -35,7 +35,7 @@ from services.worker.described.choices import NAMES, Choice, Device, agree, choo
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import rotation_bytes, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
-from services.worker.described.refusals import refuse_too_large_weights, refuse_what_a_cpu_has_not
+from services.worker.described.refusals import refuse_cuda_only_flags, refuse_too_large_weights
 from services.worker.described.registry import read_model_config
 from services.worker.described.rope import describe_scaling
 from services.worker.described.shares import local_config, refuse_unshareable
@@ -97,7 +97,7 @@ def boot(
     started = time.perf_counter()
     device = _device(config)
     if device.type == "cpu":
-        refuse_what_a_cpu_has_not(config)
+        refuse_cuda_only_flags(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
     card, described = read_model(config)
