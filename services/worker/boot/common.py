@@ -141,7 +141,9 @@ def boot(
                 weights.load_dummy(model, seed=0)
             else:
                 tied = described.tied_embeddings
-                weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
+                weights.load(
+                    card.directory, model.targets(), tied_embeddings=tied, ignored=model.names_of_other_ranks()
+                )
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         grammars = _load_grammars(config, card, group)
         if chosen.torch_compile:
