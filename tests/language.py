@@ -19,6 +19,7 @@ ROOMS = (
     "services/worker/described",
     "services/worker/sampling",
     "services/worker/models",
+    "services/worker/layers",
 )
 # First words of a docstring that state no fact and give no order.
 OPENINGS = ("What", "Whether", "How", "Of", "As", "So", "Until", "From", "Those", "One", "Who", "Whoever", "Where")

@@ -9,7 +9,7 @@ from torch import nn
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import vocabulary_of
-from services.worker.layers.fp8 import Copies, Quantized
+from services.worker.layers.fp8 import MultiTarget, Quantized
 from services.worker.layers.linear import AnyLinear, LinearMaker
 from services.worker.parallel.exchange import TENSOR_RANKS
 
@@ -83,7 +83,7 @@ class VocabularyLayers(nn.Module):
         head = self._head_targets(self.head)[f"{_HEAD}.weight"]
         if not self._tied:
             return targets | {f"{_HEAD}.weight": head}
-        return {f"{_EMBEDDING}.weight": Copies(*targets.values(), head)}
+        return {f"{_EMBEDDING}.weight": MultiTarget(*targets.values(), head)}
 
     @torch.no_grad()
     def clear_padding(self) -> None:
