@@ -20,6 +20,7 @@ ROOMS = (
     "services/worker/sampling",
     "services/worker/models",
     "services/worker/layers",
+    "services/worker/attention",
 )
 # First words of a docstring that state no fact and give no order.
 OPENINGS = ("What", "Whether", "How", "Of", "As", "So", "Until", "From", "Those", "One", "Who", "Whoever", "Where")
