@@ -31,7 +31,7 @@ from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.precompile.job import Gpu, Job
 from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed, step
-from services.worker.described.choices import NAMES, Choice, Device, agree, choose
+from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import rotation_bytes, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
@@ -77,7 +77,7 @@ class Booted:
     dtype: str
     ranks: Ranks = ALONE
     group: RankGroup | None = None  # the other workers of the replica; closed with the runner
-    choices: tuple[Choice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
+    choices: tuple[FlagChoice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
 def boot(
@@ -217,7 +217,7 @@ def _facts(device: torch.device, group: RankGroup | None) -> Device:
     return Device("cpu" if device.type == "cpu" else "cuda", name, free, total, processors, capability)
 
 
-def _with_cache_size(choices: tuple[Choice, ...], limits: Limits) -> tuple[Choice, ...]:
+def _with_cache_size(choices: tuple[FlagChoice, ...], limits: Limits) -> tuple[FlagChoice, ...]:
     """Return ``choices`` with the size of the cache that was made."""
     size = str(limits.page_count * limits.page_size)
     return tuple(each._replace(value=size) if each.value == "auto" else each for each in choices)

@@ -50,7 +50,7 @@ class Device:
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
 
 
-class Choice(NamedTuple):
+class FlagChoice(NamedTuple):
     """The value of one flag, formatted as on a command line, and the reason for it."""
 
     name: str
@@ -59,8 +59,8 @@ class Choice(NamedTuple):
 
 
 def agree(
-    chosen: ChosenWorkerConfig, choices: tuple[Choice, ...], least: Callable[[int], int]
-) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
+    chosen: ChosenWorkerConfig, choices: tuple[FlagChoice, ...], least: Callable[[int], int]
+) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
     """Return the results of ``choose`` with each size replaced by its minimum over the ranks.
 
     Pipeline stages differ in their layers and so in their choices, but all ranks run the same steps. ``least`` is a
@@ -74,7 +74,7 @@ def agree(
 
 def choose(
     config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
-) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
+) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
     """Return ``config`` without ``auto``, and the value and reason of each flag in ``NAMES``.
 
     Values that the operator set are kept, and the others adapt to them. ``model`` describes the whole model, of which
@@ -102,11 +102,11 @@ class _Chooser(ABC):
         self._reasons = dict.fromkeys(NAMES, _SET)
         self._auto = frozenset(name for name in NAMES if self._values[name] == "auto")
 
-    def choose(self) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
+    def choose(self) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
         for name, value, reason in self._decisions():
             self._set(name, value, reason)
         chosen = self._chosen()
-        return chosen, tuple(Choice(name, as_text(self._values[name]), self._reasons[name]) for name in NAMES)
+        return chosen, tuple(FlagChoice(name, as_text(self._values[name]), self._reasons[name]) for name in NAMES)
 
     @abstractmethod
     def _decisions(self) -> Iterator[tuple[str, Any, str]]:

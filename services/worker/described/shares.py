@@ -16,46 +16,46 @@ _VOCABULARY_GRAIN = 16
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """A contiguous range of ``size`` elements that begins at ``start``, out of ``whole`` elements."""
 
     start: int
     size: int
     whole: int
 
-    def times(self, width: int) -> "Share":
+    def times(self, width: int) -> "RankShare":
         """Return the same range in units that are ``width`` times smaller."""
-        return Share(self.start * width, self.size * width, self.whole * width)
+        return RankShare(self.start * width, self.size * width, self.whole * width)
 
 
-def evenly(whole: int, ranks: Ranks) -> Share:
+def evenly(whole: int, ranks: Ranks) -> RankShare:
     """Return the share of a rank if ``whole``, a multiple of ``tp_size``, is split equally."""
     size = whole // ranks.tp_size
-    return Share(ranks.tp_rank * size, size, whole)
+    return RankShare(ranks.tp_rank * size, size, whole)
 
 
-def kv_heads_of(config: ModelConfig, ranks: Ranks) -> Share:
+def kv_heads_of(config: ModelConfig, ranks: Ranks) -> RankShare:
     """Return the key-value heads of a rank.
 
     If there are fewer heads than ranks, several ranks hold a copy of the same head.
     """
     if config.kv_heads >= ranks.tp_size:
         return evenly(config.kv_heads, ranks)
-    return Share(ranks.tp_rank * config.kv_heads // ranks.tp_size, 1, config.kv_heads)
+    return RankShare(ranks.tp_rank * config.kv_heads // ranks.tp_size, 1, config.kv_heads)
 
 
-def vocabulary_of(config: ModelConfig, ranks: Ranks) -> tuple[Share, int]:
+def vocabulary_of(config: ModelConfig, ranks: Ranks) -> tuple[RankShare, int]:
     """Return the rows of embedding and head that a rank holds, and the number of padding rows after them.
 
     The sum of both is the same on all ranks. The last ranks may have padding rows only.
     """
     if ranks.tp_size == 1:
-        return Share(0, config.vocab_size, config.vocab_size), 0
+        return RankShare(0, config.vocab_size, config.vocab_size), 0
     grain = ranks.tp_size * _VOCABULARY_GRAIN
     rows = -(-config.vocab_size // grain) * _VOCABULARY_GRAIN
     start = min(ranks.tp_rank * rows, config.vocab_size)
     size = min(rows, config.vocab_size - start)
-    return Share(start, size, config.vocab_size), rows - size
+    return RankShare(start, size, config.vocab_size), rows - size
 
 
 def local_config(config: ModelConfig, ranks: Ranks, layers: int) -> ModelConfig:

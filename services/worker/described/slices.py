@@ -7,17 +7,17 @@ import torch
 
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
-from services.worker.described.shares import Share, evenly, kv_heads_of, vocabulary_of
+from services.worker.described.shares import RankShare, evenly, kv_heads_of, vocabulary_of
 
 
-class Slice:
+class SliceTarget:
     """A load target for a tensor of which ``target`` holds ``share`` of ``dimension``.
 
     ``shape`` and ``device`` are those of a tensor that holds all of it. Raises ``ValueError`` if the size of ``target``
     does not match ``share``.
     """
 
-    def __init__(self, target: Any, dimension: int, share: Share) -> None:
+    def __init__(self, target: Any, dimension: int, share: RankShare) -> None:
         shape = list(target.shape)
         if shape[dimension] != share.size:
             raise ValueError(f"a target of shape {shape} for {share.size} elements of dimension {dimension}")
@@ -56,8 +56,8 @@ def slice_targets(targets: Mapping[str, Any], config: ModelConfig, ranks: Ranks)
     for name, target in targets.items():
         module, kind = name.split(".")[-2:]
         if module in by_outputs:
-            target = Slice(target, 0, by_outputs[module])
+            target = SliceTarget(target, 0, by_outputs[module])
         elif module in by_inputs and kind == "weight":
-            target = Slice(target, 1, by_inputs[module])
+            target = SliceTarget(target, 1, by_inputs[module])
         sliced[name] = target
     return sliced
