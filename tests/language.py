@@ -18,6 +18,11 @@ ROOMS = (
     "services/common/config",
     "services/common/flags",
     "services/common/plan",
+    "services/worker/attention",
+    "services/worker/described",
+    "services/worker/layers",
+    "services/worker/models",
+    "services/worker/sampling",
     "tests/common/plan",
     "tests/language.py",
 )

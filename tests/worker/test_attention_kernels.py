@@ -59,10 +59,10 @@ def test_programs_that_share_a_row_agree_with_one(splits, groups, kind):
 
 
 def test_few_rows_are_split_and_long_contexts_among_more():
-    from services.worker.attention.triton_decode import LONG, choose_splits
+    from services.worker.attention.triton_decode import LONG_CONTEXT, choose_splits
 
     rows = (1, 8, 16, 32, 63, 64, 128, 129)
-    assert [choose_splits(n, 8, LONG) for n in rows] == [32, 16, 8, 1, 1, 1, 1, 1]
+    assert [choose_splits(n, 8, LONG_CONTEXT) for n in rows] == [32, 16, 8, 1, 1, 1, 1, 1]
     assert [choose_splits(n, 8, 1 << 17) for n in rows] == [32, 32, 32, 32, 16, 16, 8, 1]
     assert [choose_splits(1, 8, longest) for longest in (1, 256, 257, 600, 1 << 17)] == [1, 1, 4, 9, 32]
 

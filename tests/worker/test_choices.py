@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bench.model import SHAPES
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.flags import build
-from services.worker.described.choices import NAMES, Choice, Device, agree, choose
+from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import footprint
 from services.worker.described.ranks import Ranks
@@ -35,7 +35,7 @@ def cpu(free: float) -> Device:
     return Device("cpu", "CPU", int(free * GIB), int(free * GIB), 8)
 
 
-def choices(device: Device, shape: str = "llama-1b", **flags: Any) -> tuple[ChosenWorkerConfig, dict[str, Choice]]:
+def choices(device: Device, shape: str = "llama-1b", **flags: Any) -> tuple[ChosenWorkerConfig, dict[str, FlagChoice]]:
     model, config = MODELS[shape], build(WorkerConfig, flags)
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)
     layers = range(model.layers // config.pp_size)

@@ -163,7 +163,7 @@ def test_a_model_is_called_with_tensors_of_one_kind_however_steps_are_launched(c
 
     forward = DecoderModel.forward
     monkeypatch.setattr(DecoderModel, "forward", called)
-    monkeypatch.setattr(memory, "_FEWEST_KEPT_APART", 16)
+    monkeypatch.setattr(memory, "_MIN_TRIMMED_PIECE", 16)
     for driver in (cuda(), cuda(8), cuda(8, pieces=24)):
         driver.reset()
         driver.generate(PROMPTS, 4, chunk=3)

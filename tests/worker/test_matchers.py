@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from services.common.text.grammar import Grammars
-from services.worker.sampling import patience
+from services.worker.sampling import grammar_timeouts
 from services.worker.sampling.matchers import Matchers
 from tests.worker.driver import admission, batch
 from tests.worker.grammars import OBJECTS, WORDS, ascii_grammars
@@ -87,7 +87,7 @@ def test_what_is_kept_is_bounded_by_its_text(matchers):
 
 
 def test_a_grammar_that_is_not_compiled_in_time_fails_its_slot_alone(runner_for, blocked, monkeypatch):
-    monkeypatch.setattr(patience, "MOST_WAIT_S", 0.05)
+    monkeypatch.setattr(grammar_timeouts, "COMPILE_TIMEOUT_S", 0.05)
     driver = runner_for()
     driver.generate([prompt_of(9)], 1, grammar=OBJECTS)
     driver.reset()

@@ -10,7 +10,7 @@ from services.common.plan.rules import check_plan
 from services.common.plan.types import LastPlan, Limits
 from services.worker.boot import rehearsal
 from services.worker.runner.cuda.inputs import StepArrays, build, padded
-from services.worker.sampling.rows import RowPreparer, Slice
+from services.worker.sampling.rows import RowPreparer, RowSlice
 from services.worker.step.slots import SlotTable
 
 USUAL = Limits(16, 1000, 64, 256, 4096, 500, 20, hydragen=True)
@@ -27,7 +27,7 @@ LIMITS = {
 }
 
 
-def run(limits: Limits, series) -> list[tuple[StepArrays, tuple[Slice, ...]]]:
+def run(limits: Limits, series) -> list[tuple[StepArrays, tuple[RowSlice, ...]]]:
     """Every step of ``series`` as the host of a GPU prepares it."""
     found, preparer = [], RowPreparer(16, 16)
     for plans in series:
@@ -57,18 +57,18 @@ def test_rows_are_cut_and_reported_with_and_without_changes_to_their_logits():
     """The kernels are others: they read logits as they are, or copies in float32."""
     slices = [part for _, parts in run(USUAL, rehearsal.every_kind(USUAL)) for part in parts]
     assert any(part.truncated is not None for part in slices)
-    assert any(part.asked is not None and part.asked.with_top for part in slices)
+    assert any(part.raw_logprobs is not None and part.raw_logprobs.with_top for part in slices)
     adjusted = [each for part in slices for each in part.adjusted]
-    assert any(each.truncated is not None and each.asked is not None for each in adjusted)
+    assert any(each.truncated is not None and each.raw_logprobs is not None for each in adjusted)
     assert any(each.biased is not None and each.penalised is not None for each in adjusted)
 
 
 def test_processed_logprobs_and_forced_tokens_are_rehearsed_with_and_without_truncation():
     slices = [part for _, parts in run(USUAL, rehearsal.every_kind(USUAL)) for part in parts]
-    processed = [each for part in slices for each in part.adjusted if each.processed is not None]
+    processed = [each for part in slices for each in part.adjusted if each.processed_logprobs is not None]
     assert {each.truncated is not None for each in processed} == {False, True}
     assert {each.truncated is not None for each in processed if each.forced is not None} == {False, True}
-    assert all(each.processed.with_top for each in processed)
+    assert all(each.processed_logprobs.with_top for each in processed)
 
 
 def test_rows_with_grammars_are_among_them_where_there_are_grammars():

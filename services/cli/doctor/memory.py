@@ -8,7 +8,7 @@ from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import Shape
 from services.common.config import WorkerConfig
 from services.common.host.resources import available_memory
-from services.worker.described.choices import H200_MULTIPROCESSORS, Choice, Device, choose
+from services.worker.described.choices import H200_MULTIPROCESSORS, Device, FlagChoice, choose
 from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -42,7 +42,7 @@ def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
     return found
 
 
-def choices(machine: Machine, shape: Shape) -> tuple[Choice, ...]:
+def choices(machine: Machine, shape: Shape) -> tuple[FlagChoice, ...]:
     """Return the settings that the first worker would choose."""
     config, described = machine.config, shape.described
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)

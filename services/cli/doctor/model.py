@@ -16,11 +16,11 @@ from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
 from services.worker.described.refusals import (
+    refuse_cuda_only_flags,
     refuse_fp8_cache,
     refuse_fp8_products,
-    refuse_sizes_of_cuda,
     refuse_unquantizable_sizes,
-    refuse_what_a_cpu_has_not,
+    refuse_unsupported_cuda_sizes,
 )
 from services.worker.described.registry import read_model_config
 from services.worker.described.shares import local_config, refuse_unshareable
@@ -84,10 +84,10 @@ def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
             local = local_config(shape.described, Ranks(0, config.tp_size), shape.described.layers)
             refuse_unquantizable_sizes(local, config.tp_size)
         if machine.on_cuda:
-            refuse_sizes_of_cuda(config.page_size, shape.described.head_dim)
+            refuse_unsupported_cuda_sizes(config.page_size, shape.described.head_dim)
             _refuse_fp8(config, machine.gpus[: machine.workers])
             return
-        refuse_what_a_cpu_has_not(config.part(WorkerConfig))
+        refuse_cuda_only_flags(config.part(WorkerConfig))
     except InvalidRequest as error:
         yield from_error("flags", error.message)
         return

@@ -1,4 +1,4 @@
-"""Paged attention: the KV cache, and a backend for each kind of device.
+"""Paged attention: the KV cache, and the attention backends for CPU and CUDA.
 
 Threads: ``compute``; ``shard-N`` on CPUs.
 """

@@ -1,4 +1,4 @@
-"""What an attention backend is: something that stores a step's keys and values in pages and attends over them."""
+"""Interfaces of attention backends, which store the keys and values of a step in pages and attend over them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from services.worker.described.config import Windows
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One shard of a step's flattened tokens. A row is a run of consecutive tokens of one slot.
+    """A shard of a step's flattened tokens. A row is a range of consecutive tokens of one slot.
 
-    All arrays are numpy on the host; ``page_table`` is the whole table of all slots, on host and device.
+    All arrays are numpy arrays on the host. ``page_table`` is the table of all slots.
     """
 
     token_slots: np.ndarray  # [tokens] int64
-    positions: np.ndarray  # [tokens] int64, place in its sequence; a token sees positions 0 to its own
+    positions: np.ndarray  # [tokens] int64, position in the sequence; a token attends to positions 0 to its own
     row_slots: np.ndarray  # [rows] int64
     row_starts: np.ndarray  # [rows] int64, index of the row's first token in this shard
-    row_counts: np.ndarray  # [rows] int64, tokens
+    row_counts: np.ndarray  # [rows] int64, tokens of the row
     page_table: np.ndarray  # [max_slots, max_pages] int32
 
 
@@ -33,21 +33,21 @@ def layer_windows(windows: Windows, cache: KvCache) -> Windows:
 
 
 class AttentionStep(ABC):
-    """One shard of one step, made by a backend; used by one thread, layer by layer."""
+    """Attention of one shard of a step. One thread uses it, layer by layer."""
 
     rotates: Literal[False] = False
 
     @abstractmethod
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Store ``keys`` and ``values``, wait until every shard has, and attend.
+        """Store ``keys`` and ``values``, wait until all shards have stored theirs, and attend.
 
-        ``queries [tokens, heads, head_dim]``, ``keys`` and ``values [tokens, kv_heads, head_dim]``, all rotated already
-        and possibly strided views; returns ``[tokens, heads * head_dim]``.
+        ``queries [tokens, heads, head_dim]`` and ``keys [tokens, kv_heads, head_dim]`` are rotated. They and ``values
+        [tokens, kv_heads, head_dim]`` may be strided views. Returns ``[tokens, heads * head_dim]``.
         """
 
 
 class RotatingAttentionStep(ABC):
-    """In the place of ``AttentionStep`` for a backend that norms and rotates queries and keys while it stores."""
+    """Attention of a step for backends that also normalise and rotate queries and keys."""
 
     rotates: Literal[True] = True
 
@@ -60,19 +60,19 @@ class RotatingAttentionStep(ABC):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Norm, rotate, store and attend.
+        """Normalise, rotate, store and attend. Returns ``[tokens, heads * head_dim]``.
 
-        ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is the raw projection: queries, keys and values side by
-        side, contiguous; it may be overwritten. ``q_norm`` and ``k_norm [head_dim]``, both or neither: weights of an
-        RMS norm (with ``eps``) over each head before the rotation. Returns ``[tokens, heads * head_dim]``.
+        ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is the contiguous projection and may be overwritten.
+        ``q_norm`` and ``k_norm [head_dim]``, both or neither, are weights of an RMS norm with ``eps`` over each head
+        before the rotation.
         """
 
 
-class PlacedAttentionStep(RotatingAttentionStep):
-    """One that writes where it is told to."""
+class PreallocatedAttentionStep(RotatingAttentionStep):
+    """Attention of a step that can write to a given output tensor."""
 
     def __init__(self, width: int) -> None:
-        """``width``: of the output, heads times head_dim."""
+        """``width`` is that of the output, heads times head_dim."""
         self._width = width
 
     def run_qkv(
@@ -97,12 +97,15 @@ class PlacedAttentionStep(RotatingAttentionStep):
         eps: float,
         output: torch.Tensor,
     ) -> None:
-        """``run_qkv``, with a place for what it returns."""
+        """Write the result of ``run_qkv`` to ``output [tokens, heads * head_dim]``."""
 
 
 class AttentionBackend(ABC):
-    """Bound to one KV cache. ``step`` is called by the thread that will use what it returns."""
+    """Attention over one KV cache."""
 
     @abstractmethod
     def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> AttentionStep | RotatingAttentionStep:
-        """``stored()`` returns once every shard of the step has stored its keys and values of the layer."""
+        """Return the attention of ``batch``, for use by the calling thread.
+
+        ``stored()`` blocks until all shards of the step have stored the keys and values of the layer.
+        """

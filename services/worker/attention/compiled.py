@@ -1,7 +1,7 @@
-"""Attention as one opaque operator, so that a compiled layer is a single graph, whatever the backend does inside.
+"""Attention as an opaque operator, so that torch.compile makes a single graph of a layer with any backend.
 
-All layers run the same compiled code, so the number of the layer is one of its inputs. Compilers treat the inputs 0 and
-1 as constants, so compiled code counts layers from ``FIRST_LAYER``.
+All layers run the same compiled code, and the number of the layer is an input. torch.compile treats the inputs 0 and 1
+as constants, so compiled code counts layers from ``FIRST_LAYER``.
 """
 
 import threading
@@ -11,10 +11,10 @@ import torch
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, RotatingAttentionStep
 
-# The number that compiled code has for layer 0.
+# Number of layer 0 in compiled code.
 FIRST_LAYER = 2
 
-# The operator takes tensors and numbers only. The step that it runs belongs to the calling thread.
+# The operator's arguments can only be tensors and numbers, so the step is a variable of the calling thread.
 _active = threading.local()
 
 
@@ -30,7 +30,7 @@ def _(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: in
 
 
 class TraceableAttention(AttentionBackend):
-    """The attention of a compiled model, done by ``backend``."""
+    """Attention backend for a compiled model, which delegates to ``backend``."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend, self._step = backend, TraceableStep()
@@ -41,7 +41,7 @@ class TraceableAttention(AttentionBackend):
 
 
 class TraceableStep(AttentionStep):
-    """A stand-in for the active step. It has no state, so compiled code has nothing of a step to guard on."""
+    """Proxy of the active step. It has no state on which compiled code would have to guard."""
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -50,7 +50,7 @@ class TraceableStep(AttentionStep):
         return attended
 
 
-# Defined without torch's checks of an operator's effects on its arguments: for 16 layers they take a millisecond.
+# ``torch.library.custom_op`` would check effects on arguments, which takes a millisecond for 16 layers.
 _library = torch.library.Library("tokasaurus", "FRAGMENT")
 _library.define("attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, SymInt layer, int width) -> Tensor")
 
@@ -71,7 +71,7 @@ def _(
 
 
 def activate(step: RotatingAttentionStep) -> None:
-    """Have ``TraceableRotation`` run ``step`` in the calling thread from now on."""
+    """Make ``TraceableRotation`` run ``step`` in the calling thread."""
     _active.step = step
 
 
@@ -81,11 +81,13 @@ def deactivate() -> None:
 
 
 class TraceableRotation(RotatingAttentionStep, torch.nn.Module):
-    """A stand-in for the active step, without state. It is a module because compilers treat a module's numbers as
-    constants."""
+    """Proxy of the active step, without state.
+
+    It is a module because torch.compile treats the numbers of a module as constants.
+    """
 
     def __init__(self, width: int) -> None:
-        """``width``: heads times head_dim, the width of the output."""
+        """``width`` is that of the output, heads times head_dim."""
         super().__init__()
         self._width = width
 

@@ -1,7 +1,7 @@
-"""Attention on CUDA: norm, rotation and storing in one kernel, then shared prefixes, rows of one token, and chunks.
+"""Attention on CUDA: one kernel to normalise, rotate and store, then shared prefixes, decode rows and chunks.
 
-Nothing here waits for the device. Steps without chunks and groups depend on shapes and ``longest`` only, the rest being
-read on the device, so they can be captured in a CUDA graph.
+A decode row has one token, and a chunk is a row of several tokens. No function waits for the device. The launches of a
+step without chunks and groups depend only on shapes and ``longest``, so CUDA graphs can capture them.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from services.worker.attention import flashinfer_spans, triton_few
-from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep, layer_windows
+from services.worker.attention.base import PreallocatedAttentionStep, RotatingAttentionStep, layer_windows
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans
-from services.worker.attention.triton_decode import LONG, PrefixState, choose_splits, decode_attention
+from services.worker.attention.triton_decode import LONG_CONTEXT, PrefixState, choose_splits, decode_attention
 from services.worker.attention.triton_few import FewRowsStep
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
@@ -31,20 +31,20 @@ SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
 
 @dataclass(frozen=True)
 class CudaBatch:
-    """A step's tokens: rows of one token first, then the chunks. Tensors are on the device, spans on the host."""
+    """Tokens of a step: decode rows first, then chunks. Tensors are on the device, spans on the host."""
 
     token_slots: torch.Tensor  # [tokens] int32, -1 = padding
-    positions: torch.Tensor  # [tokens] int32, place in the sequence
+    positions: torch.Tensor  # [tokens] int32, position in the sequence
     page_table: torch.Tensor  # [max_slots, max_pages] int32
-    decodes: int  # rows of one token, padding included
-    longest: int  # bound on their positions + 1
-    chunks: Spans | None  # behind them
-    groups: Spans | None  # among them, those that share a prefix; not all need to
-    prefix_tokens: torch.Tensor | None  # [decodes] int32 beside groups, tokens of the row's prefix; 0 = in no group
+    decodes: int  # number of decode rows, including padding
+    longest: int  # upper bound of the contexts of decode rows, in tokens
+    chunks: Spans | None
+    groups: Spans | None  # decode rows that share a prefix
+    prefix_tokens: torch.Tensor | None  # [decodes] int32, tokens of the row's prefix, 0 = in no group; with groups only
 
 
 class PlannedSpans(Protocol):
-    """Spans that are ready to run, in any layer."""
+    """Spans prepared for a step. They can run in each layer."""
 
     def run(
         self,
@@ -55,11 +55,11 @@ class PlannedSpans(Protocol):
         lse: torch.Tensor | None,
         window: int | None = None,
     ) -> None:
-        """Attend; the shapes are in ``triton_spans``."""
+        """Attend. Arguments are as in ``PlannedTiles.run`` of ``triton_spans``."""
 
 
 class CudaAttention:
-    """Bound to one cache, for ``heads`` query heads; one thread and one stream."""
+    """Attention over one cache with ``heads`` query heads, for one thread and one stream."""
 
     def __init__(
         self,
@@ -73,9 +73,12 @@ class CudaAttention:
         windows: Windows = (),
         compiled: bool = False,
     ) -> None:
-        """``dtype``: the model's; None = the cache's. ``prefixes`` and ``chunks``: of ``SPAN_BACKENDS``; None = the
-        fastest that is installed. ``windows``: of the layers in ``cache``; () = no layer has one. ``compiled``: for a
-        model under torch.compile."""
+        """Choose the backends.
+
+        ``dtype`` is the model's; None means the cache's. ``prefixes`` and ``chunks`` are from ``SPAN_BACKENDS``; None
+        chooses the fastest that is installed. ``windows`` has an entry per layer of ``cache``, or is () if no layer has
+        a window. ``compiled`` is true for use with torch.compile. Raises ``ValueError`` for an unknown backend.
+        """
         self.cache, self.heads, self.tables = cache, heads, (rotary.cos, rotary.sin)
         self.windows = layer_windows(windows, cache)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
@@ -84,60 +87,68 @@ class CudaAttention:
         if self.dtype != cached or not flashinfer_spans.available(self.head_dim, cached):
             prefixes = chunks = "triton"
         if any(self.windows):
-            chunks = "triton"  # FlashInfer's plans would be one for each window
+            chunks = "triton"  # FlashInfer would need a plan for each window
         prefixes, chunks = prefixes or fastest_spans(self.head_dim), chunks or fastest_spans(self.head_dim)
         self.backends = {"prefixes": prefixes, "chunks": chunks}
         self._workspace: torch.Tensor | None = None
         self._groups, self._chunks = self._spans(prefixes, causal=False), self._spans(chunks, causal=True)
         self._traceable = TraceableRotation(heads * self.head_dim) if compiled else None
         self._few_rows = triton_few.MOST_ROWS if self.dtype in (torch.bfloat16, torch.float16) else 0
-        self._arrivals = triton_few.no_arrivals(self.kv_heads, cache.all_keys.device)
+        self._arrivals = triton_few.new_arrival_counters(self.kv_heads, cache.all_keys.device)
 
     def context_stages(self) -> list[int]:
-        """The values of ``longest`` to capture graphs for, ascending; the last is the longest context there is. Only
-        how many programs share a row depends on them, which for short contexts is not worth a graph."""
+        """Return the values of ``longest`` to capture graphs for, ascending. The last is the maximum context.
+
+        Graphs differ only in the number of programs per row, which matters for long contexts only.
+        """
         most = self.tables[0].shape[0]
-        return [LONG, most] if most > LONG else [most]
+        return [LONG_CONTEXT, most] if most > LONG_CONTEXT else [most]
 
     @property
     def captures_groups(self) -> bool:
-        """Whether steps with shared prefixes can be captured: their back end plans nothing on the host."""
+        """True if graphs can capture steps with groups, because their backend does not plan on the host."""
         return self.shares_prefixes and isinstance(self._groups, TritonSpans)
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if any layer reads shared prefixes once for a group. Layers with a window read their own tokens only."""
+        """True if a layer reads shared prefixes once per group. Layers with a window ignore groups."""
         return None in self.windows
 
     def bytes_saved(self, groups: Spans) -> int:
-        """Return the bytes of keys and values that a layer without a window does not read because rows of ``groups``
-        share prefixes."""
+        """Return the bytes of keys and values that ``groups`` save a layer without a window from reading."""
         tokens = int(((groups.counts.astype(np.int64) - 1) * groups.contexts).sum())
         saved: int = tokens * 2 * self.kv_heads * self.head_dim * self.cache.keys[0].dtype.itemsize
         return saved
 
     def count_tiles(self, groups: Spans) -> int:
-        """How many ``group_tiles`` there are."""
-        return self._groups.count(groups)  # type: ignore[union-attr]  # as of ``captures_groups``
+        """Return the number of ``group_tiles``. Needs ``captures_groups``."""
+        return self._groups.count(groups)  # type: ignore[union-attr]
 
     def group_tiles(self, groups: Spans) -> np.ndarray:
-        """``[tiles, TILE_FIELDS]`` int32, for ``prepare_captured``; a tile of zeros does nothing."""
-        return self._groups.tiles(groups)  # type: ignore[union-attr]  # as of ``captures_groups``
+        """Return the tiles of ``groups`` for ``prepare_captured``, ``[tiles, TILE_FIELDS]`` int32.
+
+        A tile of zeros has no effect. Needs ``captures_groups``.
+        """
+        return self._groups.tiles(groups)  # type: ignore[union-attr]
 
     def splits(self, rows: int, longest: int) -> int:
-        """Return the number of programs that share a row of one token in a step of ``rows`` such rows, in a layer
-        whose rows attend to at most ``longest`` tokens."""
+        """Return the number of programs per decode row and kv head in a layer.
+
+        The step has ``rows`` decode rows, which attend to at most ``longest`` tokens in this layer.
+        """
         if rows <= self._few_rows:
             return triton_few.choose_splits(max(1, rows), self.kv_heads, longest, self.head_dim)
         return choose_splits(rows, self.kv_heads, longest)
 
     def layer_splits(self, rows: int, longest: int) -> list[int]:
-        """Return ``splits`` of each layer in a step whose longest context has ``longest`` tokens."""
+        """Return ``splits`` of each layer for a step whose longest context has ``longest`` tokens."""
         return [self.splits(rows, min(longest, window or longest)) for window in self.windows]
 
     def prepare_captured(self, batch: CudaBatch, tiles: torch.Tensor | None) -> RotatingAttentionStep:
-        """A step of rows of one token under capture: all that changes between replays is in tensors. ``tiles``: of the
-        groups, beside ``batch.prefix_tokens``."""
+        """Return the attention of decode rows for a CUDA graph, in which only tensors change between replays.
+
+        ``tiles`` are the ``group_tiles`` of the groups, on the device, or None without groups.
+        """
         if tiles is None and batch.decodes <= self._few_rows:
             tokens = batch.token_slots, batch.positions, batch.page_table
             splits = self.layer_splits(batch.decodes, batch.longest)
@@ -148,16 +159,16 @@ class CudaAttention:
         return self.active(CudaAttentionStep(self, batch, groups, None))
 
     def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> "CudaAttentionStep":
-        """The host's part of a step, before its upload is sent: ``put`` gives the view on the device where an int32
-        array will be. A model is given it by ``active``.
+        """Prepare the attention of ``batch`` on the host. Pass the result to the model through ``active``.
 
-        ``host_page_table [max_slots, max_pages]`` int32 as it will be on the device; both are None only for a batch
-        without chunks and groups.
+        ``host_page_table [max_slots, max_pages]`` int32 has the future values of the device's table. ``put`` queues an
+        int32 array for the step's upload and returns its view on the device. Both may be None if the batch has no
+        chunks and no groups.
         """
         return CudaAttentionStep(self, batch, *self._plan(batch, host_page_table, put))
 
     def active(self, step: RotatingAttentionStep) -> RotatingAttentionStep:
-        """What to call the model with, so that its attention is ``step``'s."""
+        """Return the attention argument with which the model runs ``step`` in the calling thread."""
         if self._traceable is None:
             return step
         activate(step)
@@ -166,7 +177,7 @@ class CudaAttention:
     def _plan(
         self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None
     ) -> tuple[PlannedSpans | None, PlannedSpans | None]:
-        """The batch's groups and chunks."""
+        """Return the planned groups and chunks of the batch."""
         groups, chunks = (
             backend.plan(spans, batch.page_table, host_page_table, put) if spans is not None else None  # type: ignore[arg-type]
             for backend, spans in ((self._groups, batch.groups), (self._chunks, batch.chunks))
@@ -185,13 +196,12 @@ class CudaAttention:
 
 
 def fastest_spans(head_dim: int) -> str:
-    """As measured on an H200 in bfloat16 (docs/performance.md); by head dimension, which decides how much of the time
-    goes to matrix products."""
+    """Return the fastest backend for spans, as measured on an H200 in bfloat16 (docs/performance.md)."""
     return "triton" if head_dim <= 64 else "flashinfer-fa3"
 
 
-class CudaAttentionStep(PlacedAttentionStep):
-    """One step, layer by layer: launches only."""
+class CudaAttentionStep(PreallocatedAttentionStep):
+    """Attention of one step. Its methods only launch kernels."""
 
     def __init__(
         self,
@@ -218,15 +228,15 @@ class CudaAttentionStep(PlacedAttentionStep):
         shape = (qkv.shape[0], attention.heads, attention.head_dim)
         queries, output = qkv.new_empty(shape), output.view(shape)
         norms: tuple[torch.Tensor, torch.Tensor] | None
-        norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # both or neither
+        norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # set together
         tokens = (batch.token_slots, batch.positions, batch.page_table)
         rotate_and_store(qkv, *tokens, attention.tables, norms, eps, queries, keys, values, output)
         prefix, window, splits = None, attention.windows[layer_index], self._splits[layer_index]
         if self._groups is not None and window is None:
-            found = qkv.new_empty((decodes, *shape[1:]))
+            shared = qkv.new_empty((decodes, *shape[1:]))
             lse = torch.empty((decodes, attention.heads), dtype=torch.float32, device=qkv.device)
-            self._groups.run(queries[:decodes], keys, values, found, lse)
-            prefix = PrefixState(batch.prefix_tokens, found, lse)  # type: ignore[arg-type]  # there are groups
+            self._groups.run(queries[:decodes], keys, values, shared, lse)
+            prefix = PrefixState(batch.prefix_tokens, shared, lse)  # type: ignore[arg-type]  # set with groups
         if decodes:
             paged = queries, keys, values, *tokens
             decode_attention(*paged, output, rows=decodes, prefix=prefix, window=window, splits=splits)

@@ -1,4 +1,4 @@
-"""Which attention backend runs where."""
+"""Choice of the attention backend."""
 
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 def make_attention(cache: KvCache, heads: int, *, windows: Windows = (), compiled: bool = False) -> AttentionBackend:
-    """Return the fastest backend for the cache's device and dtype. ``windows``: of the layers in ``cache``;
-    ``compiled``: for a model under torch.compile."""
+    """Return the fastest backend for the cache's device and dtype.
+
+    ``windows`` has an entry per layer of ``cache``, or is (). ``compiled`` is true for use with torch.compile.
+    """
     if compiled:
         return TraceableAttention(make_attention(cache, heads, windows=windows))
     keys = cache.keys[0]
     if keys.device.type == "cpu" and keys.dtype == torch.float32:
-        # Compilers are imported where they are used: numba here, triton below.
-        from services.worker.attention.fast_cpu import FastCpuAttention
+        from services.worker.attention.fast_cpu import FastCpuAttention  # loads numba
 
         return FastCpuAttention(cache, heads, windows)
     return PlainAttention(cache, windows)
@@ -38,8 +39,10 @@ def make_cuda_attention(
     windows: Windows = (),
     compiled: bool = False,
 ) -> "CudaAttention":
-    """Return the backend for a cache on CUDA. ``rotary``: the model's, because this attention rotates by itself;
-    ``dtype``: the model's, None = the cache's; ``windows``: of the layers in ``cache``."""
-    from services.worker.attention.cuda import CudaAttention
+    """Return the backend for a cache on CUDA, which also rotates by ``rotary``.
+
+    ``dtype`` is the model's; None means the cache's. The other arguments are as in ``make_attention``.
+    """
+    from services.worker.attention.cuda import CudaAttention  # loads Triton
 
     return CudaAttention(cache, heads, rotary, dtype=dtype, windows=windows, compiled=compiled)

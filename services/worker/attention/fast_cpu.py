@@ -1,4 +1,4 @@
-"""The attention backend for CPUs in float32: compiled kernels, and torch for the long rows of a prefill."""
+"""Attention backend for CPUs in float32, with compiled kernels, and torch for rows of many tokens."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
 from services.worker.described.config import Windows
 
-# From so many tokens on, copying a row's context for a matrix product beats going through it once for each token.
+# Row length in tokens from which gathering the context for a matrix product is faster than reading it per token.
 LONG_ROW = 48
 
 
 class FastCpuAttention(AttentionBackend):
-    """A backend for ``heads`` query heads on ``cache``, compiled on creation."""
+    """Attention over ``cache`` with ``heads`` query heads. The constructor compiles the kernels."""
 
     def __init__(self, cache: KvCache, heads: int, windows: Windows = ()) -> None:
-        """``windows``: of the layers in ``cache``; () = no layer has one."""
+        """``windows`` has an entry per layer of ``cache``, or is () if no layer has a window."""
         self.cache, self.heads, self.windows = cache, heads, layer_windows(windows, cache)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
         self.group = heads // self.kv_heads
@@ -32,7 +32,7 @@ class FastCpuAttention(AttentionBackend):
 
 
 class FastCpuStep(AttentionStep):
-    """A step of ``FastCpuAttention``."""
+    """Attention of a step by ``FastCpuAttention``."""
 
     def __init__(self, backend: FastCpuAttention, batch: AttentionBatch, stored: Callable[[], object]) -> None:
         self._backend, self._batch, self._stored = backend, batch, stored

@@ -13,11 +13,11 @@ from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans, offsets, packed, page_lists
 
 _BUILT_KERNELS = "data/aot/*/*.so"
-# What the kernels at hand were built for.
+# Head sizes of the kernels that FlashInfer ships built.
 _HEAD_DIMS = (64, 128)
-# Bytes for what split contexts leave to be merged; all users share it, one after the other on the stream.
+# Bytes for partial results of split contexts. All plans share it, since they run in sequence on one stream.
 _WORKSPACE = 256 << 20
-# A plan is staged in its wrapper's one pinned buffer, which must not change before the device has read it.
+# Each wrapper stages its plan in a pinned buffer, which it must not change before the device has read it.
 _WRAPPERS = 4
 
 
@@ -28,10 +28,10 @@ def installed(head_dim: int, dtype: torch.dtype) -> bool:
     """
     if head_dim not in _HEAD_DIMS or dtype != torch.bfloat16:
         return False
-    found = importlib.util.find_spec("flashinfer")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("flashinfer")
+    if spec is None or not spec.submodule_search_locations:
         return False
-    [package, *_] = found.submodule_search_locations
+    [package, *_] = spec.submodule_search_locations
     return shutil.which("nvcc") is not None or any(Path(package).glob(_BUILT_KERNELS))
 
 
@@ -47,10 +47,10 @@ def available(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 class PlannedWrapper(NamedTuple):
-    """Spans as FlashInfer takes them."""
+    """Spans of a step, planned by a wrapper of FlashInfer."""
 
-    wrapper: Any  # of FlashInfer's, which has no types
-    rows: slice | torch.Tensor  # query tokens that take part: a slice, or indices [rows] int64
+    wrapper: Any  # FlashInfer has no types
+    rows: slice | torch.Tensor  # query tokens in spans: a slice, or indices [rows] int64
 
     def run(
         self,
@@ -61,32 +61,35 @@ class PlannedWrapper(NamedTuple):
         lse: torch.Tensor | None,
         window: int | None = None,
     ) -> None:
-        """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32. Raises
-        ``ValueError`` for a ``window``: these plans are for all tokens.
+        """Attend, and write the rows of the spans to ``output`` and their log-sum-exp, base 2, to ``lse``.
 
-        ``queries`` and ``output [tokens, heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
-        head_dim]``, contiguous and of one dtype. Rows between spans may be written, too.
+        ``queries`` and ``output [tokens, heads, head_dim]``, and ``keys`` and ``values [page_count, kv_heads,
+        page_size, head_dim]`` are contiguous and of one dtype. ``lse`` is ``[tokens, heads]`` float32. Rows between
+        spans may be overwritten. Raises ``ValueError`` if ``window`` is given.
         """
         if window is not None:
-            raise ValueError("attention with a sliding window needs the triton backend")
-        rows, wanted = self.rows, lse is not None
+            raise ValueError(f"window={window} is not supported by FlashInfer plans; use the triton backend")
+        rows, return_lse = self.rows, lse is not None
         if isinstance(rows, slice):
             part = None if lse is None else lse[rows]
-            self.wrapper.run(queries[rows], (keys, values), out=output[rows], lse=part, return_lse=wanted)
+            self.wrapper.run(queries[rows], (keys, values), out=output[rows], lse=part, return_lse=return_lse)
             return
-        found = self.wrapper.run(queries.index_select(0, rows), (keys, values), return_lse=wanted)
+        attended = self.wrapper.run(queries.index_select(0, rows), (keys, values), return_lse=return_lse)
         if lse is not None:
-            found, logs = found
+            attended, logs = attended
             lse.index_copy_(0, rows, logs)
-        output.index_copy_(0, rows, found)
+        output.index_copy_(0, rows, attended)
 
 
 class FlashInferSpans:
-    """Plans on the thread that launches, on the stream that will run it; waits for the device only where a plan of
-    ``_WRAPPERS`` steps before has not been read yet."""
+    """Attention of spans by FlashInfer.
+
+    Plans are made by the thread and on the stream that run them. ``plan`` blocks only if the device has not yet read
+    the plan of ``_WRAPPERS`` steps before.
+    """
 
     def __init__(self, cache: KvCache, heads: int, backend: str, workspace: torch.Tensor, *, causal: bool) -> None:
-        """``backend``: fa2 or fa3. ``workspace``: of ``make_workspace``."""
+        """Create the wrappers. ``backend`` is fa2 or fa3, and ``workspace`` is from ``make_workspace``."""
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         keys = cache.keys[0]
@@ -105,18 +108,18 @@ class FlashInferSpans:
         host_page_table: np.ndarray,
         put: Callable[[np.ndarray], torch.Tensor],
     ) -> PlannedWrapper:
-        """``put`` takes an array to the device; the device's page table is not looked at."""
-        turn, self._next = self._next, (self._next + 1) % _WRAPPERS
-        wrapper, staged = self._wrappers[turn], self._staged[turn]
+        """Plan ``spans`` from ``host_page_table``. ``put`` copies an array to the device; ``page_table`` is unused."""
+        index, self._next = self._next, (self._next + 1) % _WRAPPERS
+        wrapper, staged = self._wrappers[index], self._staged[index]
         staged.synchronize()
         lists = page_lists(spans, host_page_table, self._page_size)
         rows: slice | torch.Tensor
-        if self._causal:  # chunks follow each other
+        if self._causal:  # chunks are contiguous
             first = int(spans.starts[0])
             rows, starts = slice(first, first + int(spans.counts.sum())), offsets(spans.counts)
         else:
-            found, starts = packed(spans)
-            rows = found if isinstance(found, slice) else put(found)
+            selected, starts = packed(spans)
+            rows = selected if isinstance(selected, slice) else put(selected)
         wrapper.plan(
             _pinned(starts),
             _pinned(lists.offsets),
@@ -134,10 +137,10 @@ class FlashInferSpans:
 
 
 def make_workspace(device: torch.device) -> torch.Tensor:
-    """For all that run on one stream."""
+    """Return a workspace for all plans of one stream."""
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
 
 
 def _pinned(array: np.ndarray) -> torch.Tensor:
-    """Copied to the device without waiting for it; freed only after that."""
+    """Return a pinned copy. Its copy to the device is asynchronous, and torch keeps the memory until it has ended."""
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()

@@ -1,6 +1,6 @@
-"""Paged attention for CPUs in float32: pages are read where they are, each key and value once for each kv head.
+"""Kernels of paged attention for CPUs in float32. They read pages in place, and each key and value once per kv head.
 
-Compiled for one head size, group size and page size, so that the inner loops have constant bounds and vectorise.
+They are compiled for one head size, group size and page size, so that inner loops have constant bounds and vectorise.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.prefetch_cpu import prefetch
 
-# Queries and keys are views into one projection: any strides, even where a single token makes them look contiguous.
+# Queries and keys are views of one projection with any strides. With one token numpy reports them as contiguous.
 _VIEW = numba.types.Array(numba.float32, 3, "A")
 _PAGES = numba.float32[:, :, :, ::1]
 _INDICES = numba.int64[::1]
@@ -24,8 +24,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class Kernels(NamedTuple):
-    """``store(keys, values, key_pages, value_pages, slots, positions, page_table)`` and ``attend(queries, key_pages,
-    value_pages, tokens, slots, firsts, lengths, page_table, scores, output)``; shapes in the functions below."""
+    """Compiled ``store`` and ``attend``; see their definitions below for arguments and shapes."""
 
     store: Callable[..., None]
     attend: Callable[..., None]
@@ -33,23 +32,23 @@ class Kernels(NamedTuple):
 
 @cache
 def kernels(head_dim: int, group: int, page_size: int) -> Kernels:
-    """For heads of ``head_dim``, ``group`` query heads to a kv head, and pages of ``page_size`` tokens."""
+    """Return the kernels. ``group`` is the number of query heads per kv head, and ``page_size`` is in tokens."""
     return Kernels(_make_store(head_dim, page_size), _make_attend(head_dim, group, page_size))
 
 
 def score_rows(group: int) -> int:
-    """Rows of float32 scratch that ``attend`` needs, each as long as the longest context."""
+    """Return the number of rows of the workspace ``scores`` of ``attend``."""
     return 2 * group
 
 
 def first_tokens(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Return the first token that each last token of ``lengths [tokens]`` int64 attends to; None = no window."""
+    """Return the first token that the last token of each context of ``lengths [tokens]`` int64 attends to."""
     return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
 
 
 def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
     def store(keys, values, key_pages, value_pages, slots, positions, page_table):
-        """``keys``/``values [tokens, kv_heads, head_dim]`` into their places in the pages."""
+        """Store ``keys`` and ``values [tokens, kv_heads, head_dim]`` in their pages."""
         for token in range(keys.shape[0]):
             page = page_table[slots[token], positions[token] // page_size]
             offset = positions[token] % page_size
@@ -70,11 +69,10 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
     one, lowest = np.float32(1), np.float32(-120)
 
     def attend(queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scores, output):
-        """Write ``output[t]`` for each ``t`` of ``tokens``, which attends to tokens ``firsts[i]`` to ``lengths[i] - 1``
-        of ``slots[i]``.
+        """Write ``output[tokens[i]]``, which attends to tokens ``firsts[i]`` to ``lengths[i] - 1`` of ``slots[i]``.
 
-        ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scores [2 * group, the
-        largest length or more]`` float32 scratch; ``output [.., heads * head_dim]``.
+        ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scores [2 * group,
+        max(lengths) or more]`` float32 workspace; ``output [.., heads * head_dim]``.
         """
         bits = scores.view(np.int32)
         query = np.empty((group, head_dim), np.float32)
@@ -108,7 +106,7 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                     for t in range(first, length):
                         largest = max(largest, scores[g, t])
                     for t in range(first, length):
-                        # 2**x = 2**floor(x) through the exponent's bits, times 2**f by a polynomial.
+                        # 2**x = 2**floor(x), from the exponent bits, times 2**f, from a polynomial.
                         x = max(scores[g, t] - largest, lowest)
                         whole = np.floor(x)
                         f = x - whole

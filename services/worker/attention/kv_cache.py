@@ -10,13 +10,13 @@ from services.worker.layers.fp8 import FP8
 
 
 class KvCache:
-    """Keys and values of every layer in pages of ``page_size`` tokens. Written by the compute threads only.
+    """Keys and values of all layers in pages of ``page_size`` tokens. Only the compute threads write it.
 
-    ``keys[layer]`` and ``values[layer]`` are ``[page_count, kv_heads, page_size, head_dim]``: what one head of one page
-    reads is contiguous. ``all_keys`` and ``all_values`` are the same with the layers as first dimension.
-    ``tokens [page_count, page_size]`` int32: the token ids they were computed from, for penalties.
+    ``keys[layer]`` and ``values[layer]`` are ``[page_count, kv_heads, page_size, head_dim]``, so that one head of one
+    page is contiguous. ``all_keys`` and ``all_values`` have the layers as first dimension. ``tokens [page_count,
+    page_size]`` int32 are the token ids, for penalties and thinking budgets.
 
-    ``dtype`` is the model's, or float8_e4m3fn on CUDA: rounded as they are, values beyond 448 to 448.
+    ``dtype`` is the model's, or float8_e4m3fn on CUDA without a scale, where values beyond 448 are clamped.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class KvCache:
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy page ``sources[i]`` onto ``targets[i]`` in every layer, and its token ids. Both ``[n]`` int64 on the
-        cache's device."""
+        """Copy page ``sources[i]`` to ``targets[i]`` in all layers, with its token ids.
+
+        Both are ``[n]`` int64 on the cache's device.
+        """
         for cache in (self.all_keys, self.all_values):
-            plain = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch indexes no fp8
+            plain = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch cannot index fp8 tensors
             plain[:, targets] = plain[:, sources]
         self.tokens[targets] = self.tokens[sources]
 
@@ -56,6 +58,6 @@ class KvCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy leaves the pages to the kernel until they are touched; torch.zeros writes all of them now.
+    # numpy.zeros allocates memory lazily, while torch.zeros writes all of it.
     width = {4: np.int32, 2: np.int16, 1: np.int8}[dtype.itemsize]
     return torch.from_numpy(np.zeros(shape, dtype=width)).view(dtype)

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, on any device and dtype: the reference for every other backend."""
+"""Paged attention in plain torch for any device and dtype, the reference for all other backends."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ from services.worker.described.config import Windows
 
 
 class PlainAttention(AttentionBackend):
-    """A backend that gathers each row's pages and leaves the rest to torch."""
+    """Attention that gathers the pages of each row and calls torch."""
 
     def __init__(self, cache: KvCache, windows: Windows = ()) -> None:
-        """``windows``: of the layers in ``cache``; () = no layer has one."""
+        """``windows`` has an entry per layer of ``cache``, or is () if no layer has a window."""
         self.cache, self.windows = cache, layer_windows(windows, cache)
 
     def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> "PlainStep":
@@ -23,7 +23,7 @@ class PlainAttention(AttentionBackend):
 
 
 class PlainStep(AttentionStep):
-    """A step of ``PlainAttention``."""
+    """Attention of a step by ``PlainAttention``."""
 
     def __init__(self, cache: KvCache, windows: Windows, batch: AttentionBatch, stored: Callable[[], object]) -> None:
         self._cache, self._windows, self._stored = cache, windows, stored
@@ -56,13 +56,13 @@ def attend_paged(
     context: int,
     window: int | None,
 ) -> torch.Tensor:
-    """Return the attention of ``queries [tokens, heads, head_dim]``, the last tokens of a context, in their shape.
+    """Return the attention of ``queries [tokens, heads, head_dim]``, the last tokens of a context, in the same shape.
 
-    ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]``: the layer's cache; ``pages [context pages]``
-    int64. Each token attends to itself and the tokens before it, to at most ``window`` tokens in all.
+    ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` are the layer's cache, and ``pages`` int64 are
+    the pages of the context. Each token attends to itself and the tokens before it, at most ``window`` tokens in all.
     """
     tokens, size = queries.shape[0], keys.shape[2]
-    first = 0 if window is None else max(0, context - tokens + 1 - window)  # of those that any query attends to
+    first = 0 if window is None else max(0, context - tokens + 1 - window)  # first token that a query attends to
     seen = slice(first % size, first % size + context - first)
     read = pages[first // size :]
     keys, values = (cache[read].transpose(0, 1).flatten(1, 2)[:, seen] for cache in (keys, values))
@@ -70,7 +70,7 @@ def attend_paged(
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
-    """``attend_paged`` over gathered ``keys`` and ``values [kv_heads, context, head_dim]``."""
+    """Return ``attend_paged`` for gathered ``keys`` and ``values [kv_heads, context, head_dim]``."""
     tokens, context = queries.shape[0], keys.shape[1]
     mask = None
     if tokens > 1:

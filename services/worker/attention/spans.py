@@ -1,56 +1,57 @@
-"""Spans of query tokens that attend together, and the lists that kernels take them as. Plain numpy, on the host."""
+"""Spans of query tokens that attend to the same pages, and their forms for kernels. Numpy arrays on the host."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# Fields of a tile: first query token, query tokens, slot, bound of the first token, keys that any of them sees.
+# Fields of a tile: first query token, number of query tokens, slot, bound of the first token, keys of the last token.
 TILE_FIELDS = 5
-# Rows between groups that may be computed for nothing, as a share of the rows in groups: cheaper than gathering.
-_BRIDGED = 1 / 8
+# Maximum share of rows between groups to compute in addition to the rows in groups, instead of gathering the latter.
+_MAX_GAP_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Span i is query tokens ``starts[i]`` to ``starts[i] + counts[i] - 1``; ascending, without overlap.
+    """Ranges of query tokens, ascending and without overlap. All arrays are ``[spans]`` int32.
 
-    All are ``[spans]`` int32.
+    Span i has the query tokens ``starts[i]`` to ``starts[i] + counts[i] - 1``.
     """
 
     starts: np.ndarray
     counts: np.ndarray  # at least 1
-    slots: np.ndarray  # whose pages hold the keys
-    contexts: np.ndarray  # causal: the slot's tokens after this step, the span being the last; prefix: its tokens
+    slots: np.ndarray  # slots whose pages contain the keys
+    contexts: np.ndarray  # number of keys; for chunks, the span's tokens are the last of them
 
 
 def tiles(spans: Spans, tokens: int, *, causal: bool) -> np.ndarray:
-    """The spans cut into tiles of at most ``tokens``: ``[tiles, TILE_FIELDS]`` int32, the longest contexts first.
+    """Split spans into tiles of at most ``tokens`` query tokens, ``[tiles, TILE_FIELDS]`` int32.
 
-    The tile's token i sees its slot's first ``bound + i`` tokens when causal, all ``keys`` otherwise.
+    Tiles with the longest contexts come first. If ``causal``, token i of a tile attends to the first ``bound + i``
+    tokens of the slot, otherwise to all ``keys``.
     """
     pieces = -(-spans.counts // tokens)
-    owner = np.repeat(np.arange(len(pieces)), pieces)
+    span = np.repeat(np.arange(len(pieces)), pieces)
     done = _within(pieces) * tokens
-    counts = np.minimum(spans.counts[owner] - done, tokens)
-    keys = bounds = spans.contexts[owner]
+    counts = np.minimum(spans.counts[span] - done, tokens)
+    keys = bounds = spans.contexts[span]
     if causal:
-        bounds = keys - spans.counts[owner] + done + 1
+        bounds = keys - spans.counts[span] + done + 1
         keys = bounds + counts - 1
-    made = np.stack((spans.starts[owner] + done, counts, spans.slots[owner], bounds, keys), axis=1)
-    return made[np.argsort(-keys, kind="stable")].astype(np.int32)
+    fields = np.stack((spans.starts[span] + done, counts, spans.slots[span], bounds, keys), axis=1)
+    return fields[np.argsort(-keys, kind="stable")].astype(np.int32)
 
 
 @dataclass(frozen=True)
 class PageLists:
-    """Page ids of every span, one behind the other."""
+    """Page ids of all spans, concatenated."""
 
     pages: np.ndarray  # [offsets[-1]] int32
-    offsets: np.ndarray  # [spans + 1] int32, where each span's pages begin
+    offsets: np.ndarray  # [spans + 1] int32, start of each span's pages
     last_tokens: np.ndarray  # [spans] int32, tokens in the last page, 1 to page_size
 
 
 def page_lists(spans: Spans, page_table: np.ndarray, page_size: int) -> PageLists:
-    """``page_table [max_slots, max_pages]``: the host's."""
+    """Return the pages of ``spans``. ``page_table [max_slots, max_pages]`` is on the host."""
     counts = -(-spans.contexts // page_size)
     pages = page_table[np.repeat(spans.slots, counts), _within(counts)]
     last_tokens = spans.contexts - (counts - 1) * page_size
@@ -58,26 +59,26 @@ def page_lists(spans: Spans, page_table: np.ndarray, page_size: int) -> PageList
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
-    """``[n + 1]`` int32: 0 and the running sums of ``counts [n]``."""
+    """Return 0 and the cumulative sums of ``counts [n]``, ``[n + 1]`` int32."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
 def packed(spans: Spans) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Which rows to take so that the spans lie one behind the other, and where each then begins, ``[spans + 1]`` int32.
+    """Return the rows of all spans, and the start of each span among these rows, ``[spans + 1]`` int32.
 
-    The rows are a slice where the spans leave few rows between them (those are then taken for the span before), and
-    ``[rows]`` int64 indices otherwise.
+    If there are few rows between spans, the rows are a slice, and rows between spans belong to the span before them.
+    Otherwise they are indices, ``[rows]`` int64.
     """
     ends = spans.starts + spans.counts
     first, last, rows = int(spans.starts[0]), int(ends[-1]), int(spans.counts.sum())
-    if last - first - rows <= rows * _BRIDGED:
+    if last - first - rows <= rows * _MAX_GAP_SHARE:
         return slice(first, last), np.append(spans.starts - first, last - first).astype(np.int32)
     indices = np.repeat(spans.starts, spans.counts) + _within(spans.counts)
     return indices.astype(np.int64), offsets(spans.counts)
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0 to ``counts[i] - 1`` for each i, one behind the other."""
+    """Return the concatenation of ``arange(count)`` for each of ``counts``."""
     ends = np.cumsum(counts)
     within: np.ndarray = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
     return within

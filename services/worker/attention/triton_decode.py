@@ -1,10 +1,10 @@
-"""Attention of rows of one token each over their pages: bound by memory, so written for bytes in flight and for few
-instructions beside them.
+"""Kernel for attention of decode rows, which have one token each, over their pages.
 
-A program takes the query heads of one kv head of one row together, so that keys and values are read once. Tokens are
-the long side of both products, ``keys x queries`` and ``values transposed x weights``, so that a group of four queries
-is padded to 8 and not to 16. Keys and values of fp8 are multiplied as float16, which holds them exactly, and weights of
-at most 1 better than bfloat16 does. Softmax is in base 2, and so are all log-sum-exps here.
+It is limited by memory bandwidth, so it keeps many bytes in flight and runs few instructions per byte. A program
+computes all query heads of one kv head of one row, so that keys and values are read once. Tokens are the long side of
+both products, ``keys x queries`` and ``values transposed x weights``, so that a group of four queries is padded to 8
+instead of 16. Keys and values in fp8 are multiplied as float16, which represents them exactly, and represents weights
+of at most 1 more precisely than bfloat16. Softmax and log-sum-exp use base 2.
 """
 
 from typing import NamedTuple
@@ -16,76 +16,76 @@ import triton.language as tl
 from services.worker.layers.fp8 import FP8
 
 _LOG2_E = 1.4426950408889634
-_SMALLEST_COLUMNS = 8  # of a matrix product
-# Triton's interpreter knows no assembly.
+_SMALLEST_COLUMNS = 8  # columns of a matrix product
+# Triton's interpreter does not support inline assembly.
 _ASSEMBLY = not triton.knobs.runtime.interpret
 MAX_SPLITS = 32
-# Up to so many tokens a second kernel costs more than going through them one after the other.
-_UNSPLIT = 256
+# Contexts of up to this number of tokens are not split, because the second kernel costs more than it saves.
+_MAX_UNSPLIT = 256
 _SMALLEST_SPLIT = 64  # tokens
-# A step with a longer context waits for the programs of that one, however many others there are.
-LONG = 4096
-_BUSY = 256  # programs that keep every multiprocessor of the chips we know busy: only fewer are split
-_FEW_PROGRAMS = 1024  # up to so many are built for latency, and splitting makes at most so many
-_LONG_PROGRAMS = 8192  # splitting long contexts makes at most so many
+# From this context in tokens on, the longest row determines the time of a step, whatever the number of rows.
+LONG_CONTEXT = 4096
+_BUSY_PROGRAMS = 256  # with this number of programs, all multiprocessors are busy without splits
+_FEW_PROGRAMS = 1024  # limit of programs with latency options, and of programs after splitting
+_LONG_PROGRAMS = 8192  # limit of programs after splitting long contexts
 
 
 class DecodeOptions(NamedTuple):
-    """How the kernel is built."""
+    """Tile size and launch options of the kernel."""
 
-    tile: int  # tokens read at once, a power of two, at least 16
+    tile: int  # tokens per iteration, a power of two, at least 16
     warps: int
-    stages: int  # tiles in shared memory, and one more
+    stages: int  # pipeline stages
 
 
 class PrefixState(NamedTuple):
-    """Attention over the shared prefixes, of which the rows' own tokens take it from there."""
+    """Results of attention over shared prefixes, with which decode rows start."""
 
-    tokens: torch.Tensor  # [rows] int32, multiples of page_size; 0 = none, the other two are not read then
+    tokens: torch.Tensor  # [rows] int32, multiples of page_size; 0 = no prefix, and the other tensors are not read
     output: torch.Tensor  # [rows, heads, head_dim]
     lse: torch.Tensor  # [rows, heads] float32, base 2
 
 
-# For heads of up to 64 dimensions, and for wider ones. Throughput: on an H200 a cache of bf16 gets 99 % of what a copy
-# gets, from 110 tokens a row on, and one of fp8 takes 54 % of that time.
-_MANY = DecodeOptions(32, 1, 3), DecodeOptions(16, 1, 3)
-# Latency; a tile is the smallest split.
-_FEW = DecodeOptions(64, 4, 3), DecodeOptions(64, 4, 2)
-# Without tensor cores all that a product takes has to fit the registers.
+# Options for high throughput, for heads of up to 64 dimensions and for larger heads. On an H200 with 110 or more tokens
+# per row, a bf16 cache is read at 99 % of the bandwidth of a copy, and an fp8 cache takes 54 % of the time.
+_THROUGHPUT = DecodeOptions(32, 1, 3), DecodeOptions(16, 1, 3)
+# Options for low latency. A tile is the smallest split.
+_LATENCY = DecodeOptions(64, 4, 3), DecodeOptions(64, 4, 2)
+# Float32 products use no tensor cores, so all their inputs must fit the registers.
 _FLOAT32 = DecodeOptions(16, 4, 2)
 
 
 def decode_options(programs: int, head_dim: int, dtype: torch.dtype) -> DecodeOptions:
-    """For so many programs, which is rows times kv heads; ``dtype``: of the queries."""
+    """Return the options for ``programs``, rows times kv heads, and queries of ``dtype``."""
     if dtype == torch.float32:
         return _FLOAT32
-    return (_FEW if programs <= _FEW_PROGRAMS else _MANY)[head_dim > 64]
+    return (_LATENCY if programs <= _FEW_PROGRAMS else _THROUGHPUT)[head_dim > 64]
 
 
 def choose_splits(rows: int, kv_heads: int, longest: int) -> int:
-    """Programs that share one row's context of at most ``longest`` tokens."""
+    """Return the number of programs per row and kv head for contexts of at most ``longest`` tokens."""
     programs, wanted = rows * kv_heads, 1
-    if longest > LONG and programs <= _FEW_PROGRAMS:
+    if longest > LONG_CONTEXT and programs <= _FEW_PROGRAMS:
         wanted = _LONG_PROGRAMS // programs
-    elif longest > _UNSPLIT and programs < _BUSY:
+    elif longest > _MAX_UNSPLIT and programs < _BUSY_PROGRAMS:
         wanted = _FEW_PROGRAMS // programs
     return min(wanted, longest // _SMALLEST_SPLIT, MAX_SPLITS) if wanted > 1 else 1
 
 
 @triton.jit
-def as_dtype(found, dtype: tl.constexpr):
-    """``found`` of a cache of fp8 as numbers to multiply with; of ``dtype`` already: as it is."""
-    if dtype == tl.bfloat16 and found.dtype != dtype:
-        # Straight to bf16 goes one by one through the unit that also takes exponentials.
-        found = found.to(tl.float32)
-    return found.to(dtype)
+def as_dtype(values, dtype: tl.constexpr):
+    """Convert ``values`` of the cache to ``dtype`` for a product."""
+    if dtype == tl.bfloat16 and values.dtype != dtype:
+        # A direct conversion to bf16 is slow, because it uses the unit that also computes exponentials.
+        values = values.to(tl.float32)
+    return values.to(dtype)
 
 
 @triton.jit
-def _bytes(pairs, ASSEMBLY: tl.constexpr):
-    """The lower and the upper bytes of ``pairs``, int16, which are numbers of fp8, as float16."""
+def _unpack_fp8(pairs, ASSEMBLY: tl.constexpr):
+    """Return the lower and the upper bytes of ``pairs``, two fp8 numbers in an int16, as float16."""
     if ASSEMBLY:
-        # Two pairs at once. What the compiler makes of the other branch takes three times the instructions.
+        # This converts two pairs at once. The other branch compiles to three times the instructions.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 sorted;
@@ -108,7 +108,7 @@ def _bytes(pairs, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _page_ids(table, start, end, PAGE: tl.constexpr, PAGES: tl.constexpr):
-    """Of ``PAGES`` pages from token ``start`` on; 0 from ``end`` on."""
+    """Return the ids of ``PAGES`` pages from token ``start`` on, and 0 for pages from token ``end`` on."""
     pages = tl.arange(0, PAGES)
     return tl.load(table + start // PAGE + pages, start + pages * PAGE < end, other=0)
 
@@ -142,13 +142,15 @@ def _attend(
     PAIRS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Grid ``(rows * kv_heads, splits)``: the heads of a row are next to each other in memory. ``WINDOWED``: a row
-    attends to its last ``window`` tokens; it has no ``PREFIX`` then. ``PAIRS``: keys and values are of fp8, and values
-    come as pairs in int16, ``[page_count, kv_heads, page_size, head_dim // 2]``."""
+    """Attend for each row and kv head. Grid: ``(rows * kv_heads, splits)``.
+
+    With ``WINDOWED``, which excludes ``PREFIX``, a row attends to its last ``window`` tokens. With ``PAIRS``, keys and
+    values are fp8, and ``values`` are pairs in int16, ``[page_count, kv_heads, page_size, head_dim // 2]``.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
     WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM  # of values, in elements
-    # A tile is of whole pages, or a part of one.
+    # A tile consists of whole pages, or is a part of one page.
     PAGES: tl.constexpr = TILE // PAGE if TILE > PAGE else 1
     SPAN: tl.constexpr = TILE // PAGES
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -156,74 +158,74 @@ def _attend(
     split = tl.program_id(1)
     members = tl.arange(0, COLUMNS)
     dims = tl.arange(0, HEAD_DIM)
-    places = row * HEADS + head * GROUP + members
-    heads = places[:, None] * HEAD_DIM + dims[None, :]
-    # All that depends on the row only is on its way before anything waits, so padding is no reason to return.
+    head_rows = row * HEADS + head * GROUP + members
+    offsets = head_rows[:, None] * HEAD_DIM + dims[None, :]
+    # All loads that depend on the row only are issued before the first wait, so padding rows do not return early.
     slot = tl.load(token_slots + row)
     end = tl.load(positions + row) + 1
     begin = 0
     if WINDOWED:
-        # Tiles start where pages do, or parts of pages: the first may hold tokens before the window.
+        # Tiles are aligned to pages or parts of pages, so the first may contain tokens before the window.
         first = tl.maximum(end - window, 0)
         begin = first // SPAN * SPAN
     if PREFIX:
         begin = tl.load(prefix_tokens + row)
-    query = tl.load(queries + heads, (members < GROUP)[:, None], other=0.0)
+    query = tl.load(queries + offsets, (members < GROUP)[:, None], other=0.0)
     inside = (members < GROUP) & (slot >= 0)
     end = tl.where(slot >= 0, end, begin)
     if PREFIX:
-        given = inside & (begin > 0) & (split == 0)
+        has_prefix = inside & (begin > 0) & (split == 0)
     if SPLIT:
-        # By the row's own length, which only the device knows; the last splits of a short row have nothing to do.
+        # Shares depend on the row's length, which only the device has. The last splits of a short row are empty.
         share = tl.cdiv(tl.cdiv(end - begin, TILE), splits) * TILE
         begin += split * share
         end = tl.minimum(end, begin + share)
     table = page_table + slot.to(tl.int64) * table_stride
-    following = _page_ids(table, begin, end, PAGE, PAGES)
+    next_pages = _page_ids(table, begin, end, PAGE, PAGES)
     if PREFIX:
-        prefix_peak = tl.load(prefix_lse + places, given, other=float("-inf"))
-        prefix_result = tl.load(prefix_output + heads, given[:, None], other=0.0)
+        prefix_peak = tl.load(prefix_lse + head_rows, has_prefix, other=float("-inf"))
+        prefix_result = tl.load(prefix_output + offsets, has_prefix[:, None], other=0.0)
 
     if PAIRS:
-        # Queries are some hundreds at most; what is beyond float16 becomes its largest.
+        # Queries are a few hundred at most. Values beyond the range of float16 are clamped.
         query = tl.clamp(query.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     query = tl.trans(query)
     tokens = tl.arange(0, TILE)
-    place = head * (PAGE * HEAD_DIM) + (tokens % SPAN) * HEAD_DIM
-    keys += place[:, None] + dims[None, :]
-    values += (place // (HEAD_DIM // WIDTH))[None, :] + tl.arange(0, WIDTH)[:, None]
-    # Not infinite, since the difference of two infinities is no number.
+    page_offset = head * (PAGE * HEAD_DIM) + (tokens % SPAN) * HEAD_DIM
+    keys += page_offset[:, None] + dims[None, :]
+    values += (page_offset // (HEAD_DIM // WIDTH))[None, :] + tl.arange(0, WIDTH)[:, None]
+    # A finite start avoids inf - inf, which is NaN.
     peak = tl.full((COLUMNS,), -1e30, tl.float32)
     totals = tl.zeros((TILE, COLUMNS), tl.float32)
     sums = tl.zeros((WIDTH, COLUMNS), tl.float32)
     if PAIRS:
         upper_sums = sums
     for start in range(begin, end, TILE):
-        seen = tokens < end - start
+        visible = tokens < end - start
         if WINDOWED:
-            seen = seen & (tokens >= first - start)
-        # Page ids are read once a page and a tile ahead, and an address is one multiplication and addition: all but the
-        # page is in ``keys`` and ``values``.
-        page = tl.reshape(tl.broadcast_to(following.to(tl.int64)[:, None], (PAGES, SPAN)), (TILE,))
-        following = _page_ids(table, start + TILE, end, PAGE, PAGES)
-        key_place, value_place = page * PAGE_STRIDE, page * (PAGE_STRIDE // HEAD_DIM * WIDTH)
+            visible = visible & (tokens >= first - start)
+        # Page ids are read once per page, one tile ahead. An address takes one multiplication and one addition, because
+        # ``keys`` and ``values`` already include all terms but the page.
+        page = tl.reshape(tl.broadcast_to(next_pages.to(tl.int64)[:, None], (PAGES, SPAN)), (TILE,))
+        next_pages = _page_ids(table, start + TILE, end, PAGE, PAGES)
+        key_offset, value_offset = page * PAGE_STRIDE, page * (PAGE_STRIDE // HEAD_DIM * WIDTH)
         if SPAN < PAGE:
-            key_place += start % PAGE * HEAD_DIM
-            value_place += start % PAGE * WIDTH
-        key_place, value_place = tl.multiple_of(key_place, HEAD_DIM), tl.multiple_of(value_place, WIDTH)
-        key = tl.load(keys + key_place[:, None], seen[:, None], other=0.0)
-        value = tl.load(values + value_place[None, :], seen[None, :], other=0.0)
+            key_offset += start % PAGE * HEAD_DIM
+            value_offset += start % PAGE * WIDTH
+        key_offset, value_offset = tl.multiple_of(key_offset, HEAD_DIM), tl.multiple_of(value_offset, WIDTH)
+        key = tl.load(keys + key_offset[:, None], visible[:, None], other=0.0)
+        value = tl.load(values + value_offset[None, :], visible[None, :], other=0.0)
         scores = tl.dot(as_dtype(key, query.dtype), query, input_precision="ieee")
-        scores = tl.where(seen[:, None], scores, float("-inf"))
+        scores = tl.where(visible[:, None], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=0) * scale)
         weights = tl.exp2(scores * scale - higher[None, :])
-        shrink = tl.exp2(peak - higher)[None, :]
-        totals = totals * shrink + weights
+        correction = tl.exp2(peak - higher)[None, :]
+        totals = totals * correction + weights
         weights = weights.to(query.dtype)
         if PAIRS:
-            value, upper = _bytes(value, ASSEMBLY)
-            upper_sums = tl.dot(upper, weights, upper_sums * shrink)
-        sums = tl.dot(as_dtype(value, query.dtype), weights, sums * shrink, input_precision="ieee")
+            value, upper = _unpack_fp8(value, ASSEMBLY)
+            upper_sums = tl.dot(upper, weights, upper_sums * correction)
+        sums = tl.dot(as_dtype(value, query.dtype), weights, sums * correction, input_precision="ieee")
         peak = higher
 
     total = tl.sum(totals, axis=0)
@@ -235,13 +237,13 @@ def _attend(
         result = result * own[:, None] + prefix_result.to(tl.float32) * shared[:, None]
         peak = higher
     if SPLIT:
-        some = total > 0.0
-        total = tl.where(some, total, 1.0)
-        places = places * splits + split
-        heads = places[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(lse + places, tl.where(some, peak + tl.log2(total), float("-inf")), inside)
+        nonempty = total > 0.0
+        total = tl.where(nonempty, total, 1.0)
+        head_rows = head_rows * splits + split
+        offsets = head_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(lse + head_rows, tl.where(nonempty, peak + tl.log2(total), float("-inf")), inside)
     result = result * (1.0 / total)[:, None]
-    tl.store(output + heads, result.to(output.dtype.element_ty), inside[:, None])
+    tl.store(output + offsets, result.to(output.dtype.element_ty), inside[:, None])
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -255,18 +257,20 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Grid ``(rows * heads,)``."""
-    place = tl.program_id(0).to(tl.int64)
-    if tl.load(token_slots + place // HEADS) < 0:
+    """Merge the partial results of each row and head. Grid: ``(rows * heads,)``."""
+    head_row = tl.program_id(0).to(tl.int64)
+    if tl.load(token_slots + head_row // HEADS) < 0:
         return
     parts = tl.arange(0, MOST)
     dims = tl.arange(0, HEAD_DIM)
     inside = parts < splits
-    logs = tl.load(lse + place * splits + parts, inside, other=float("-inf"))
-    found = tl.load(partial + (place * splits + parts)[:, None] * HEAD_DIM + dims[None, :], inside[:, None], other=0.0)
+    logs = tl.load(lse + head_row * splits + parts, inside, other=float("-inf"))
+    results = tl.load(
+        partial + (head_row * splits + parts)[:, None] * HEAD_DIM + dims[None, :], inside[:, None], other=0.0
+    )
     weights = tl.exp2(logs - tl.max(logs, axis=0))
-    result = tl.sum(weights[:, None] * found, axis=0) / tl.sum(weights, axis=0)
-    tl.store(output + place * HEAD_DIM + dims, result.to(output.dtype.element_ty))
+    result = tl.sum(weights[:, None] * results, axis=0) / tl.sum(weights, axis=0)
+    tl.store(output + head_row * HEAD_DIM + dims, result.to(output.dtype.element_ty))
 
 
 def decode_attention(
@@ -284,14 +288,15 @@ def decode_attention(
     splits: int = 1,
     options: DecodeOptions | None = None,
 ) -> None:
-    """Attend each of the first ``rows`` (None = all) queries to its slot's tokens 0 to ``positions``, into ``output``;
-    with a ``window``, to the last ``window`` of these tokens.
+    """Write the attention of the first ``rows`` queries to ``output``; None means all queries.
 
-    ``queries`` and ``output [.., heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
-    head_dim]``, all contiguous and of one dtype, or keys and values of fp8; ``token_slots`` (-1 = padding: its output
-    stays as it is) and ``positions [..]``, ``page_table [max_slots, max_pages]`` int32.
-    Tokens of a row's ``prefix`` are not read again; a step with a ``window`` has none.
-    ``splits``: 1 to ``MAX_SPLITS`` programs share a row, and from 2 on another kernel merges what they found.
+    A query attends to tokens 0 to ``positions`` of its slot, or to the last ``window`` of these. ``queries`` and
+    ``output [.., heads, head_dim]``, and ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` are
+    contiguous and of one dtype, or keys and values are fp8. ``token_slots`` and ``positions [..]`` and ``page_table
+    [max_slots, max_pages]`` are int32. Slot -1 is padding, whose output is not changed.
+
+    Tokens of a row's ``prefix`` are not read again; ``prefix`` must be None with a ``window``. ``splits`` is the number
+    of programs per row and kv head, 1 to ``MAX_SPLITS``. From 2 on, a second kernel merges their results.
     """
     rows = queries.shape[0] if rows is None else rows
     _, heads, head_dim = queries.shape
@@ -301,7 +306,7 @@ def decode_attention(
     if splits > 1:
         target = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=queries.device)
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=queries.device)
-    state = prefix or PrefixState(token_slots, queries, queries)  # not read
+    state = prefix or PrefixState(token_slots, queries, queries)  # placeholders, not read
     pairs = keys.dtype == FP8 and queries.dtype != torch.float32
     _attend[(rows * kv_heads, splits)](
         queries, keys, values.view(torch.int16) if pairs else values, token_slots, positions, page_table, *state,

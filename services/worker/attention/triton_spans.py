@@ -1,6 +1,7 @@
-"""Attention of many query tokens to one slot's pages: chunks of prompts, and shared prefixes. Bound by arithmetic.
+"""Kernel for attention of many query tokens to the pages of one slot: chunks of prompts, and shared prefixes.
 
-A program takes a tile of tokens times the query heads of one kv head, so that its matrix products are large.
+It is limited by arithmetic. A program computes a tile of tokens with all query heads of one kv head, so that its matrix
+products are large.
 """
 
 from collections.abc import Callable
@@ -18,29 +19,32 @@ _LOG2_E = 1.4426950408889634
 
 
 class SpanOptions(NamedTuple):
-    """How the kernel is built."""
+    """Tile sizes and launch options of the kernel."""
 
-    rows: int  # query tokens times query heads of a kv head in a tile, a power of two
-    keys: int  # keys read at once, a power of two
+    rows: int  # query tokens times query heads per kv head in a tile, a power of two
+    keys: int  # keys per iteration, a power of two
     warps: int
-    stages: int  # tiles of keys in flight
+    stages: int  # pipeline stages
 
 
 def span_options(head_dim: int, dtype: torch.dtype) -> SpanOptions:
-    """A choice that fits the registers."""
+    """Return options for which a tile fits the registers."""
     if dtype == torch.float32:
         return SpanOptions(32, 32, 4, 1)
     return SpanOptions(128, 64, 8, 3) if head_dim <= 64 else SpanOptions(128, 64, 8, 2)
 
 
 @triton.jit
-def _go_through(
-    sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, begin, end, scale,
+def _accumulate(
+    sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, begin, end, scale,
     PAGE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax's state after keys ``begin`` to ``end - 1``. Unless ``MASKED``, every row sees all of them and
-    they fill whole tiles; else a row sees those before its bound and, if ``WINDOWED``, from its first on."""
+    """Return the state of the softmax after keys ``begin`` to ``end - 1``.
+
+    Without ``MASKED``, all rows attend to all of these keys, which fill whole tiles. With ``MASKED``, a row attends to
+    keys before its bound, and with ``WINDOWED`` only to keys from its first on.
+    """
     for start in range(begin, end, KEYS):
         tokens = start + tl.arange(0, KEYS)
         if MASKED:
@@ -48,7 +52,7 @@ def _go_through(
             pages = tl.load(table + tokens // PAGE, inside, other=0).to(tl.int64)
         else:
             pages = tl.load(table + tokens // PAGE).to(tl.int64)
-        tile = (pages * PAGE_STRIDE + (head_place + (tokens % PAGE) * HEAD_DIM))[:, None] + dims[None, :]
+        tile = (pages * PAGE_STRIDE + (head_offset + (tokens % PAGE) * HEAD_DIM))[:, None] + dims[None, :]
         if MASKED:
             key = tl.load(keys + tile, inside[:, None], other=0.0)
             value = tl.load(values + tile, inside[:, None], other=0.0)
@@ -57,16 +61,16 @@ def _go_through(
             value = tl.load(values + tile)
         scores = tl.dot(query, tl.trans(as_dtype(key, query.dtype)), input_precision="ieee") * scale
         if MASKED:
-            seen = (tokens[None, :] < bounds[:, None]) & inside[None, :]
+            visible = (tokens[None, :] < bounds[:, None]) & inside[None, :]
             if WINDOWED:
-                seen = seen & (tokens[None, :] >= firsts[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+                visible = visible & (tokens[None, :] >= firsts[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(peak - higher)
-        total = total * shrink + tl.sum(weights, axis=1)
+        correction = tl.exp2(peak - higher)
+        total = total * correction + tl.sum(weights, axis=1)
         value = as_dtype(value, query.dtype)
-        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
+        sums = tl.dot(weights.to(value.dtype), value, sums * correction[:, None], input_precision="ieee")
         peak = higher
     return sums, peak, total
 
@@ -95,7 +99,10 @@ def _attend(
     WINDOWED: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Grid ``(tiles * kv_heads,)``. ``WINDOWED``, of causal tiles: each token attends to its last ``window`` tokens."""
+    """Attend for each tile and kv head. Grid: ``(tiles * kv_heads,)``.
+
+    With ``WINDOWED``, which needs ``CAUSAL``, each token attends to its last ``window`` tokens.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
     fields = tiles + (tl.program_id(0) // KV_HEADS) * FIELDS
@@ -106,45 +113,45 @@ def _attend(
     packed = tl.arange(0, ROWS)
     token, member = packed // GROUP_PADDED, packed % GROUP_PADDED
     inside = (token < count) & (member < GROUP)
-    places = (first + token).to(tl.int64) * HEADS + head * GROUP + member
+    head_rows = (first + token).to(tl.int64) * HEADS + head * GROUP + member
     dims = tl.arange(0, HEAD_DIM)
-    query = tl.load(queries + places[:, None] * HEAD_DIM + dims[None, :], inside[:, None], other=0.0)
-    # In a window, a row may see no key of the first tile, and the difference of two infinities is no number.
+    query = tl.load(queries + head_rows[:, None] * HEAD_DIM + dims[None, :], inside[:, None], other=0.0)
+    # With a window, a row may attend to no key of the first tile. A finite start avoids inf - inf, which is NaN.
     peak = tl.full((ROWS,), -1e30 if WINDOWED else float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, HEAD_DIM), tl.float32)
 
     table = page_table + slot.to(tl.int64) * table_stride
-    head_place = head * (PAGE * HEAD_DIM)
+    head_offset = head * (PAGE * HEAD_DIM)
     bounds = bound + token if CAUSAL else bound + token * 0
     firsts = bounds
     begin = 0
     whole = bound // KEYS * KEYS
     if WINDOWED:
-        # Keys from the first token's first to the last token's first are seen by some rows only.
+        # Keys between the first key of the first token and that of the last token are outside of some rows' windows.
         firsts = tl.maximum(bounds - window, 0)
         start = tl.maximum(bound - window, 0) // KEYS * KEYS
         begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, whole)
-        sums, peak, total = _go_through(
-            sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, start, begin, scale,
+        sums, peak, total = _accumulate(
+            sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, start, begin, scale,
             PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, True,
         )  # fmt: skip
-    sums, peak, total = _go_through(
-        sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, begin, whole, scale,
+    sums, peak, total = _accumulate(
+        sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, begin, whole, scale,
         PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, False, WINDOWED,
     )  # fmt: skip
-    sums, peak, total = _go_through(
-        sums, peak, total, query, keys, values, table, head_place, dims, firsts, bounds, whole, end, scale,
+    sums, peak, total = _accumulate(
+        sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, whole, end, scale,
         PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, WINDOWED,
     )  # fmt: skip
     result = (sums / total[:, None]).to(output.dtype.element_ty)
-    tl.store(output + places[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None])
+    tl.store(output + head_rows[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None])
     if LSE:
-        tl.store(lse + places, peak + tl.log2(total), inside)
+        tl.store(lse + head_rows, peak + tl.log2(total), inside)
 
 
 class PlannedTiles(NamedTuple):
-    """Spans as the kernel takes them."""
+    """Spans of a step, as tiles for the kernel."""
 
     tiles: torch.Tensor  # [tiles, TILE_FIELDS] int32
     page_table: torch.Tensor  # [max_slots, max_pages] int32
@@ -160,11 +167,11 @@ class PlannedTiles(NamedTuple):
         lse: torch.Tensor | None,
         window: int | None = None,
     ) -> None:
-        """Attend into the spans' rows of ``output`` and, base 2, of ``lse [tokens, heads]`` float32. With a ``window``,
-        which only causal spans may have, each token attends to its last ``window`` tokens.
+        """Attend, and write the rows of the spans to ``output`` and their log-sum-exp, base 2, to ``lse``.
 
-        ``queries`` and ``output [tokens, heads, head_dim]``, ``keys`` and ``values [page_count, kv_heads, page_size,
-        head_dim]``, contiguous and of one dtype, or keys and values of fp8.
+        ``queries`` and ``output [tokens, heads, head_dim]``, and ``keys`` and ``values [page_count, kv_heads,
+        page_size, head_dim]`` are contiguous and of one dtype, or keys and values are fp8. ``lse`` is ``[tokens,
+        heads]`` float32. With a ``window``, which needs causal spans, each token attends to its last ``window`` tokens.
         """
         _, heads, head_dim = queries.shape
         _, kv_heads, page_size, _ = keys.shape
@@ -179,7 +186,7 @@ class PlannedTiles(NamedTuple):
 
 
 class TritonSpans:
-    """For ``group`` query heads to a kv head; any step."""
+    """Attention of spans by the Triton kernel, with ``group`` query heads per kv head."""
 
     def __init__(self, group: int, head_dim: int, dtype: torch.dtype, *, causal: bool) -> None:
         self.options = span_options(head_dim, dtype)
@@ -192,17 +199,17 @@ class TritonSpans:
         host_page_table: np.ndarray | None,
         put: Callable[[np.ndarray], torch.Tensor],
     ) -> PlannedTiles:
-        """``put`` takes an array to the device; the host's page table is not looked at."""
+        """Plan ``spans``. ``put`` copies an array to the device. ``host_page_table`` is not used."""
         return self.planned(put(self.tiles(spans)), page_table)
 
     def count(self, spans: Spans) -> int:
-        """How many ``tiles`` there are."""
+        """Return the number of ``tiles``."""
         return int((-(-spans.counts // (self.options.rows // self._group))).sum())
 
     def tiles(self, spans: Spans) -> np.ndarray:
-        """``[tiles, TILE_FIELDS]`` int32: one program for each and kv head. A tile of zeros does nothing."""
+        """Return the tiles of ``spans``, ``[tiles, TILE_FIELDS]`` int32. A tile of zeros has no effect."""
         return tiles(spans, self.options.rows // self._group, causal=self._causal)
 
     def planned(self, tiles: torch.Tensor, page_table: torch.Tensor) -> PlannedTiles:
-        """``tiles`` on the device."""
+        """Return the plan for ``tiles`` on the device."""
         return PlannedTiles(tiles, page_table, self._causal, self.options)

@@ -1,4 +1,4 @@
-"""What happens to a step's projection before attention, in one pass: norm and rotation, and keys and values stored."""
+"""Kernel that normalises and rotates a step's projection, and stores keys and values, in one pass."""
 
 import torch
 import triton
@@ -10,34 +10,34 @@ _WARPS = 2
 
 
 @triton.jit
-def _turned(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of ``heads`` at ``source``, normed and rotated, ``[heads, HALF]`` float32 each."""
+def _rotated(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Return both halves of ``heads`` at ``source``, normalised and rotated, ``[heads, HALF]`` float32 each."""
     dims = tl.arange(0, HALF)
-    places = source + heads[:, None] * (2 * HALF) + dims[None, :]
-    first = tl.load(places, inside[:, None], other=0.0).to(tl.float32)
-    second = tl.load(places + HALF, inside[:, None], other=0.0).to(tl.float32)
+    pointers = source + heads[:, None] * (2 * HALF) + dims[None, :]
+    first = tl.load(pointers, inside[:, None], other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF, inside[:, None], other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         first = first * inverse * tl.load(weight + dims).to(tl.float32)[None, :]
         second = second * inverse * tl.load(weight + HALF + dims).to(tl.float32)[None, :]
-    # The sines of the first half are negative in the table.
+    # The table contains negated sines for the first half.
     cos_first, cos_second = tl.load(cos + angles + dims)[None, :], tl.load(cos + angles + HALF + dims)[None, :]
     sin_first, sin_second = tl.load(sin + angles + dims)[None, :], tl.load(sin + angles + HALF + dims)[None, :]
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
 
 
 @triton.jit
-def rounded(found, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """``found`` as the cache's ``dtype``. Fp8 has no infinity: what is beyond its largest becomes that, NaN stays."""
-    if dtype == found.dtype:
-        return found
+def round_to_cache(values, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """Convert ``values`` to the cache's ``dtype``. Fp8 has no infinity, so values are clamped; NaN remains."""
+    if dtype == values.dtype:
+        return values
     if dtype == tl.float8e4nv:
-        found = tl.clamp(found.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return found.to(dtype)
+        values = tl.clamp(values.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(dtype)
 
 
-# A stride that were specialised would be compiled again for another table.
+# Specialising the stride would compile the kernel again for another table.
 @triton.jit(do_not_specialize=["table_stride"])
 def _rotate_and_store(
     qkv,
@@ -63,7 +63,7 @@ def _rotate_and_store(
     NORM: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One program for each token."""
+    """Normalise, rotate and store one token per program. Grid: ``(tokens,)``."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token)
@@ -72,36 +72,36 @@ def _rotate_and_store(
     dims = tl.arange(0, HALF)
     dtype = queries.dtype.element_ty
     cached = keys.dtype.element_ty
-    query_places = token * HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + dims[None, :]
+    query_offsets = token * HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + dims[None, :]
     if slot < 0:
-        nothing = tl.zeros((HEADS_PADDED, HALF), dtype)
+        zeros = tl.zeros((HEADS_PADDED, HALF), dtype)
         for half in tl.static_range(2):
-            tl.store(queries + query_places + half * HALF, nothing, query_inside[:, None])
-            tl.store(output + query_places + half * HALF, nothing, query_inside[:, None])
+            tl.store(queries + query_offsets + half * HALF, zeros, query_inside[:, None])
+            tl.store(output + query_offsets + half * HALF, zeros, query_inside[:, None])
         return
     position = tl.load(positions + token)
     angles = position.to(tl.int64) * HEAD_DIM
     page = tl.load(page_table + slot.to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
     source = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
-    first, second = _turned(source, q_norm, eps, angles, cos, sin, heads, query_inside, HALF, NORM)
-    tl.store(queries + query_places, first.to(dtype), query_inside[:, None])
-    tl.store(queries + query_places + HALF, second.to(dtype), query_inside[:, None])
+    first, second = _rotated(source, q_norm, eps, angles, cos, sin, heads, query_inside, HALF, NORM)
+    tl.store(queries + query_offsets, first.to(dtype), query_inside[:, None])
+    tl.store(queries + query_offsets + HALF, second.to(dtype), query_inside[:, None])
 
     kv_heads = tl.arange(0, KV_HEADS_PADDED)
     inside = kv_heads < KV_HEADS
     source += HEADS * HEAD_DIM
-    first, second = _turned(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM)
+    first, second = _rotated(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM)
     stored = page * (KV_HEADS * PAGE * HEAD_DIM) + (position % PAGE) * HEAD_DIM
-    places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + dims[None, :]
-    tl.store(keys + places, rounded(first, cached, LARGEST), inside[:, None])
-    tl.store(keys + places + HALF, rounded(second, cached, LARGEST), inside[:, None])
+    offsets = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + dims[None, :]
+    tl.store(keys + offsets, round_to_cache(first, cached, LARGEST), inside[:, None])
+    tl.store(keys + offsets + HALF, round_to_cache(second, cached, LARGEST), inside[:, None])
 
     source += KV_HEADS * HEAD_DIM
     all_dims = tl.arange(0, HEAD_DIM)
-    found = tl.load(source + kv_heads[:, None] * HEAD_DIM + all_dims[None, :], inside[:, None])
-    places = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + all_dims[None, :]
-    tl.store(values + places, rounded(found, cached, LARGEST), inside[:, None])
+    value = tl.load(source + kv_heads[:, None] * HEAD_DIM + all_dims[None, :], inside[:, None])
+    offsets = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + all_dims[None, :]
+    tl.store(values + offsets, round_to_cache(value, cached, LARGEST), inside[:, None])
 
 
 def rotate_and_store(
@@ -119,13 +119,13 @@ def rotate_and_store(
     *,
     warps: int = _WARPS,
 ) -> None:
-    """Norm, rotate, and write queries to ``queries [tokens, heads, head_dim]``, keys and values to their pages.
+    """Normalise and rotate ``qkv``, write queries to ``queries``, and store keys and values in their pages.
 
-    ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` contiguous; ``token_slots`` (-1 = padding: zeros go to
-    ``queries`` and to ``output [tokens, heads * head_dim]``, nothing is stored) and ``positions [tokens]``,
-    ``page_table [max_slots, max_pages]`` int32; ``tables``: cosines and sines as of ``Rotary``; ``norms``: weights
-    ``[head_dim]`` for queries and keys; ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]``, of
-    ``qkv``'s dtype or fp8 (without a scale).
+    ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is contiguous. ``token_slots`` and ``positions [tokens]`` and
+    ``page_table [max_slots, max_pages]`` are int32. Slot -1 is padding: zeros are written to ``queries [tokens, heads,
+    head_dim]`` and ``output [tokens, heads * head_dim]``, and nothing is stored. ``tables`` are the cosines and sines
+    of ``Rotary``, and ``norms`` the weights ``[head_dim]`` of the norms of queries and keys, or None. ``keys`` and
+    ``values [page_count, kv_heads, page_size, head_dim]`` have the dtype of ``qkv``, or fp8 without a scale.
     """
     tokens, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = keys.shape

@@ -32,11 +32,11 @@ from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.precompile.job import Gpu, Job
 from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed, step
-from services.worker.described.choices import NAMES, Choice, Device, agree, choose
+from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import rotation_bytes, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
-from services.worker.described.refusals import refuse_too_large_weights, refuse_what_a_cpu_has_not
+from services.worker.described.refusals import refuse_cuda_only_flags, refuse_too_large_weights
 from services.worker.described.registry import read_model_config
 from services.worker.described.rope import describe_scaling
 from services.worker.described.shares import local_config, refuse_unshareable
@@ -77,7 +77,7 @@ class Booted:
     dtype: str
     ranks: Ranks = ALONE
     group: RankGroup | None = None  # the other workers of the replica; closed with the runner
-    choices: tuple[Choice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
+    choices: tuple[FlagChoice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
 def boot(
@@ -97,7 +97,7 @@ def boot(
     started = time.perf_counter()
     device = _device(config)
     if device.type == "cpu":
-        refuse_what_a_cpu_has_not(config)
+        refuse_cuda_only_flags(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
     card, described = read_model(config)
@@ -141,7 +141,9 @@ def boot(
                 weights.load_dummy(model, seed=0)
             else:
                 tied = described.tied_embeddings
-                weights.load(card.directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
+                weights.load(
+                    card.directory, model.targets(), tied_embeddings=tied, ignored=model.names_of_other_ranks()
+                )
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         grammars = _load_grammars(config, card, group)
         if chosen.torch_compile:
@@ -215,7 +217,7 @@ def _facts(device: torch.device, group: RankGroup | None) -> Device:
     return Device("cpu" if device.type == "cpu" else "cuda", name, free, total, processors, capability)
 
 
-def _with_cache_size(choices: tuple[Choice, ...], limits: Limits) -> tuple[Choice, ...]:
+def _with_cache_size(choices: tuple[FlagChoice, ...], limits: Limits) -> tuple[FlagChoice, ...]:
     """Return ``choices`` with the size of the cache that was made."""
     size = str(limits.page_count * limits.page_size)
     return tuple(each._replace(value=size) if each.value == "auto" else each for each in choices)

@@ -19,9 +19,9 @@ from services.worker.boot.common import cache_dtype, make_cache, make_limits
 from services.worker.boot.progress import BootProgress
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.described.ranks import ALONE
-from services.worker.described.refusals import refuse_fp8_cache, refuse_sizes_of_cuda
+from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.skinny_cuda import SkinnyDecoder, suits
+from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
 from services.worker.parallel.group import MOST_SENDS, RankGroup
@@ -105,7 +105,7 @@ def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup
 
 def _refuse_sizes(config: ChosenWorkerConfig, model: DecoderModel) -> None:
     """Those of pages and heads; and devices differ in what they convert."""
-    refuse_sizes_of_cuda(config.page_size, model.config.head_dim)
+    refuse_unsupported_cuda_sizes(config.page_size, model.config.head_dim)
     device = model.device
     if config.kv_cache_dtype == "fp8":
         refuse_fp8_cache(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
@@ -229,7 +229,7 @@ def rehearse(
         for plans in rehearsal.around(limits, tokens, runner.grain):
             _run_all(runner, plans)
     if config.use_cudagraphs:
-        skinny = SkinnyDecoder(model) if suits(model) else None
+        skinny = SkinnyDecoder(model) if supports(model) else None
         torch.cuda.empty_cache()  # a capture cannot: it would find no memory beside what is kept for later
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
         with progress.phase("graphs"):

@@ -1,4 +1,6 @@
-"""Descriptions of models and ranks, and the sizes that follow from them. No torch: ``toka-doctor`` reads them.
+"""Descriptions of models and ranks, and the memory sizes derived from them.
+
+``toka-doctor`` imports all modules except ``slices``, so only ``slices`` may import torch.
 
 Threads: ``compute`` at the boot; the main thread of ``toka-doctor``.
 """

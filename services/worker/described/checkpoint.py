@@ -1,26 +1,30 @@
-"""The tensors of a checkpoint, by what ``config.json`` says. No torch here."""
+"""Names and shapes of a checkpoint's tensors, derived from the model config."""
 
 from services.worker.described.config import ModelConfig
 
-# Older checkpoints carry the rotation's frequencies, which follow from the config.
+# Suffixes of tensors that loading ignores: older checkpoints store rotary frequencies, which the config determines.
 DERIVED = ("rotary_emb.inv_freq",)
 
 
 def checkpoint_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Each tensor that a checkpoint of ``model`` has."""
+    """Return the shape of each tensor in a checkpoint of ``model``, by name."""
     vocabulary = (model.vocab_size, model.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary}
     if not model.tied_embeddings:
         shapes["lm_head.weight"] = vocabulary
     shapes["model.norm.weight"] = (model.hidden_size,)
-    of_layer = layer_shapes(model)
+    layer = layer_shapes(model)
     for index in range(model.layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
 def layer_shapes(model: ModelConfig, *, adds_bias: bool = True) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer. ``adds_bias``: those whose sum is over ranks have a bias here."""
+    """Return the shape of each tensor in one layer, by its name inside the layer.
+
+    With ``adds_bias`` false, ``o_proj`` and ``down_proj`` have no bias. Their outputs are summed over tensor-parallel
+    ranks, and only one rank adds the bias.
+    """
     hidden, inner = model.hidden_size, model.intermediate_size
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}

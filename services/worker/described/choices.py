@@ -1,8 +1,7 @@
-"""The values of flags that are ``auto``, chosen from device, memory, model and processors.
+"""Choice of the values of flags that are ``auto``, from device, memory, model and processors.
 
-No torch here: ``toka-doctor`` chooses before a start as the worker does at its start.
-
-The ranks of a replica agree on the least of what they choose.
+Without torch, so that ``toka-doctor`` makes the same choices before a start. The ranks of a replica agree on the
+smallest of their values.
 """
 
 import math
@@ -24,16 +23,16 @@ NAMES = (
     *("kv_cache_num_tokens", "max_seqs_per_forward", "max_tokens_per_forward"),
     *("torch_compile", "use_cudagraphs", "cudagraph_max_size"),
 )
-# Tokens of cache for each sequence that may run. With fewer, sequences wait for pages and not for slots.
+# Tokens of cache per slot. With fewer, sequences are limited by pages instead of slots.
 _TOKENS_PER_SEQUENCE = 160
 _MOST_SEQUENCES, _MOST_TOKENS, _FEWEST_TOKENS = 8192, 16384, 512
-# A step of this many tokens times parameters takes about 0.2 s on an H200, which has this many multiprocessors.
+# Tokens times parameters of a step that takes about 0.2 s on an H200, and the multiprocessors of an H200.
 _WORK_PER_STEP, H200_MULTIPROCESSORS = 7e13, 132
-_OLDER_RATE = 0.5  # of a multiprocessor before compute capability 9.0, beside one of 9.0
-# With more rows times parameters of a layer, an H200 takes longer for a layer than the host takes to launch it.
+_OLDER_RATE = 0.5  # speed of a multiprocessor before compute capability 9.0, relative to 9.0
+# Rows times parameters of a layer from which an H200 runs the layer longer than the host takes to launch it.
 _WORK_PER_LAYER = 6.3e10
 _MOST_GRAPH_ROWS, _FEWEST_GRAPH_ROWS = 1024, 32
-# The share of the memory beside the weights that steps, page tables and CUDA graphs may take.
+# Share of the memory left after the weights that steps, page tables and CUDA graphs may use.
 _SHARE_OF_STEPS = 0.25
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE = 256, 2048, 128 * 1024
 _SET = "set by you"
@@ -41,18 +40,18 @@ _SET = "set by you"
 
 @dataclass(frozen=True)
 class Device:
-    """The facts about one device on which choices depend. Sizes are in bytes."""
+    """Properties of a device on which the choices depend. Sizes are in bytes."""
 
     kind: Literal["cpu", "cuda"]
     name: str
     free: int
     total: int
-    processors: int  # multiprocessors of a GPU; cores that this process may use on a CPU
+    processors: int  # multiprocessors of a GPU, or CPU cores that this process may use
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
 
 
-class Choice(NamedTuple):
-    """The value of one flag, as on a command line, and why it was chosen."""
+class FlagChoice(NamedTuple):
+    """The value of one flag, formatted as on a command line, and the reason for it."""
 
     name: str
     value: str
@@ -60,30 +59,33 @@ class Choice(NamedTuple):
 
 
 def agree(
-    chosen: ChosenWorkerConfig, choices: tuple[Choice, ...], least: Callable[[int], int]
-) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
-    """Return what ``choose`` returned, with the least of all ranks' sizes: pipeline stages differ in their layers, and
-    all ranks run the same steps. ``least`` returns the least of the values that the ranks call it with."""
+    chosen: ChosenWorkerConfig, choices: tuple[FlagChoice, ...], least: Callable[[int], int]
+) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
+    """Return the results of ``choose`` with each size replaced by its minimum over the ranks.
+
+    Pipeline stages differ in their layers and so in their choices, but all ranks run the same steps. ``least`` is a
+    collective that returns the minimum of the values passed by all ranks.
+    """
     sizes = {name: getattr(chosen, name) for name in NAMES if type(getattr(chosen, name)) is int}
     agreed = {name: least(size) for name, size in sizes.items()}
-    told = (each._replace(value=str(agreed[each.name])) if each.name in agreed else each for each in choices)
-    return chosen.model_copy(update=agreed), tuple(told)
+    reported = (each._replace(value=str(agreed[each.name])) if each.name in agreed else each for each in choices)
+    return chosen.model_copy(update=agreed), tuple(reported)
 
 
 def choose(
     config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
-) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
-    """Return ``config`` without ``auto`` and, for each flag of ``NAMES``, the value and the reason.
+) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
+    """Return ``config`` without ``auto``, and the value and reason of each flag in ``NAMES``.
 
-    A value that is set is kept, and the others adapt to it. ``model`` describes the whole model, of which this rank has
-    ``layers``.
+    Values that the operator set are kept, and the others adapt to them. ``model`` describes the whole model, of which
+    this rank has ``layers``.
     """
     chooser = _OnCuda if device.kind == "cuda" else _OnCpu
     return chooser(config, device, model, ranks, layers, max_context).choose()
 
 
 class _Chooser(ABC):
-    """The part that CPUs and GPUs share."""
+    """Base of the choosers for CPUs and GPUs. It applies decisions to the flags that are ``auto``."""
 
     def __init__(
         self,
@@ -100,16 +102,18 @@ class _Chooser(ABC):
         self._reasons = dict.fromkeys(NAMES, _SET)
         self._auto = frozenset(name for name in NAMES if self._values[name] == "auto")
 
-    def choose(self) -> tuple[ChosenWorkerConfig, tuple[Choice, ...]]:
+    def choose(self) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
         for name, value, reason in self._decisions():
             self._set(name, value, reason)
         chosen = self._chosen()
-        return chosen, tuple(Choice(name, as_text(self._values[name]), self._reasons[name]) for name in NAMES)
+        return chosen, tuple(FlagChoice(name, as_text(self._values[name]), self._reasons[name]) for name in NAMES)
 
     @abstractmethod
     def _decisions(self) -> Iterator[tuple[str, Any, str]]:
-        """Yield each flag with the value and the reason to use if it is ``auto``. A later decision may build on
-        ``_values`` of earlier ones."""
+        """Yield the name, value and reason of each decision. It has no effect on flags that the operator set.
+
+        Later decisions may read earlier ones from ``_values``.
+        """
 
     def _set(self, name: str, value: Any, reason: str) -> None:
         if name in self._auto:
@@ -119,16 +123,16 @@ class _Chooser(ABC):
         return ChosenWorkerConfig.model_construct(**{**dict(self._config), **self._values})
 
     def _item(self, automatic: int) -> int:
-        """Return the bytes of a parameter, where ``automatic`` is what ``dtype=auto`` means."""
+        """Return the size of a parameter in bytes. ``automatic`` is its size for ``dtype=auto``."""
         return {"auto": automatic, "float32": FLOAT32}.get(self._config.dtype, BFLOAT16)
 
     def _weights(self, automatic: int) -> int:
-        """Return the bytes of this rank's weights."""
+        """Return the size of this rank's weights in bytes."""
         item = self._item(automatic)
         return weight_bytes(self._model, self._ranks, self._layers, item, self._config.quantization)
 
     def _page(self, automatic: int) -> int:
-        """Return the bytes of a page of this rank's cache."""
+        """Return the size of a page of this rank's cache in bytes."""
         local = local_config(self._model, self._ranks, len(self._layers))
         item = FP8 if self._config.kv_cache_dtype == "fp8" else self._item(automatic)
         return page_bytes(local, self._config.page_size, item)
@@ -175,9 +179,9 @@ class _OnCuda(_Chooser):
         )
 
     def _smaller_steps(self, least: int) -> Iterator[tuple[str, Any, str]]:
-        """Halve what is ``auto`` until the largest step, page tables and CUDA graphs leave the cache enough memory."""
-        fixed = self._least_taken()
-        budget = fixed + int(max(0, self._room() - fixed) * _SHARE_OF_STEPS)
+        """Halve sizes that are ``auto`` until step, page tables and CUDA graphs leave enough memory for the cache."""
+        fixed = self._least_bytes()
+        budget = fixed + int(max(0, self._available_bytes() - fixed) * _SHARE_OF_STEPS)
         reason = f"more would leave the cache too little memory: steps and CUDA graphs may take {_gib(budget)} GiB"
         floors = {
             "cudagraph_max_size": _FEWEST_GRAPH_ROWS,
@@ -187,32 +191,32 @@ class _OnCuda(_Chooser):
         for name, floor in floors.items():
             if name == "max_tokens_per_forward":
                 floor = max(floor, least)
-            while name in self._auto and self._values[name] // 2 >= floor and self._taken() > budget:
+            while name in self._auto and self._values[name] // 2 >= floor and self._step_bytes() > budget:
                 yield name, self._values[name] // 2, reason
         if self._values["max_seqs_per_forward"] > self._values["max_tokens_per_forward"]:
             yield "max_seqs_per_forward", self._values["max_tokens_per_forward"], reason
 
-    def _taken(self, **values: Any) -> int:
-        """Return the bytes of the largest step, page tables and CUDA graphs, with ``values`` instead of the chosen."""
+    def _step_bytes(self, **values: Any) -> int:
+        """Return the bytes of the largest step, page tables and CUDA graphs. ``values`` override the chosen ones."""
         chosen = self._chosen().model_copy(update=values)
-        found = footprint(chosen, self._model, self._ranks, self._layers, self._max_context)
-        return found.step + found.reserved
+        rank = footprint(chosen, self._model, self._ranks, self._layers, self._max_context)
+        return rank.step + rank.reserved
 
-    def _least_taken(self) -> int:
-        """Return the bytes that the smallest sizes take."""
+    def _least_bytes(self) -> int:
+        """Return ``_step_bytes`` for the smallest sizes."""
         sizes = {"max_seqs_per_forward": 1, "max_tokens_per_forward": 1, "use_cudagraphs": False}
-        return self._taken(**sizes, cudagraph_max_size=_FEWEST_GRAPH_ROWS, piecewise_cudagraph_max_tokens=None)
+        return self._step_bytes(**sizes, cudagraph_max_size=_FEWEST_GRAPH_ROWS, piecewise_cudagraph_max_tokens=None)
 
-    def _room(self) -> int:
-        """Return the bytes that are left beside the weights."""
+    def _available_bytes(self) -> int:
+        """Return the bytes that are left after weights and margin."""
         return max(0, self._device.free - self._weights(BFLOAT16) - margin(self._device.total))
 
     def _cached_tokens(self) -> int:
-        """Return about how many tokens the cache will hold."""
+        """Return the number of tokens that the cache will hold, as an estimate."""
         if self._config.kv_cache_num_tokens != "auto":
             return self._config.kv_cache_num_tokens
-        room = max(0, self._room() - self._least_taken()) * (1 - _SHARE_OF_STEPS / 2)
-        return int(room) // self._page(BFLOAT16) * self._config.page_size
+        available = max(0, self._available_bytes() - self._least_bytes()) * (1 - _SHARE_OF_STEPS / 2)
+        return int(available) // self._page(BFLOAT16) * self._config.page_size
 
     @property
     def _is_shared(self) -> bool:
@@ -236,7 +240,7 @@ class _OnCpu(_Chooser):
         yield (
             "max_tokens_per_forward",
             max(_CPU_TOKENS, self._values["max_seqs_per_forward"]),
-            "prompts are computed in chunks that others need not wait long for",
+            "prompts are computed in chunks, so that other requests are not delayed for long",
         )
         page, workers = self._page(FLOAT32), self._ranks.size * config.dp_size
         half = max(0, device.free - workers * self._weights(FLOAT32)) // 2 // workers

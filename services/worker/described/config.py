@@ -10,10 +10,10 @@ from services.common.model.context_length import MOST_TOKENS, context_length
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject
 from services.worker.described.rope import RopeSettings, read_rope
 
-# Values that transformers takes for keys that a Qwen config leaves out.
+# Defaults of transformers for keys that a Qwen config leaves out.
 _QWEN_WINDOW, _QWEN_FULL_LAYERS = 4096, 28
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Larger than any published model's: a file with larger sizes is refused before anything depends on them.
+# Limits above every published model. A config beyond them is rejected before it is used to allocate memory.
 _MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM, _MOST_WIDTH = 4096, 16_384, 4096, 1 << 20
 
 # For each layer, the number of most recent tokens that a token attends to, itself included; None = all tokens.
@@ -22,7 +22,7 @@ Windows: TypeAlias = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and features of a model, in elements. Every architecture of this worker is described by one."""
+    """Sizes, in elements, and features of a model of any supported architecture."""
 
     vocab_size: int
     hidden_size: int
@@ -43,7 +43,9 @@ class ModelConfig:
 
 
 def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: bool) -> ModelConfig:
-    """Return the description that all architectures share, with the ``windows`` and ``features`` of one of them.
+    """Return the description of a model from the keys that all architectures share.
+
+    ``windows`` and ``features`` are passed on to ``ModelConfig``.
 
     Raises ``InvalidRequest`` naming the key that is missing, not supported, or of a wrong type or size.
     """
@@ -56,7 +58,7 @@ def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: b
     head_dim = given.integer("head_dim", hidden_size // heads, most=_MOST_HEAD_DIM)
     if not head_dim:
         raise given.wrong("hidden_size", f"at least num_attention_heads={heads}")
-    made = ModelConfig(
+    model = ModelConfig(
         vocab_size=given.integer("vocab_size", most=MOST_VOCABULARY),
         hidden_size=hidden_size,
         intermediate_size=given.integer("intermediate_size", most=_MOST_WIDTH),
@@ -68,34 +70,36 @@ def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: b
         max_context_tokens=max_context_tokens,
         rope=read_rope(config, head_dim),
         tied_embeddings=given.boolean("tie_word_embeddings"),
-        windows=_shorter_than(max_context_tokens, windows),
+        windows=_effective_windows(max_context_tokens, windows),
         **features,
     )
-    if made.heads % made.kv_heads:
+    if model.heads % model.kv_heads:
         raise InvalidRequest(
-            f"config.json: num_attention_heads={made.heads} is not a multiple of num_key_value_heads={made.kv_heads}",
+            f"config.json: num_attention_heads={model.heads} is not a multiple of num_key_value_heads={model.kv_heads}",
             field="model",
         )
-    return made
+    return model
 
 
 def read_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers. Raises ``InvalidRequest``."""
+    """Return the number of layers. Raises ``InvalidRequest`` if it is missing or out of range."""
     return JsonObject("config.json", config).integer("num_hidden_layers", most=_MOST_LAYERS)
 
 
 def read_window(config: Mapping[str, Any], default: int) -> int | None:
-    """Return ``sliding_window`` in tokens, or ``default`` if the key is absent; None if it is null: full attention.
+    """Return ``sliding_window`` in tokens, or ``default`` if the key is absent.
 
-    Raises ``InvalidRequest``.
+    A null value gives None, which means full attention. Raises ``InvalidRequest`` if the value is not a valid size.
     """
     window = JsonObject("config.json", config).integer_or_none("sliding_window", most=MOST_TOKENS)
     return window if "sliding_window" in config else default
 
 
 def read_qwen_windows(config: Mapping[str, Any]) -> Windows:
-    """Return the sliding windows of a Qwen model: ``layer_types`` names the layers that have one, or, in older files,
-    all layers from ``max_window_layers`` on have one. Without ``use_sliding_window`` the size has no effect.
+    """Return the sliding windows of a Qwen model.
+
+    ``layer_types`` names the layers that have a window. In older files, which lack this key, all layers from
+    ``max_window_layers`` on have one. If ``use_sliding_window`` is false, all layers use full attention.
 
     Raises ``InvalidRequest`` for a type of layer that is not supported.
     """
@@ -116,7 +120,7 @@ def read_qwen_windows(config: Mapping[str, Any]) -> Windows:
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _shorter_than(max_context_tokens: int, windows: Windows) -> Windows:
-    """Return ``windows`` without those that no context exceeds."""
-    made = tuple(window if window is not None and window < max_context_tokens else None for window in windows)
-    return made if any(made) else ()
+def _effective_windows(max_context_tokens: int, windows: Windows) -> Windows:
+    """Return ``windows`` with None for each window that is at least as long as the context."""
+    effective = tuple(window if window is not None and window < max_context_tokens else None for window in windows)
+    return effective if any(effective) else ()

@@ -8,7 +8,10 @@ from services.worker.described.config import ModelConfig, read_decoder
 
 
 def read_llama(config: Mapping[str, Any]) -> ModelConfig:
-    """``attention_bias`` covers q, k, v and the output projection; ``mlp_bias`` all three of the MLP."""
+    """Return the description of a Llama model.
+
+    ``attention_bias`` applies to the q, k, v and output projections, ``mlp_bias`` to all three MLP projections.
+    """
     given = JsonObject("config.json", config)
     bias = given.boolean("attention_bias")
     return read_decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=given.boolean("mlp_bias"))

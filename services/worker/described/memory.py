@@ -1,5 +1,8 @@
-"""What a rank keeps on its device, and what is left for the KV cache: from flags and ``config.json`` alone, so that it
-can be asked before a start, and where there is no torch. Sizes are bytes."""
+"""Estimates of a rank's memory use, and of the KV cache that fits beside it. Sizes are in bytes.
+
+They follow from the flags and ``config.json`` alone, so ``toka-doctor`` can compute them without torch and without
+starting a worker.
+"""
 
 from dataclasses import dataclass
 
@@ -9,89 +12,97 @@ from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 
-FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # of an element; float16 takes as much as bfloat16
+FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # bytes per element; float16 has the size of bfloat16
 _INT32 = 4
-# Kept free for what cannot be measured beforehand: libraries' workspaces, fragments, uploads of unusual size.
+# Left free for allocations that are not estimated: library workspaces, fragmentation, unusually large uploads.
 _MARGIN = 1 << 30
 _MARGIN_SHARE = 0.02
-# What the graphs of one size take beside the activations of the largest.
-_OF_GRAPH = 64 << 20
-# And what a graph between two attentions takes, beside activations: with collectives in it, 0.8 MiB on an H200.
-_OF_PIECE = 768 << 10
-# From so many tokens on it is worth having graphs in which few go on behind the last attention.
-_FEWEST_KEPT_APART = 256
-# Of a step, in a guess: logits of two slices, copies of rows, and the workspace of attention.
-_OF_SAMPLING, _OF_ATTENTION = (1 << 30) + (128 << 20), 256 << 20
-# Widths of the residual stream, and of the MLP, that a token has at once.
-_STREAMS, _INNER = 4, 3
+# CUDA graphs of one size, in addition to the activations of the largest size.
+_GRAPH_BYTES = 64 << 20
+# One piece of a piecewise graph, in addition to activations. With collectives in it, 0.8 MiB were measured on an H200.
+_PIECE_BYTES = 768 << 10
+# Smallest piecewise graph that gets a second variant, in which few tokens continue after the last attention.
+_MIN_TRIMMED_PIECE = 256
+# Estimates for one step: logits of two slices with copies of rows; the workspace of attention.
+_SAMPLING_BYTES, _ATTENTION_BYTES = (1 << 30) + (128 << 20), 256 << 20
+# Activations that a token holds at once, in multiples of ``hidden_size`` and of ``intermediate_size``.
+_HIDDEN_COPIES, _INNER_COPIES = 4, 3
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one rank."""
+    """Estimated memory use of one rank, in bytes."""
 
     weights: int
-    step: int  # the largest one, in a guess: the boot measures it
-    reserved: int  # page tables, CUDA graphs
-    page: int
+    step: int  # the largest step; an estimate, which the boot replaces by a measurement
+    reserved: int  # page tables and CUDA graphs
+    page: int  # one page of the KV cache
 
     def pages_in(self, free: int, total: int, *, steps: float = 1.0) -> int:
-        """Pages of cache that fit into ``free`` of ``total``; negative: not even the rest does. ``steps``: what the
-        guess is taken times."""
+        """Return how many pages of KV cache fit on a device with ``free`` of ``total`` bytes available.
+
+        The result is negative if not even the other parts fit. ``steps`` scales the estimate for a step.
+        """
         return int(free - self.weights - steps * self.step - self.reserved - margin(total)) // self.page
 
 
 def footprint(
     config: ChosenWorkerConfig, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
 ) -> Footprint:
-    """On CUDA, of a rank with ``layers`` of ``model``, the whole model's config."""
+    """Return the memory use on CUDA of a rank that has ``layers`` of ``model``, the config of the whole model."""
     local = local_config(model, ranks, len(layers))
     item = FLOAT32 if config.dtype == "float32" else BFLOAT16
     cached = FP8 if config.kv_cache_dtype == "fp8" else item
     return Footprint(
         weights=weight_bytes(model, ranks, layers, item, config.quantization) + rotation_bytes(model),
         step=config.max_tokens_per_forward * _token_bytes(local, item)
-        + _OF_ATTENTION
-        + (_OF_SAMPLING if ranks.last else 0),
+        + _ATTENTION_BYTES
+        + (_SAMPLING_BYTES if ranks.last else 0),
         reserved=table_bytes(config, max_context) + graph_bytes(config, local, item),
         page=page_bytes(local, config.page_size, cached),
     )
 
 
 def margin(total: int) -> int:
-    """Kept free on a device of ``total`` bytes."""
+    """Return how many bytes to leave free on a device of ``total`` bytes."""
     return max(_MARGIN, int(total * _MARGIN_SHARE))
 
 
 def page_bytes(local: ModelConfig, page_size: int, item: int) -> int:
-    """What a page takes in all layers of a rank, token ids included. ``item``: of a key's element."""
+    """Return the size of a page in all layers of a rank, with token ids. ``item`` is the size of a key's element."""
     return page_size * (2 * local.layers * local.kv_heads * local.head_dim * item + _INT32)
 
 
 def table_bytes(config: ChosenWorkerConfig, max_context: int) -> int:
-    """The page tables of all slots."""
+    """Return the size of the page tables of all slots."""
     return config.max_seqs_per_forward * -(-max_context // config.page_size) * _INT32
 
 
 def _token_bytes(local: ModelConfig, item: int) -> int:
-    """A token's activations in a step, in a guess."""
-    return (_STREAMS * local.hidden_size + _INNER * local.intermediate_size) * item
+    """Return the estimated size of a token's activations."""
+    return (_HIDDEN_COPIES * local.hidden_size + _INNER_COPIES * local.intermediate_size) * item
 
 
 def graph_bytes(config: ChosenWorkerConfig, local: ModelConfig, item: int) -> int:
-    """CUDA graphs. ``local``: what a rank has; ``item``: of an activation's element."""
+    """Return the size of the CUDA graphs of a rank.
+
+    ``local`` describes the rank's share. ``item`` is the size of an activation's element.
+    """
     if not config.use_cudagraphs:
         return 0
     largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
     pieces = piece_sizes(config.piecewise_tokens) if config.piecewise_tokens else []
     captured = len(pieces) + sum(kept_in_piece(size) < size for size in pieces)
-    of_pieces = config.piecewise_tokens * _token_bytes(local, item) + captured * (local.layers + 1) * _OF_PIECE
-    return len(sizes_up_to(largest)) * _OF_GRAPH + of_pieces
+    piecewise = config.piecewise_tokens * _token_bytes(local, item) + captured * (local.layers + 1) * _PIECE_BYTES
+    return len(sizes_up_to(largest)) * _GRAPH_BYTES + piecewise
 
 
 def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:
-    """Rows of the steps that are CUDA graphs: 1, 2, 4, to 64 in steps of 8, to 256 in steps of 32, to 1,024 in steps of
-    64, then of 128; ascending from ``smallest`` on, the last one at least ``largest``."""
+    """Return the row counts for which CUDA graphs are captured, ascending.
+
+    They are 1, 2 and 4, then multiples of 8 up to 64, of 32 up to 256, of 64 up to 1,024, and of 128. Of 1, 2 and 4,
+    those below ``smallest`` are left out. The last size is the first that is at least ``largest``.
+    """
     sizes = [
         *(size for size in (1, 2, 4) if size >= smallest),
         *range(8, 64, 8),
@@ -103,8 +114,10 @@ def sizes_up_to(largest: int, smallest: int = 8) -> list[int]:
 
 
 def piece_sizes(largest: int) -> list[int]:
-    """Tokens of the steps that are CUDA graphs between their attentions: 16, 32, to 256 in steps of 64, then eight for
-    each doubling; ascending, the last is ``largest``."""
+    """Return the token counts for which piecewise CUDA graphs are captured, ascending.
+
+    They are 16 and 32, then multiples of 64 up to 256, then eight sizes per doubling. The last is ``largest``.
+    """
     sizes = [16, 32, *range(64, 256, 64)]
     while sizes[-1] < largest:
         last = sizes[-1]
@@ -113,24 +126,27 @@ def piece_sizes(largest: int) -> list[int]:
 
 
 def kept_in_piece(size: int) -> int:
-    """How many of ``size`` tokens go on behind the last attention at most where not all do."""
-    return size if size < _FEWEST_KEPT_APART else size // 8
+    """Return how many of ``size`` tokens may continue after the last attention in the trimmed variant of a graph."""
+    return size if size < _MIN_TRIMMED_PIECE else size // 8
 
 
 def rotation_bytes(model: ModelConfig) -> int:
-    """Cosines and sines of all positions."""
+    """Return the size of the tables of cosines and sines for all positions."""
     return 2 * model.max_context_tokens * model.head_dim * FLOAT32
 
 
 def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, quantization: str) -> int:
-    """The parameters of a rank with ``layers`` of ``model``."""
+    """Return the size of the parameters of a rank that has ``layers`` of ``model``.
+
+    ``item`` is the size of an element that is not quantized.
+    """
     local = local_config(model, ranks, len(layers))
     total = 0
     for shape in layer_shapes(local, adds_bias=ranks.tp_rank == 0).values():
         total += len(layers) * _tensor_bytes(shape, item, quantization)
     first, last = layers.start == 0, layers.stop == model.layers
     vocabulary = (local.vocab_size, model.hidden_size)
-    # A quantised head is a copy of the embedding even where the two are one.
+    # A quantized head is a separate copy, even if the checkpoint ties it to the embedding.
     separate = quantization == "fp8" or not model.tied_embeddings
     if first or (last and not separate):
         total += _tensor_bytes(vocabulary, item)
@@ -140,7 +156,7 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
 
 
 def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none") -> int:
-    """In fp8 a matrix has a float32 for each of its rows."""
+    """Return the size of a tensor. An fp8 matrix also has one float32 scale per row."""
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape

@@ -7,5 +7,5 @@ from services.worker.described.config import ModelConfig, read_decoder, read_qwe
 
 
 def read_qwen2(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the description of a Qwen 2 model: q, k and v always have a bias, and nothing else has one."""
+    """Return the description of a Qwen 2 model. Only the q, k and v projections have a bias."""
     return read_decoder(config, windows=read_qwen_windows(config), qkv_bias=True)

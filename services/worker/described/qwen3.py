@@ -8,8 +8,10 @@ from services.worker.described.config import ModelConfig, read_decoder, read_qwe
 
 
 def read_qwen3(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the description of a Qwen 3 model: q and k are normed for each head, and ``head_dim`` is 128 unless the
-    config states it."""
+    """Return the description of a Qwen 3 model.
+
+    q and k are normalised per head. ``head_dim`` defaults to 128.
+    """
     bias = JsonObject("config.json", config).boolean("attention_bias")
     windows = read_qwen_windows(config)
     return read_decoder({"head_dim": 128} | dict(config), windows, qkv_bias=bias, output_bias=bias, qk_norm=True)

@@ -1,53 +1,53 @@
-"""Which of a replica's workers a process is."""
+"""The position of a worker in its replica."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A replica is a grid: ``pp_size`` pipeline stages of ``tp_size`` workers each, one process for each worker."""
+    """The position of a worker in a replica, which is a grid of ``pp_size`` stages with ``tp_size`` workers each."""
 
-    tp_rank: int = 0  # which part of every matrix and which heads it has
+    tp_rank: int = 0  # selects the share of each matrix and the heads
     tp_size: int = 1
-    pp_rank: int = 0  # which layers it has
+    pp_rank: int = 0  # selects the layers
     pp_size: int = 1
 
     @property
     def size(self) -> int:
-        """Workers of the replica."""
+        """Number of workers in the replica."""
         return self.tp_size * self.pp_size
 
     @property
     def index(self) -> int:
-        """Its number among all of them."""
+        """Number of this worker in the replica."""
         return self.at(self.tp_rank, self.pp_rank)
 
     @property
     def alone(self) -> bool:
-        """Whether it is the only one."""
+        """True if the replica has no other worker."""
         return self.size == 1
 
     @property
     def first(self) -> bool:
-        """Whether token ids enter here."""
+        """True for a worker of the first stage, which embeds token ids."""
         return self.pp_rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether tokens are sampled here."""
+        """True for a worker of the last stage, which samples tokens."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def reports(self) -> bool:
-        """Whether its results have the tokens; all ranks of the last stage sample the same."""
+        """True for the one worker whose results contain the tokens. All ranks of the last stage sample the same."""
         return self.last and self.tp_rank == 0
 
     def at(self, tp_rank: int, pp_rank: int) -> int:
-        """The number of another worker of the same replica."""
+        """Return the number of the worker at this position in the replica."""
         return pp_rank * self.tp_size + tp_rank
 
     def name(self, index: int | None = None) -> str:
-        """Worker ``index``, None = this one, as messages name it."""
+        """Return the name of worker ``index`` for messages. None means this worker."""
         pp_rank, tp_rank = divmod(self.index if index is None else index, self.tp_size)
         return f"rank tp_rank={tp_rank} pp_rank={pp_rank}"
 

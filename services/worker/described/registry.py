@@ -1,4 +1,4 @@
-"""Which architectures there are, by the name that ``config.json`` gives in ``architectures``."""
+"""Supported architectures, by their names in ``architectures`` of ``config.json``."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """``config.json`` as a ``ModelConfig``. Raises ``InvalidRequest`` when the model is not one of ours."""
+    """Return the description of the model. Raises ``InvalidRequest`` if its architecture is not supported."""
     named = JsonObject("config.json", config).texts("architectures") or []
     for name in named:
         if name in ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""The rotation of positions that ``config.json`` describes. No torch here."""
+"""Settings of the rotary position embedding (RoPE), read from ``config.json``."""
 
 import math
 import reprlib
@@ -11,18 +11,18 @@ from services.common.model.context_length import MOST_TOKENS, max_positions, rop
 from services.common.model.json_object import JsonObject
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_MOST = 1e12  # of every number; larger ones make frequencies that are not finite
+_MOST = 1e12  # largest allowed number; larger ones give frequencies that are not finite
 
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """The settings of a rotation, named as in ``config.json``. A kind reads those that belong to it."""
+    """Settings of a rotary embedding, named as in ``config.json``. Each kind reads only its own settings."""
 
     kind: str  # ``rope_type``, one of KINDS
     theta: float
     factor: float = 1.0
-    original_max_position_embeddings: int = 8192  # tokens; for dynamic: ``max_position_embeddings``
-    attention_factor: float = 1.0  # yarn and longrope: cosines and sines are multiplied by it
+    original_max_position_embeddings: int = 8192  # tokens; ``max_position_embeddings`` for dynamic
+    attention_factor: float = 1.0  # yarn and longrope; scales cosines and sines
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -33,12 +33,12 @@ class RopeSettings:
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    """Return the rotation's settings, with transformers' defaults for those that the config leaves out.
+    """Return the settings of the rotary embedding, with the defaults of transformers for missing keys.
 
     Raises ``InvalidRequest`` for a kind that is not supported or lacks a setting.
     """
     settings, whole = rope_parameters(config), JsonObject("config.json", config)
-    # The rotation's frequencies are powers of it.
+    # The frequencies are powers of theta, so it must exceed 1.
     thetas = (each.number_or_none("rope_theta", least=1.01, most=_MOST) for each in (settings, whole))
     theta = next((theta for theta in thetas if theta is not None), 10000.0)
     kind = settings.values["rope_type"]
@@ -61,17 +61,17 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
 
 
 def has_long_factors(rope: RopeSettings, max_tokens: int) -> bool:
-    """Return whether ``longrope`` has its long factors where contexts of up to ``max_tokens`` are served."""
+    """Return whether ``longrope`` uses its long factors if contexts have up to ``max_tokens`` tokens."""
     return max_tokens > rope.original_max_position_embeddings
 
 
 def describe_scaling(rope: RopeSettings, max_tokens: int) -> str:
-    """Return a sentence for the log: how positions of contexts of up to ``max_tokens`` tokens are scaled."""
+    """Return a phrase for the log that describes how positions are scaled in contexts of up to ``max_tokens``."""
     original = rope.original_max_position_embeddings
     if rope.kind == "dynamic":
         return f"by each position's own length beyond {original} tokens"
     if rope.kind == "longrope" and has_long_factors(rope, max_tokens):
-        return f"long factors for all positions; max_context_tokens={original} or less has the short ones"
+        return f"long factors for all positions; with max_context_tokens={original} or less, short factors"
     if rope.kind == "longrope":
         return "short factors for all positions"
     return "none" if rope.kind == "default" else f"factor {rope.factor:g}"
@@ -144,7 +144,7 @@ def _longrope(theta: float, settings: JsonObject, config: Mapping[str, Any], hea
 
 
 def _factors(settings: JsonObject, name: str, head_dim: int) -> tuple[float, ...]:
-    """Return the factor of each frequency."""
+    """Return the factor of each frequency, [head_dim / 2], or () if the setting is null."""
     given = settings.values[name]
     if isinstance(given, list) and len(given) != head_dim // 2:
         raise InvalidRequest(
@@ -154,7 +154,7 @@ def _factors(settings: JsonObject, name: str, head_dim: int) -> tuple[float, ...
     return settings.numbers(name, head_dim // 2, least=1e-6, most=_MOST) or ()
 
 
-# Settings that have no default. For yarn the factor may be null: it follows from the lengths then.
+# Settings without a default. The factor of yarn may be null; it then follows from the two context lengths.
 _NEEDED = {
     "yarn": ("factor",),
     "linear": ("factor",),

@@ -1,7 +1,8 @@
-"""What a tensor-parallel rank has of a model: heads, columns of the MLP, rows of the vocabulary.
+"""The share of a model that a tensor-parallel rank holds: heads, columns of the MLP, rows of the vocabulary.
 
-As in Megatron-LM (Shoeybi et al. 2019): qkv, gate and up are split by outputs, output and down by inputs, so that a
-layer's two halves need one sum over the ranks each; embedding and head are split by the vocabulary.
+The split is that of Megatron-LM (Shoeybi et al. 2019). The qkv, gate and up projections are split by outputs, and the
+output and down projections by inputs, so attention and MLP each need one sum over the ranks. Embedding and head are
+split by the vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -10,65 +11,71 @@ from services.common.errors import InvalidRequest
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
 
-# Ranks have multiples of so many rows of the vocabulary: whole blocks of a product, in fp8 too.
+# The vocabulary rows of a rank are a multiple of this number, as matrix products in fp8 require.
 _VOCABULARY_GRAIN = 16
 
 
 @dataclass(frozen=True)
-class Share:
-    """A run of ``size`` elements from ``start`` on, out of ``whole``."""
+class RankShare:
+    """A contiguous range of ``size`` elements that begins at ``start``, out of ``whole`` elements."""
 
     start: int
     size: int
     whole: int
 
-    def times(self, width: int) -> "Share":
-        """The same run where each element is ``width`` of them."""
-        return Share(self.start * width, self.size * width, self.whole * width)
+    def times(self, width: int) -> "RankShare":
+        """Return the same range in units that are ``width`` times smaller."""
+        return RankShare(self.start * width, self.size * width, self.whole * width)
 
 
-def evenly(whole: int, ranks: Ranks) -> Share:
-    """An equal part, in the order of the ranks. ``whole`` is a multiple of ``tp_size``."""
+def evenly(whole: int, ranks: Ranks) -> RankShare:
+    """Return the share of a rank if ``whole``, a multiple of ``tp_size``, is split equally."""
     size = whole // ranks.tp_size
-    return Share(ranks.tp_rank * size, size, whole)
+    return RankShare(ranks.tp_rank * size, size, whole)
 
 
-def kv_heads_of(config: ModelConfig, ranks: Ranks) -> Share:
-    """An equal part; where there are fewer than ranks, the one head that this rank's query heads attend with, which
-    other ranks have, too."""
+def kv_heads_of(config: ModelConfig, ranks: Ranks) -> RankShare:
+    """Return the key-value heads of a rank.
+
+    If there are fewer heads than ranks, several ranks hold a copy of the same head.
+    """
     if config.kv_heads >= ranks.tp_size:
         return evenly(config.kv_heads, ranks)
-    return Share(ranks.tp_rank * config.kv_heads // ranks.tp_size, 1, config.kv_heads)
+    return RankShare(ranks.tp_rank * config.kv_heads // ranks.tp_size, 1, config.kv_heads)
 
 
-def vocabulary_of(config: ModelConfig, ranks: Ranks) -> tuple[Share, int]:
-    """The rows of embedding and head that a rank has of the checkpoint, and how many more it has that mean nothing: all
-    ranks have equally many together, which for the last may be all of them."""
+def vocabulary_of(config: ModelConfig, ranks: Ranks) -> tuple[RankShare, int]:
+    """Return the rows of embedding and head that a rank holds, and the number of padding rows after them.
+
+    The sum of both is the same on all ranks. The last ranks may have padding rows only.
+    """
     if ranks.tp_size == 1:
-        return Share(0, config.vocab_size, config.vocab_size), 0
+        return RankShare(0, config.vocab_size, config.vocab_size), 0
     grain = ranks.tp_size * _VOCABULARY_GRAIN
     rows = -(-config.vocab_size // grain) * _VOCABULARY_GRAIN
     start = min(ranks.tp_rank * rows, config.vocab_size)
     size = min(rows, config.vocab_size - start)
-    return Share(start, size, config.vocab_size), rows - size
+    return RankShare(start, size, config.vocab_size), rows - size
 
 
 def local_config(config: ModelConfig, ranks: Ranks, layers: int) -> ModelConfig:
-    """Return the sizes of a rank's share: ``layers`` layers, its heads and columns, and its rows of the vocabulary
-    including padding. ``hidden_size``, ``head_dim`` and ``windows`` are the whole model's."""
-    rows, more = vocabulary_of(config, ranks)
+    """Return the config of a rank's share, which has ``layers`` layers. ``vocab_size`` includes padding rows.
+
+    ``hidden_size``, ``head_dim`` and ``windows`` remain those of the whole model.
+    """
+    rows, padding = vocabulary_of(config, ranks)
     return replace(
         config,
         layers=layers,
         heads=config.heads // ranks.tp_size,
         kv_heads=kv_heads_of(config, ranks).size,
         intermediate_size=config.intermediate_size // ranks.tp_size,
-        vocab_size=rows.size + more,
+        vocab_size=rows.size + padding,
     )
 
 
 def refuse_unshareable(config: ModelConfig, tp_size: int) -> None:
-    """Raises ``InvalidRequest`` for a model that so many ranks cannot share equally."""
+    """Raise ``InvalidRequest`` if the model cannot be split equally among ``tp_size`` ranks."""
     for name, size in (("num_attention_heads", config.heads), ("intermediate_size", config.intermediate_size)):
         if size % tp_size:
             raise InvalidRequest(

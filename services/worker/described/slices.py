@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint's tensor, as a place to load into: only that part is read."""
+"""Load targets that read only a rank's share of a checkpoint's tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,17 @@ import torch
 
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
-from services.worker.described.shares import Share, evenly, kv_heads_of, vocabulary_of
+from services.worker.described.shares import RankShare, evenly, kv_heads_of, vocabulary_of
 
 
-class Slice:
-    """``target`` holds ``share`` of a tensor's ``dimension``. ``shape`` is the whole tensor's."""
+class SliceTarget:
+    """A load target for a tensor of which ``target`` holds ``share`` of ``dimension``.
 
-    def __init__(self, target: Any, dimension: int, share: Share) -> None:
+    ``shape`` and ``device`` are those of a tensor that holds all of it. Raises ``ValueError`` if the size of ``target``
+    does not match ``share``.
+    """
+
+    def __init__(self, target: Any, dimension: int, share: RankShare) -> None:
         shape = list(target.shape)
         if shape[dimension] != share.size:
             raise ValueError(f"a target of shape {shape} for {share.size} elements of dimension {dimension}")
@@ -22,22 +26,23 @@ class Slice:
         self._target, self._dimension, self._share = target, dimension, share
 
     def copy_(self, tensor: torch.Tensor) -> None:
-        """From the whole tensor."""
+        """Copy the share from ``tensor``, the whole tensor."""
         self._target.copy_(tensor.narrow(self._dimension, self._share.start, self._share.size))
 
     def read(self, stored: Any) -> None:
-        """From what ``safetensors`` gives for ``get_slice``: nothing else of it is read."""
+        """Read the share from ``stored``, the result of ``get_slice`` of ``safetensors``."""
         if self._share.size == 0:
             return
-        run = slice(self._share.start, self._share.start + self._share.size)
-        self._target.copy_(stored[:, run] if self._dimension else stored[run])
+        span = slice(self._share.start, self._share.start + self._share.size)
+        self._target.copy_(stored[:, span] if self._dimension else stored[span])
 
 
 def slice_targets(targets: Mapping[str, Any], config: ModelConfig, ranks: Ranks) -> dict[str, Any]:
-    """``targets`` (checkpoint name -> what this rank has of it) as places for the checkpoint's own tensors.
+    """Return load targets for the tensors of a checkpoint, by name.
 
-    ``config`` is the whole model's. What is not split is left as it is: norms, and the biases that are added to the sum
-    over the ranks.
+    ``targets`` maps each name to the rank's parameter, which holds a share of the stored tensor. ``config`` describes
+    the whole model. Tensors that are not split keep their target: norms, and the biases of ``o_proj`` and
+    ``down_proj``.
     """
     if ranks.tp_size == 1:
         return dict(targets)
@@ -47,12 +52,12 @@ def slice_targets(targets: Mapping[str, Any], config: ModelConfig, ranks: Ranks)
     by_outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "gate_proj": inner, "up_proj": inner}
     by_outputs |= {"embed_tokens": rows, "lm_head": rows}
     by_inputs = {"o_proj": heads, "down_proj": inner}
-    found = {}
+    sliced = {}
     for name, target in targets.items():
         module, kind = name.split(".")[-2:]
         if module in by_outputs:
-            target = Slice(target, 0, by_outputs[module])
+            target = SliceTarget(target, 0, by_outputs[module])
         elif module in by_inputs and kind == "weight":
-            target = Slice(target, 1, by_inputs[module])
-        found[name] = target
-    return found
+            target = SliceTarget(target, 1, by_inputs[module])
+        sliced[name] = target
+    return sliced

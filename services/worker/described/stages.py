@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has (Huang et al. 2019, GPipe; Narayanan et al. 2021)."""
+"""The layers of each pipeline stage (Huang et al. 2019, GPipe; Narayanan et al. 2021)."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,10 +8,10 @@ from services.worker.described.config import ModelConfig
 
 
 def layers_of(config: ModelConfig, stages: int, counts: Sequence[int] = ()) -> list[range]:
-    """The layers of each stage, by their numbers in the whole model: runs that follow one another, none of them empty.
+    """Return the layers of each stage as consecutive ranges, none of them empty.
 
-    ``counts``: how many each has; empty = such that the slowest stage is as fast as can be. Raises ``InvalidRequest``
-    for stages or counts that the model's layers do not give.
+    ``counts`` gives the number of layers per stage. If it is empty, the counts are balanced. Raises ``InvalidRequest``
+    if there are more stages than layers, or if the counts do not add up to the model's layers.
     """
     if stages > config.layers:
         raise InvalidRequest(
@@ -29,24 +29,27 @@ def layers_of(config: ModelConfig, stages: int, counts: Sequence[int] = ()) -> l
 
 
 def head_cost(config: ModelConfig) -> float:
-    """What the vocabulary head costs, in layers: a token's time in a matrix goes with the matrix' size."""
+    """Return the cost of the vocabulary head in units of one layer, by the size of their matrices."""
     attention = 2 * (config.heads + config.kv_heads) * config.head_dim
     return config.vocab_size / (attention + 3 * config.intermediate_size)
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """Counts by which the slowest stage is fastest. The last has the ``head``, in layers, besides; looking tokens up
-    costs nothing. Among those, the counts that differ least; the first stage has the fewest of its equals, since it has
-    the embedding to keep."""
+    """Return the layer counts that minimise the cost of the slowest stage.
+
+    ``head`` is the additional cost of the last stage, in layers. Embedding tokens costs nothing. Among equal results,
+    the counts that differ least are taken. Earlier stages then have fewer layers, because the first also stores the
+    embedding.
+    """
     if stages == 1:
         return [layers]
 
     def spread(last: int) -> list[int]:
-        each, more = divmod(layers - last, stages - 1)
-        return [each + (stage >= stages - 1 - more) for stage in range(stages - 1)] + [last]
+        each, remainder = divmod(layers - last, stages - 1)
+        return [each + (stage >= stages - 1 - remainder) for stage in range(stages - 1)] + [last]
 
-    def badness(counts: list[int]) -> tuple[float, float]:
+    def cost(counts: list[int]) -> tuple[float, float]:
         costs = [*counts[:-1], counts[-1] + head]
         return max(costs), sum(cost * cost for cost in costs)
 
-    return min((spread(last) for last in range(1, layers - stages + 2)), key=badness)
+    return min((spread(last) for last in range(1, layers - stages + 2)), key=cost)

@@ -1,4 +1,4 @@
-"""How functions are compiled for CPUs."""
+"""Compilation of functions for CPUs with numba."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,25 +6,28 @@ from typing import Any
 import numba
 from numba.core.typing.templates import Signature
 
-# Without the assumption that there are no NaNs: they must come out where they went in.
+# Without "nnan" and "ninf", because NaNs must propagate from inputs to outputs.
 _FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
 
 def compile_function(
     function: Callable[..., Any], signature: Signature, *, constants: tuple[int, ...] = (), keep: bool = True
 ) -> Callable[..., Any]:
-    """``function`` compiled now for ``signature`` and no other, kept on disk where there is a place for it.
+    """Compile ``function`` now, for ``signature`` only, and return it.
 
-    It runs in the calling thread and holds no lock of Python. ``constants``: what a closure was made with; each set has
-    files of its own, since two processes that write one index at once can leave the other's code under their own key.
-    ``keep=False`` for a function that calls compiled ones: numba would not find it again, and store it at every start.
+    The result runs in the calling thread without the interpreter lock. With ``keep`` it is cached on disk if there is a
+    writable cache directory. Use ``keep=False`` for a function that calls compiled functions, because numba would not
+    find it again and would store another copy at each start.
+
+    ``constants`` are the values captured by a closure. Each set of values has its own cache files, because processes
+    that write to the same index at the same time can store code under a wrong key.
     """
     if not keep:
         return _compile(function, signature)
     function.__qualname__ = "_".join((function.__qualname__, *map(str, constants)))
     try:
         return _compile(function, signature, cache=True)
-    except (RuntimeError, OSError):  # no cache directory, or one that cannot be written: compile at every start
+    except (RuntimeError, OSError):  # no writable cache directory
         return _compile(function, signature)
 
 

@@ -1,14 +1,14 @@
-"""The operators between matrix products on CUDA."""
+"""Operators between matrix products on CUDA."""
 
 import torch
 
-from services.worker.layers import triton_rows  # noqa: F401 (defines the operators)
+from services.worker.layers import triton_rows  # noqa: F401 (registers the operators)
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import TorchKernels
 
 
 class CudaKernels(TorchKernels):
-    """Each operator is one kernel, also without torch.compile."""
+    """Operators for CUDA. Each launches one kernel, even without torch.compile."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dim() != 2 or not x.is_contiguous():

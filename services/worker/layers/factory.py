@@ -1,4 +1,4 @@
-"""Which operators a model is built with."""
+"""Choice of the operators that a model is built with."""
 
 from functools import partial
 
@@ -13,17 +13,19 @@ from services.worker.layers.linear import Linear, LinearMaker
 def make_linear(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str, tp_size: int = 1
 ) -> LinearMaker:
-    """``quantization``: ``none`` or ``fp8``. Raises ``InvalidRequest`` where fp8 cannot be used. ``config``: of what
-    each of ``tp_size`` ranks has."""
+    """Return the constructor of linear layers for ``quantization``, which is ``none`` or ``fp8``.
+
+    ``config`` describes the share of each of ``tp_size`` ranks. Raises ``InvalidRequest`` if fp8 is not supported.
+    """
     if quantization == "fp8":
         refuse_unquantizable(config, dtype, device, tp_size)
         return partial(Fp8Linear, dtype=dtype)
-    # As in the checkpoint: both factors run along their rows, which is what tensor cores read best.
+    # On CUDA the weight has the checkpoint's layout, because tensor cores read both factors along their rows.
     return partial(Linear, transposed=True) if device.type == "cuda" else Linear
 
 
 def make_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> LayerKernels:
-    """The fastest for ``device`` and ``dtype``; ``compiled``: for a model under torch.compile."""
+    """Return the fastest operators for ``device`` and ``dtype``. ``compiled`` is true for use with torch.compile."""
     if device.type == "cpu" and dtype == torch.float32 and not compiled:
         from services.worker.layers.fast_cpu import FastCpuKernels  # loads numba
 

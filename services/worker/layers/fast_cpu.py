@@ -1,4 +1,4 @@
-"""The small operators compiled for CPUs in float32: one pass over the data each, and one return to Python."""
+"""Operators between matrix products, compiled for CPUs in float32. Each is one call with one pass over the data."""
 
 from collections.abc import Callable
 from functools import cache
@@ -46,7 +46,7 @@ def _gate(gate_up, output):
     fractions = np.empty(size, np.float32)
     for row in range(output.shape[0]):
         for i in range(size):
-            # exp(-gate) = 2**x = 2**floor(x) through the exponent's bits, times 2**f by a polynomial.
+            # exp(-gate) = 2**x = 2**floor(x), from the exponent bits, times 2**f, from a polynomial.
             x = min(max(gate_up[row, i] * np.float32(-1.442695041), np.float32(-126)), np.float32(126))
             whole = np.floor(x)
             fractions[i] = x - whole
@@ -73,8 +73,8 @@ def _rotate(x, cos, sin, output):
                 output[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
 
 
-class Compiled(NamedTuple):
-    """The functions above, for arrays."""
+class CpuFunctions(NamedTuple):
+    """The functions above, compiled for numpy arrays."""
 
     add_norm: Callable[..., None]
     norm: Callable[..., None]
@@ -83,10 +83,10 @@ class Compiled(NamedTuple):
 
 
 @cache
-def compiled() -> Compiled:
-    """Compiles at the first call."""
+def compiled() -> CpuFunctions:
+    """Return the compiled functions. The first call compiles them."""
     f4 = numba.float32
-    return Compiled(
+    return CpuFunctions(
         compile_function(_add_norm, numba.void(_MATRIX, _MATRIX, _VECTOR, f4, _MATRIX)),
         compile_function(_norm, numba.void(_MATRIX, _VECTOR, f4, _MATRIX)),
         compile_function(_gate, numba.void(_MATRIX, _MATRIX)),
@@ -95,13 +95,13 @@ def compiled() -> Compiled:
 
 
 class FastCpuKernels(LayerKernels):
-    """Compiles on creation."""
+    """Operators for CPUs in float32. The constructor compiles them."""
 
     def __init__(self) -> None:
         self._add_norm, self._norm, self._gate, self._rotate = compiled()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()  # one head of several is a view
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a view of some of the heads
         output = np.empty(rows.shape, np.float32)
         self._norm(rows.numpy(), weight.numpy(), eps, output)
         return torch.from_numpy(output).view(x.shape)

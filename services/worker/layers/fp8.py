@@ -1,4 +1,4 @@
-"""Linear projections in 8-bit floating point, one scale for each row of the input and of the weight."""
+"""Linear layers in 8-bit floating point, with one scale per row of the input and per row of the weight."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,24 +12,24 @@ from services.worker.described.refusals import refuse_fp8_products, refuse_unqua
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
-# Below this a row counts as zeros: its scale must not be, since rows are divided by it.
+# A row with smaller values counts as zeros, so that its scale is not zero.
 SMALLEST = 1e-12
 
 
 class Quantized(NamedTuple):
-    """About ``rows * scale``."""
+    """Rows in fp8 with a scale each. ``rows * scale`` approximates the original rows."""
 
     rows: torch.Tensor  # [rows, size] fp8
     scale: torch.Tensor  # [rows, 1] float32
 
 
 def quantize_rows(x: torch.Tensor) -> Quantized:
-    """``x [rows, size]`` as fp8 of the same shape and float32 ``[rows, 1]``, whose product is about ``x``.
+    """Quantize ``x [rows, size]`` to fp8. A row with a value that is not finite becomes NaN.
 
-    Plain operators, for torch.compile to fuse with what made ``x``. A row with anything that is not finite gives NaN.
+    Plain operators are used, so that torch.compile can fuse them with the operator that computes ``x``.
     """
     values = x.float()
-    # The largest value may come out a rounding error above 448, which rounds to 448: no clamp.
+    # No clamp is needed: the largest value exceeds 448 by a rounding error at most, and fp8 rounds it to 448.
     largest = values.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
     return Quantized((values * (LARGEST / largest)).to(FP8), largest / LARGEST)
 
@@ -42,10 +42,10 @@ def scaled_product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``x [rows, inputs]`` fp8 times ``weight [outputs, inputs]`` fp8: ``[rows, outputs]`` of ``dtype``.
+    """Return ``x @ weight.T`` for fp8 ``x [rows, inputs]`` and ``weight [outputs, inputs]``, ``[rows, outputs]``.
 
-    ``x_scale [rows, 1]`` and ``weight_scale [1, outputs]`` are float32. On CUDA ``dtype`` is bfloat16; elsewhere the
-    product is taken in float32, as a reference.
+    ``x_scale [rows, 1]`` and ``weight_scale [1, outputs]`` are float32. ``dtype`` is that of the result, on CUDA
+    bfloat16. Other devices compute in float32, as a reference.
     """
     if x.device.type == "cuda":
         return torch._scaled_mm(
@@ -56,7 +56,7 @@ def scaled_product(
 
 
 class Fp8Linear(nn.Module):
-    """As ``Linear``. Weight and scale are buffers, which keep their dtypes whatever the model's is."""
+    """Linear layer in fp8. Weight and scale are buffers, so the model's default dtype does not apply to them."""
 
     quantizes = True
     weight: torch.Tensor
@@ -70,7 +70,7 @@ class Fp8Linear(nn.Module):
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """``dtype``: of the result."""
+        """Create an uninitialised layer with results of ``dtype``. ``outputs`` is as in ``Linear``."""
         super().__init__()
         self.dtype = dtype
         self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
@@ -80,62 +80,63 @@ class Fp8Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
 
     def forward(self, x: Quantized, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """``onto [rows, sum(outputs)]``: where to add the result, in place; it is returned then."""
+        """Return the result ``[rows, sum(outputs)]``. If ``onto`` is given, add to it in place and return it."""
         product = scaled_product(x.rows, x.scale, self.weight, self.scale, self.bias, self.dtype)
         return product if onto is None else onto.add_(product)
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | QuantizedRows]":
-        """Checkpoint name -> what quantises the part that is copied into it."""
+        """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
         weights, scales = self.weight.split(self.outputs), self.scale.split(self.outputs, dim=1)
         parts = [QuantizedRows(*each) for each in zip(weights, scales, strict=True)]
-        found: dict[str, torch.Tensor | QuantizedRows] = dict(
+        targets: dict[str, torch.Tensor | QuantizedRows] = dict(
             zip((f"{name}.weight" for name in names), parts, strict=True)
         )
         if self.bias is not None:
-            found |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return found
+            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
+        return targets
 
 
 class QuantizedRows:
-    """Rows of an ``Fp8Linear`` as a place to load into: only one tensor at a time exists in its own dtype."""
+    """Load target for rows of an ``Fp8Linear``. It quantizes each tensor as it is loaded."""
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         self._weight, self._scale = weight, scale
         self.shape, self.device = weight.shape, weight.device
 
     def copy_(self, tensor: torch.Tensor) -> None:
-        """``tensor [outputs, inputs]``, any dtype and device."""
+        """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
         rows, scale = quantize_rows(tensor.to(self.device))
         self._weight.copy_(rows)
         self._scale.copy_(scale.t())
 
 
-class Copies:
-    """Several places that the same tensor is loaded into."""
+class MultiTarget:
+    """Load target that copies a tensor into several targets."""
 
     shape: torch.Size
     device: torch.device
 
-    def __init__(self, *targets: "torch.Tensor | QuantizedRows | Copies") -> None:
+    def __init__(self, *targets: "torch.Tensor | QuantizedRows | MultiTarget") -> None:
         self._targets = targets
         self.shape, self.device = targets[0].shape, targets[0].device
 
     def copy_(self, tensor: torch.Tensor) -> None:
+        """Copy ``tensor`` into all targets."""
         for target in self._targets:
             target.copy_(tensor)
 
 
 def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp_size: int = 1) -> None:
-    """Raises ``InvalidRequest`` for a model, dtype or device that ``quantization=fp8`` cannot be used with.
+    """Raise ``InvalidRequest`` if the model, dtype or device does not support ``quantization=fp8``.
 
-    ``config``: of what each of ``tp_size`` ranks has.
+    ``config`` describes the share of each of ``tp_size`` ranks.
     """
     refuse_unquantizable_sizes(config, tp_size)
     if device.type != "cuda":
         return
     if dtype != torch.bfloat16:
         raise InvalidRequest(
-            f"flag quantization=fp8: products give bfloat16, but dtype is {str(dtype).removeprefix('torch.')};"
+            f"flag quantization=fp8: fp8 products return bfloat16, but dtype is {str(dtype).removeprefix('torch.')};"
             " use dtype=bfloat16 or quantization=none",
             field="quantization",
         )

@@ -1,4 +1,4 @@
-"""The small operators between a layer's matrix products, behind one interface."""
+"""Interface of the operators between a layer's matrix products, and an implementation in torch."""
 
 from abc import ABC, abstractmethod
 
@@ -9,42 +9,42 @@ from services.worker.layers.fp8 import Quantized, quantize_rows
 
 
 class LayerKernels(ABC):
-    """Stateless; any thread. ``tokens`` is the number of rows everywhere."""
+    """Operators between matrix products. They have no state, and any thread may use them."""
 
     @abstractmethod
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x / rms(x) * weight`` over the last dimension of ``x [tokens, .., size]``, contiguous or not."""
+        """Return ``x / rms(x) * weight`` over the last dimension of ``x [tokens, .., size]``, contiguous or not."""
 
     @abstractmethod
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x += delta`` in place, both ``[tokens, size]``, then ``norm`` of it."""
+        """Add ``delta`` to ``x`` in place, both ``[tokens, size]``, and return the ``norm`` of the sum."""
 
     @abstractmethod
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up`` for ``gate_up [tokens, 2 * size]``: ``[tokens, size]``."""
+        """Return ``silu(gate) * up``, ``[tokens, size]``, for ``gate_up [tokens, 2 * size]``."""
 
     @abstractmethod
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``x [tokens, heads, head_dim]`` turned by ``cos`` and ``sin [tokens, 1, head_dim]`` as of ``Rotary``."""
+        """Rotate ``x [tokens, heads, head_dim]`` by ``cos`` and ``sin [tokens, 1, head_dim]`` from ``Rotary``."""
 
     def gate_quantized(self, gate_up: torch.Tensor) -> Quantized:
-        """``gate``, for a product that takes quantised rows."""
+        """Return ``gate(gate_up)``, quantized."""
         return self.quantize(self.gate(gate_up))
 
     def norm_quantized(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Quantized:
-        """``norm``, or ``add_norm`` where there is a ``delta``, for a product that takes quantised rows."""
+        """Return ``norm``, or with a ``delta`` ``add_norm``, quantized."""
         normed = self.norm(x, weight, eps) if delta is None else self.add_norm(x, delta, weight, eps)
         return self.quantize(normed)
 
     def quantize(self, x: torch.Tensor) -> Quantized:
-        """``x [tokens, size]`` for a product that takes quantised rows."""
+        """Quantize ``x [tokens, size]`` for an fp8 product."""
         return quantize_rows(x)
 
 
 class TorchKernels(LayerKernels):
-    """On any device, for any dtype, and for torch.compile to fuse: the reference for the other."""
+    """Reference implementation for any device and dtype. torch.compile can fuse it."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

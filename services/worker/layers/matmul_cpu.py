@@ -1,4 +1,4 @@
-"""The matrix product of torch's own BLAS, for compiled functions to call without going through Python."""
+"""Matrix product of torch's BLAS, which compiled functions can call without Python."""
 
 import ctypes
 from pathlib import Path
@@ -10,12 +10,15 @@ import torch
 from numba.core import types
 
 _SYMBOL = "tokasaurus_sgemm"
-# Fortran's sgemm: every argument is an address.
+# Fortran's sgemm. All arguments are addresses.
 _sgemm = types.ExternalFunction(_SYMBOL, types.void(*[types.uintp] * 13))
 
 
 def available() -> bool:
-    """Whether this build of torch has it. Must have been True before anything that calls ``matmul`` is compiled."""
+    """Register torch's sgemm for ``matmul``, and return whether this build of torch has it.
+
+    Must have returned True before a function that calls ``matmul`` is compiled.
+    """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         address = ctypes.cast(library.sgemm_, ctypes.c_void_p).value
@@ -27,13 +30,13 @@ def available() -> bool:
 
 @numba.njit(nogil=True)
 def matmul(x, weight, output, keep):
-    """``output = x @ weight + keep * output``, in the calling thread.
+    """Compute ``output = x @ weight + keep * output`` in the calling thread.
 
     ``x [rows, inputs]`` and ``output [rows, outputs]`` are contiguous float32 arrays; ``weight`` is the address of
     ``[inputs, outputs]`` float32; ``keep`` is 0 or 1.
     """
     rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
-    # Fortran sees every matrix transposed: output' = weight' x'.
+    # Fortran sees each matrix transposed: output.T = weight.T @ x.T.
     sizes = np.array([outputs, rows, inputs], np.int32)
     factors = np.array([1.0, keep], np.float32)
     plain = np.array([ord("N")], np.uint8)
@@ -53,5 +56,5 @@ def matmul(x, weight, output, keep):
         output.ctypes.data,
         size,
     )
-    # Numba gives an array back after its last mention: an address alone does not keep it.
+    # Numba frees an array after its last use, and an address does not count as a use.
     return sizes.size + factors.size + plain.size

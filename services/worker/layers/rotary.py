@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables of angles for every position, and one multiply-add a layer."""
+"""Rotary position embedding with tables of cosines and sines for all positions."""
 
 import math
 
@@ -8,24 +8,24 @@ from services.worker.described.rope import RopeSettings, has_long_factors
 
 
 class Rotary:
-    """Cosines and sines of every position, read-only after construction: any thread may use it.
+    """Cosines and sines of all positions. Read-only after construction, so any thread may use them.
 
-    ``cos`` and ``sin`` are ``[max_tokens, head_dim]`` float32; the first half of each ``sin`` row is negative, so that
-    rotating is ``x * cos + swap_halves(x) * sin``.
+    ``cos`` and ``sin`` are ``[max_tokens, head_dim]`` float32. The first half of each ``sin`` row is negated, so that a
+    rotation is ``x * cos + swap_halves(x) * sin``.
 
-    A key stays in the cache as it was rotated, for any sequence that shares its page, so its angles may depend on
-    nothing but its position. Two kinds of scaling depend on the sequence's length in transformers. Here:
+    Sequences that share a page share its rotated keys, so angles may depend on the position only. In transformers, two
+    kinds of scaling depend on the length of the sequence. Here they work as follows:
 
-    * ``dynamic`` rotates position p as in a sequence of p + 1 tokens. This is what transformers does when it generates
-      token by token; a prompt longer than the original context has one base for all of its tokens there.
-    * ``longrope`` has the long factors for every position if ``max_tokens`` exceeds the original context, and the short
-      factors if it does not.
+    * ``dynamic`` rotates position p as in a sequence of p + 1 tokens. transformers does the same if it generates token
+      by token, but uses one base for all tokens of a prompt that is longer than the original context.
+    * ``longrope`` uses the long factors for all positions if ``max_tokens`` exceeds the original context, and the short
+      factors otherwise.
     """
 
     def __init__(
         self, settings: RopeSettings, head_dim: int, max_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """``max_tokens``: the longest context that is served; ``dtype``: of the tables that ``at`` returns."""
+        """Compute the tables for contexts of up to ``max_tokens``. ``dtype`` is that of the values ``at`` returns."""
         positions = torch.arange(max_tokens, dtype=torch.float32)
         angles = positions[:, None] * _frequencies(settings, head_dim, max_tokens)
         cos, sin = angles.cos() * settings.attention_factor, angles.sin() * settings.attention_factor
@@ -35,14 +35,16 @@ class Rotary:
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines for ``positions [tokens]`` int64, each ``[tokens, 1, head_dim]`` of ``dtype``."""
-        # Rounded to the model's dtype, as the reference implementation does.
+        # transformers also rounds to the model's dtype.
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def _frequencies(settings: RopeSettings, head_dim: int, max_tokens: int) -> torch.Tensor:
-    """Return radians per position, ``[head_dim / 2]`` float32, or ``[max_tokens, head_dim / 2]`` where each position
-    has its own."""
+    """Return radians per position, ``[head_dim / 2]`` float32.
+
+    For ``dynamic``, the frequencies depend on the position and are ``[max_tokens, head_dim / 2]``.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     wavelengths = settings.theta**exponents
     if settings.kind == "linear":
@@ -55,13 +57,13 @@ def _frequencies(settings: RopeSettings, head_dim: int, max_tokens: int) -> torc
     if settings.kind == "llama3":
         return _llama3(settings, 1.0 / wavelengths)
     if settings.kind == "yarn":
-        kept = _unscaled_share(settings, head_dim)
-        return kept / wavelengths + (1 - kept) / (settings.factor * wavelengths)
+        unscaled = _unscaled_share(settings, head_dim)
+        return unscaled / wavelengths + (1 - unscaled) / (settings.factor * wavelengths)
     return 1.0 / wavelengths
 
 
 def _dynamic(settings: RopeSettings, head_dim: int, max_tokens: int, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the frequencies of NTK-aware scaling by each position's own length: the base grows with it."""
+    """Return the frequencies of NTK-aware scaling, whose base grows with the position."""
     original, factor = settings.original_max_position_embeddings, settings.factor
     lengths = torch.arange(1, max_tokens + 1).clamp(min=original)
     growth = ((factor * lengths / original) - (factor - 1)) ** (head_dim / (head_dim - 2))
@@ -70,22 +72,27 @@ def _dynamic(settings: RopeSettings, head_dim: int, max_tokens: int, exponents: 
 
 
 def _llama3(settings: RopeSettings, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return ``frequencies`` with waves longer than the original context stretched by the factor, short ones kept, and
-    those between blended."""
+    """Return ``frequencies`` scaled as in Llama 3.
+
+    Low frequencies are divided by the factor, high ones are kept, and those in between are interpolated.
+    """
     turns = settings.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = settings.low_freq_factor, settings.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / settings.factor
+    unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return unscaled * frequencies + (1 - unscaled) * frequencies / settings.factor
 
 
 def _unscaled_share(settings: RopeSettings, head_dim: int) -> torch.Tensor:
-    """Return how much of each frequency YaRN (Peng et al. 2023) leaves unscaled, ``[head_dim / 2]``: 1 where a wave
-    turns ``beta_fast`` times or more within the original context, 0 where it turns ``beta_slow`` times or less."""
+    """Return the share of each frequency that YaRN (Peng et al. 2023) does not scale, ``[head_dim / 2]``.
+
+    It is 1 for frequencies with at least ``beta_fast`` turns in the original context, and 0 for frequencies with at
+    most ``beta_slow`` turns.
+    """
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose wave turns ``turns`` times."""
-        waves = settings.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(waves) / (2 * math.log(settings.theta))
+        """Return the dimension whose frequency has ``turns`` turns in the original context."""
+        wavelength = settings.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(settings.theta))
 
     first, last = dimension(settings.beta_fast), dimension(settings.beta_slow)
     if settings.truncate:

@@ -1,9 +1,10 @@
-"""Kernels that start while those before them end: programmatic dependent launch, from compute capability 9.0 on.
+"""Programmatic dependent launch, which lets a kernel start while the kernel before it ends.
 
-A kernel launched with ``overlapping`` starts as soon as every program of the kernel before has let it
-(``gdc_launch_dependents``) or has ended. Until it waits for that kernel's end (``gdc_wait``) it may read only what no
-kernel of its chain writes: weights, a step's inputs, tokens cached by earlier steps. Every program of it waits, also
-one that has nothing to do: the kernels after it take its end for the end of all kernels before.
+It needs compute capability 9.0. A kernel launched with ``overlapping`` starts when each program of the kernel before
+has called ``gdc_launch_dependents`` or ended. ``gdc_wait`` blocks until the kernel before has ended. Before this call a
+kernel may read only memory that no kernel of its chain writes: weights, inputs of the step, and tokens cached by
+earlier steps. All its programs must call ``gdc_wait``, even those without work, because later kernels rely on the end
+of a kernel to imply the end of all kernels before it.
 """
 
 from functools import cache
@@ -14,12 +15,12 @@ import triton.language as tl
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels can overlap on ``device``."""
+    """Return whether ``device`` supports programmatic dependent launch."""
     return device.type == "cuda" and _capability(device.index or 0) >= (9, 0)
 
 
 def overlapping(overlap: bool) -> dict[str, bool]:
-    """What a launch says beside the kernel's arguments."""
+    """Return the launch options of a kernel that may start early if ``overlap`` is true."""
     return {"launch_pdl": True} if overlap else {}
 
 
@@ -30,9 +31,12 @@ def _capability(index: int) -> tuple[int, int]:
 
 @triton.jit
 def load_in_place(pointers, inside):
-    """``tl.load`` of 16 bits each, zeros outside, as float32, by the threads that will use them. What is loaded plainly
-    is brought from the order that suits memory into theirs at once, and all that follows waits for it."""
-    found = tl.inline_asm_elementwise(
+    """Load 16-bit values as float32 in the layout in which they are used, with zeros outside of ``inside``.
+
+    Triton's ``tl.load`` loads in a coalesced layout and converts it at once, which blocks the program until the values
+    have arrived.
+    """
+    bits = tl.inline_asm_elementwise(
         "{ .reg .pred asks; setp.ne.s32 asks, $2, 0; mov.b32 $0, 0; @asks ld.global.u16 $0, [$1]; }",
         "=r,l,r",
         [pointers.to(tl.int64), inside.to(tl.int32)],
@@ -40,4 +44,4 @@ def load_in_place(pointers, inside):
         is_pure=False,
         pack=1,
     )
-    return found.to(tl.int16).to(pointers.dtype.element_ty, bitcast=True).to(tl.float32)
+    return bits.to(tl.int16).to(pointers.dtype.element_ty, bitcast=True).to(tl.float32)

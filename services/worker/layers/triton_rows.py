@@ -1,5 +1,7 @@
-"""The operators on rows between two matrix products on CUDA: the gate, norms, and the quantisation that fp8 products
-ask for, fused with either. Each of them reads and writes its data once."""
+"""Kernels for the operators between matrix products on CUDA: gate, norms, and fp8 quantization fused with either.
+
+Each kernel reads and writes its data once.
+"""
 
 import torch
 import triton
@@ -7,7 +9,7 @@ import triton.language as tl
 
 from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST
 
-_COLUMNS = 2048  # of one program that needs no whole row
+_COLUMNS = 2048  # columns per program of a kernel that does not need whole rows
 _WARPS = 8
 
 _library = torch.library.Library("tokasaurus", "FRAGMENT")
@@ -28,9 +30,9 @@ def _gated(source, columns, size, inside):
 @triton.jit
 def _write_quantized(values, row, columns, inside, output, scales, SIZE: tl.constexpr, MOST: tl.constexpr,
                      LEAST: tl.constexpr):  # fmt: skip
-    """``values``, whose columns outside are 0, scaled so that the largest is ``MOST``."""
+    """Write ``values``, scaled so that the largest is ``MOST``. Columns outside of ``inside`` must be 0."""
     largest = tl.maximum(tl.max(tl.abs(values), axis=0), LEAST)
-    # A value that is none must come out as one, and the maximum passes over it.
+    # The maximum ignores NaN, so add zero times the values to propagate NaN to the scale.
     largest += tl.sum(values * 0.0, axis=0)
     tl.store(output + row * SIZE + columns, (values * (MOST / largest)).to(output.dtype.element_ty), inside)
     tl.store(scales + row, largest / MOST)
@@ -38,7 +40,7 @@ def _write_quantized(values, row, columns, inside, output, scales, SIZE: tl.cons
 
 @triton.jit
 def _gate(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid ``(rows, blocks of columns)``."""
+    """Write ``silu(gate) * up``. Grid: ``(rows, blocks of columns)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -49,7 +51,7 @@ def _gate(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
                     LEAST: tl.constexpr):  # fmt: skip
-    """Grid ``(rows,)``."""
+    """Write ``silu(gate) * up``, quantized. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -58,14 +60,14 @@ def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _normed(x, delta, weight, places, columns, inside, eps, SIZE: tl.constexpr, ADDS: tl.constexpr,
+def _normed(x, delta, weight, offsets, columns, inside, eps, SIZE: tl.constexpr, ADDS: tl.constexpr,
             NORMS: tl.constexpr):  # fmt: skip
-    """The values of a row, to which ``delta`` is added in place first, over their root mean square."""
-    values = tl.load(x + places, inside, other=0.0).to(tl.float32)
+    """Return a row of ``x``, with ``delta`` added in place if ``ADDS``, and normalised if ``NORMS``."""
+    values = tl.load(x + offsets, inside, other=0.0).to(tl.float32)
     if ADDS:
-        # The residual stream is kept in its own precision.
-        total = (values + tl.load(delta + places, inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(x + places, total, inside)
+        # Round the sum to the dtype of the residual stream before the norm.
+        total = (values + tl.load(delta + offsets, inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(x + offsets, total, inside)
         values = total.to(tl.float32)
     if NORMS:
         inverse = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
@@ -75,19 +77,19 @@ def _normed(x, delta, weight, places, columns, inside, eps, SIZE: tl.constexpr, 
 
 @triton.jit
 def _norm(x, delta, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
-    """Grid ``(rows,)``."""
+    """Write the norm of each row. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    places = row * SIZE + columns
-    values = _normed(x, delta, weight, places, columns, inside, eps, SIZE, ADDS, True)
-    tl.store(output + places, values.to(output.dtype.element_ty), inside)
+    offsets = row * SIZE + columns
+    values = _normed(x, delta, weight, offsets, columns, inside, eps, SIZE, ADDS, True)
+    tl.store(output + offsets, values.to(output.dtype.element_ty), inside)
 
 
 @triton.jit
 def _norm_quantized(x, delta, weight, output, scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
                     ADDS: tl.constexpr, NORMS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
-    """Grid ``(rows,)``."""
+    """Write the norm of each row, quantized. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -95,12 +97,12 @@ def _norm_quantized(x, delta, weight, output, scales, eps, SIZE: tl.constexpr, B
     _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
 
 
-def _new(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_quantized(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty((x.shape[0], size), dtype=FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` for ``gate_up [rows, 2 * size]``, contiguous: ``[rows, size]``."""
+    """Return ``silu(gate) * up``, ``[rows, size]``, for contiguous ``gate_up [rows, 2 * size]``."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((rows, size))
     block = min(_COLUMNS, triton.next_power_of_2(size))
@@ -109,9 +111,9 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gate_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``quantize_rows(gate(gate_up))``, unrounded in between."""
+    """Return ``quantize_rows(gate(gate_up))``, without rounding in between."""
     size = gate_up.shape[1] // 2
-    output, scales = _new(gate_up, size)
+    output, scales = _empty_quantized(gate_up, size)
     _gate_quantized[(gate_up.shape[0],)](
         gate_up, output, scales, SIZE=size, BLOCK=triton.next_power_of_2(size), MOST=LARGEST, LEAST=SMALLEST,
         num_warps=_WARPS,
@@ -132,12 +134,12 @@ def norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps:
 def norm_quantized(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x += delta`` in place, both ``[rows, size]`` and contiguous, then ``quantize_rows`` of its RMS norm."""
+    """Add ``delta`` to ``x`` in place, both ``[rows, size]`` and contiguous, and return its RMS norm, quantized."""
     return _quantized(x, delta, weight, eps)
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``quantize_rows`` of ``x [rows, size]``, contiguous."""
+    """Return ``quantize_rows(x)`` for contiguous ``x [rows, size]``."""
     return _quantized(x, None, None, 0.0)
 
 
@@ -145,7 +147,7 @@ def _quantized(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[1]
-    output, scales = _new(x, size)
+    output, scales = _empty_quantized(x, size)
     _norm_quantized[(x.shape[0],)](
         x, x if delta is None else delta, x if weight is None else weight, output, scales, eps, SIZE=size,
         BLOCK=triton.next_power_of_2(size), ADDS=delta is not None, NORMS=weight is not None, MOST=LARGEST,
@@ -171,7 +173,7 @@ def _(gate_up):
 
 @torch.library.register_fake("tokasaurus::gate_quantized", lib=_library)
 def _(gate_up):
-    return _new(gate_up, gate_up.shape[1] // 2)
+    return _empty_quantized(gate_up, gate_up.shape[1] // 2)
 
 
 @torch.library.register_fake("tokasaurus::norm", lib=_library)
@@ -181,9 +183,9 @@ def _(x, delta, weight, eps):
 
 @torch.library.register_fake("tokasaurus::norm_quantized", lib=_library)
 def _(x, delta, weight, eps):
-    return _new(x, x.shape[1])
+    return _empty_quantized(x, x.shape[1])
 
 
 @torch.library.register_fake("tokasaurus::quantize", lib=_library)
 def _(x):
-    return _new(x, x.shape[1])
+    return _empty_quantized(x, x.shape[1])

@@ -1,8 +1,8 @@
-"""Matrix products of a few rows, which take as long as the weights need to arrive from memory.
+"""Matrix products of a few rows, whose time is the time to read the weights from memory.
 
-A program streams all inputs of a few outputs. The norm before a product, the gate of an MLP and the residual sum are
+A program reads the weights of a few outputs. The norm before a product, the gate of an MLP and the residual sum are
 parts of the product's kernel. If the GPU supports it, a product starts to load its weights while the kernel before it
-ends, since a pause between two such products takes as long as loading megabytes of weights.
+ends, because a pause between two such products takes as long as loading megabytes of weights.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from services.worker.layers.triton_skinny_kernel import product
 from services.worker.layers.triton_stream import norm_rows, stream
 
 MOST_ROWS = 16
-STREAMED_ROWS = 2  # at most 2 rows need no tensor cores
-_STREAMED_ROWS_FP8 = 1  # a second row would convert all weights again
-_STREAMED_WEIGHTS = 32768  # of one program, all in registers
+STREAMED_ROWS = 2  # products with at most 2 rows use no tensor cores
+_STREAMED_ROWS_FP8 = 1  # each row converts all weights from fp8
+_STREAMED_WEIGHTS = 32768  # per program, all in registers
 _STREAM_WARPS = 4
 _SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 
@@ -25,10 +25,10 @@ _SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 class ProductOptions(NamedTuple):
     """The tile sizes and launch options of ``product``. Sizes are powers of two."""
 
-    outputs: int  # weight rows of a program, at least 16; a gated program has half as many results
-    inputs: int  # read at once by all warps together
+    outputs: int  # weight rows per program, at least 16; a gated program has half this number of results
+    inputs: int  # inputs per tile, for all warps together
     warps: int
-    stages: int  # tiles in flight, less one
+    stages: int  # pipeline stages, Triton's ``num_stages``
 
 
 class LinearWeights(NamedTuple):
@@ -40,19 +40,19 @@ class LinearWeights(NamedTuple):
 
 
 class NormInput(NamedTuple):
-    """A residual stream that is prepared for its RMS norm by the product before the norm.
+    """A residual stream that the product before an RMS norm has prepared for this norm.
 
-    Only the division by each row's root mean square is left to the product behind the norm.
+    The product after the norm only divides each row by its root mean square.
     """
 
-    values: torch.Tensor  # [rows, size], times the norm's weight
+    values: torch.Tensor  # [rows, size], multiplied by the norm's weight
     squares: torch.Tensor  # [parts, rows] float32; the sum over parts is the sum of the row's squares
 
 
 def choose_product(outputs: int, inputs: int, *, scaled: bool = False) -> ProductOptions:
-    """Return the options for ``weight [outputs, inputs]``, gated or not, ``scaled`` if it is in fp8.
+    """Return the options for ``weight [outputs, inputs]``, gated or not. ``scaled`` is true for fp8.
 
-    They were measured on an H200 with 8 and 16 rows, for a Llama of 1B, and of 8B if the weights are in fp8.
+    They were measured on an H200 with 8 and 16 rows, for a Llama of 1B in 16 bits and a Llama of 8B in fp8.
     """
     wide, narrow = outputs > 2 * inputs, inputs > 2 * outputs
     if scaled:
@@ -74,12 +74,12 @@ def skinny_product(
 
     ``x [rows, inputs]`` is contiguous, bfloat16 or float16, and has at most ``MOST_ROWS`` rows. Sums are float32.
 
-    ``norm``: weight ``[inputs]`` and eps of an RMS norm of ``x``. A ``NormInput`` needs the norm that it was prepared
-    for. ``gated``: return ``silu(first half) * second half`` of the outputs. ``onto [rows, outputs]``: add the result
-    to this tensor in place and return it. It must not be ``x``.
+    ``norm`` is the weight ``[inputs]`` and eps of an RMS norm of ``x``. A ``NormInput`` needs the norm that it was
+    prepared for. With ``gated``, the result is ``silu(first half) * second half`` of the outputs. With ``onto [rows,
+    outputs]``, which must not be ``x``, the result is added to it in place, and it is returned. Raises ``ValueError``.
     """
     if isinstance(x, NormInput) and norm is None:
-        raise ValueError("x was prepared for a norm: give norm=")
+        raise ValueError("x was prepared for a norm, but norm is None; pass the norm")
     outputs = linear.weight.shape[0]
     values = x.values if isinstance(x, NormInput) else x
     rows = _check_rows(values)
@@ -94,9 +94,9 @@ def skinny_product(
 def skinny_sum(
     x: torch.Tensor, linear: LinearWeights, onto: torch.Tensor, next_norm: torch.Tensor
 ) -> torch.Tensor | NormInput:
-    """Add ``skinny_product`` to ``onto`` in place, and return the sum as input of the product behind the next norm.
+    """Add ``skinny_product`` to ``onto`` in place, and return the sum as input of the product after the next norm.
 
-    ``next_norm [outputs]``: the weight of that norm.
+    ``next_norm [outputs]`` is the weight of that norm.
     """
     rows, (outputs, inputs) = _check_rows(x), linear.weight.shape
     if _streams(rows, linear, gated=False):
@@ -110,7 +110,7 @@ def skinny_sum(
 
 
 def skinny_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of ``x [rows, size]``, with ``weight [size]``."""
+    """Return the RMS norm of ``x [rows, size]``, scaled by ``weight [size]``."""
     rows, size = x.shape
     out, overlap = torch.empty_like(x), overlaps(x.device)
     width = triton.next_power_of_2(size)
@@ -126,7 +126,7 @@ def _check_rows(x: torch.Tensor) -> int:
 
 
 def _streams(rows: int, linear: LinearWeights, *, gated: bool) -> bool:
-    """Return whether the product needs no tensor cores, and one program's registers hold all inputs of an output."""
+    """Return whether ``stream`` can run: there are few rows, and all inputs of an output fit into the registers."""
     width = triton.next_power_of_2(linear.weight.shape[1]) * (2 if gated else 1)
     most = STREAMED_ROWS if linear.scale is None else _STREAMED_ROWS_FP8
     return rows <= most and width * rows <= _STREAMED_WEIGHTS
@@ -143,7 +143,7 @@ def _launch_stream(
     (rows, inputs), size = x.shape, out.shape[1]
     weight, bias, scale = linear
     width, overlap = triton.next_power_of_2(inputs), overlaps(x.device)
-    # With two rows, the registers have room for half as many weights in float32.
+    # With two rows, the registers have room for half of the weights in float32.
     results = _STREAMED_WEIGHTS // rows // width // (2 if gated else 1)
     norm_weight, eps = norm or (x, 0.0)
     stream[(triton.cdiv(size, results),)](

@@ -1,4 +1,4 @@
-"""The kernel of ``triton_skinny``: few rows times weights that are read once."""
+"""Kernel of ``triton_skinny`` that multiplies a few rows by weights, which are read once."""
 
 import triton
 import triton.language as tl
@@ -9,6 +9,7 @@ from services.worker.layers.triton_overlap import load_in_place
 
 @triton.jit
 def _early(pointers, inside, OVERLAP: tl.constexpr):
+    """Load values as float32 without blocking the program, if kernels overlap."""
     return load_in_place(pointers, inside) if OVERLAP else tl.load(pointers, inside, other=0.0).to(tl.float32)
 
 
@@ -43,13 +44,13 @@ def product(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiply all rows with ``BLOCK_OUT`` weight rows in each program.
+    """Multiply all rows by ``BLOCK_OUT`` weight rows in each program. Grid: ``(blocks of outputs,)``.
 
     ``GATED``: rows of gate and up alternate in a tile. ``FULL``: there are exactly ``ROWS`` rows. ``SCALED``:
-    ``weight`` is in fp8, with a scale for each of its rows. ``PREPARED``: number of parts in ``squares_before``, or 0
-    if ``x`` is not prepared for its norm. ``PREPARES``: prepare ``out`` for the next norm. ``STAGES``: tiles in flight,
-    less one. ``OVERLAP``: start before the previous kernel has ended. The next kernel may start only after that, since
-    waiting programs of a third kernel cost more than they save.
+    ``weight`` is in fp8, with one scale per row. ``PREPARED``: number of parts in ``squares_before``, or 0 if ``x`` is
+    not prepared for its norm. ``PREPARES``: prepare ``out`` for the next norm. ``STAGES``: pipeline stages.
+    ``OVERLAP``: start before the previous kernel has ended. The next kernel may start only after the previous one has
+    ended, because waiting programs of a third kernel cost more than they save.
     """
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
@@ -65,9 +66,9 @@ def product(
         source = tl.minimum(program * RESULTS + lines, SIZE - 1)
     members = tl.arange(0, ROWS)
     columns = program * RESULTS + tl.arange(0, RESULTS)
-    places_out = members[None, :] * SIZE + columns[:, None]
+    out_offsets = members[None, :] * SIZE + columns[:, None]
     kept = (members < rows)[None, :] & (columns < SIZE)[:, None]
-    # The epilogue's inputs are loaded early, so that it does not wait for them.
+    # Load the epilogue's inputs early to hide their latency.
     if PREPARES:
         next_scale = _early(next_norm + columns, columns < SIZE, OVERLAP)
     if SCALED:
@@ -75,15 +76,15 @@ def product(
     if BIAS:
         offset = _early(bias + source, source >= 0, OVERLAP)
     # Each warp multiplies a part of the inputs. Otherwise all warps would read the same weights from shared memory.
-    places = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    weight_places = weight + source.to(tl.int64)[None, :, None] * INPUTS + places[:, None, :]
-    x_places = x + members[None, None, :] * INPUTS + places[:, :, None]
+    offsets = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    weight_pointers = weight + source.to(tl.int64)[None, :, None] * INPUTS + offsets[:, None, :]
+    x_pointers = x + members[None, None, :] * INPUTS + offsets[:, :, None]
     inside_rows = (members < rows)[None, None, :]
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     if ADD:
-        before = _early(out + places_out, kept, OVERLAP)
+        before = _early(out + out_offsets, kept, OVERLAP)
     if PREPARED > 0:
         PADDED: tl.constexpr = triton.next_power_of_2(PREPARED)
         indices = tl.arange(0, PADDED)
@@ -93,17 +94,17 @@ def product(
     parts = tl.zeros((PARTS, BLOCK_OUT, ROWS), tl.float32)
     squares = tl.zeros((PARTS, PART, ROWS), tl.float32)
     for start in tl.range(0, INPUTS, BLOCK_IN, num_stages=STAGES):
-        inside = start + places < INPUTS
+        inside = start + offsets < INPUTS
         if EVEN:
-            tile = tl.load(weight_places + start)
-            values = tl.load(x_places + start, None if FULL else inside_rows, other=None if FULL else 0.0)
+            tile = tl.load(weight_pointers + start)
+            values = tl.load(x_pointers + start, None if FULL else inside_rows, other=None if FULL else 0.0)
         else:
-            tile = tl.load(weight_places + start, inside[:, None, :], other=0.0)
-            values = tl.load(x_places + start, inside_rows & inside[:, :, None], other=0.0)
+            tile = tl.load(weight_pointers + start, inside[:, None, :], other=0.0)
+            values = tl.load(x_pointers + start, inside_rows & inside[:, :, None], other=0.0)
         if NORM:
             wide = values.to(tl.float32)
             squares += wide * wide
-            scale = tl.load(norm + start + places, inside, other=0.0).to(tl.float32)
+            scale = tl.load(norm + start + offsets, inside, other=0.0).to(tl.float32)
             values = (wide * scale[:, :, None]).to(values.dtype)
         parts = tl.dot(tile.to(values.dtype), values, parts)
     total = tl.sum(parts, axis=0)
@@ -111,13 +112,13 @@ def product(
         total *= weight_scales[:, None]
 
     if NORM or PREPARED > 0:
-        # The norm divides all inputs of a row by the same number.
+        # The norm divides all inputs of a row by the same number, so it can be applied to the result.
         square = tl.sum(known_squares, axis=0) if PREPARED > 0 else tl.sum(tl.sum(squares, axis=0), axis=0)
         total = total * tl.rsqrt(square / INPUTS + eps)[None, :]
     if BIAS:
         total += offset[:, None]
     if GATED:
-        # Round as a separate kernel for the gate would.
+        # A separate kernel for the gate would round here too.
         pairs = tl.permute(tl.reshape(total.to(out.dtype.element_ty), (RESULTS, 2, ROWS)), (0, 2, 1))
         gate, up = tl.split(pairs)
         gate = gate.to(tl.float32)
@@ -125,9 +126,9 @@ def product(
     if ADD:
         total += before
     result = total.to(out.dtype.element_ty)
-    tl.store(out + places_out, result, kept)
+    tl.store(out + out_offsets, result, kept)
     if PREPARES:
         wide_result = tl.where(kept, result.to(tl.float32), 0.0)
-        tl.store(next_values + places_out, (wide_result * next_scale[:, None]).to(result.dtype), kept)
-        mine = next_squares + program * rows + members
-        tl.store(mine, tl.sum(wide_result * wide_result, axis=0), members < rows)
+        tl.store(next_values + out_offsets, (wide_result * next_scale[:, None]).to(result.dtype), kept)
+        part = next_squares + program * rows + members
+        tl.store(part, tl.sum(wide_result * wide_result, axis=0), members < rows)

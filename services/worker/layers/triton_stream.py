@@ -1,4 +1,4 @@
-"""The kernels of ``triton_skinny`` for one or two rows. They use no tensor cores and little shared memory."""
+"""Kernels of ``triton_skinny`` for one or two rows, without tensor cores and with little shared memory."""
 
 import triton
 import triton.language as tl
@@ -26,14 +26,14 @@ def stream(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute ``RESULTS`` results of all ``ROWS`` rows in each program.
+    """Compute ``RESULTS`` results of all ``ROWS`` rows in each program. Grid: ``(blocks of results,)``.
 
-    A program requests all its weights before ``x`` is ready. ``WIDTH``: ``INPUTS``, rounded up to a power of two. The
+    A program requests all its weights before ``x`` is ready. ``WIDTH`` is ``INPUTS``, rounded up to a power of two. The
     other parameters are those of ``product``.
     """
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     EVEN: tl.constexpr = INPUTS == WIDTH
-    NOTHING: tl.constexpr = None if EVEN else 0.0
+    FILL: tl.constexpr = None if EVEN else 0.0
 
     program = tl.program_id(0)
     if OVERLAP:
@@ -43,17 +43,17 @@ def stream(
     inside = None if EVEN else inputs < INPUTS
     inside_tile = None if EVEN else (inputs < INPUTS)[None, :]
     source = tl.minimum(columns, SIZE - 1)
-    places = weight + source.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
-    tile = tl.load(places, inside_tile, other=NOTHING, eviction_policy="evict_first")
+    weight_pointers = weight + source.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
+    tile = tl.load(weight_pointers, inside_tile, other=FILL, eviction_policy="evict_first")
     if GATED:
-        # The tile of the second half. Each thread holds the same inputs of both tiles.
-        second = tl.load(places + SIZE * INPUTS, inside_tile, other=NOTHING, eviction_policy="evict_first")
+        # The tile of the second half has the same layout, so each thread holds the same inputs of both tiles.
+        second = tl.load(weight_pointers + SIZE * INPUTS, inside_tile, other=FILL, eviction_policy="evict_first")
     if SCALED:
         weight_scales = tl.load(weight_scale + source)
         if GATED:
             second_scales = tl.load(weight_scale + SIZE + source)
     if NORM:
-        scale = tl.load(norm + inputs, inside, other=NOTHING).to(tl.float32)
+        scale = tl.load(norm + inputs, inside, other=FILL).to(tl.float32)
     if BIAS:
         offset = tl.load(bias + source).to(tl.float32)
         if GATED:
@@ -62,10 +62,10 @@ def stream(
         gdc_wait()
 
     for member in tl.static_range(ROWS):
-        values = tl.load(x + member * INPUTS + inputs, inside, other=NOTHING).to(tl.float32)
-        places_out = out + member * SIZE + columns
+        values = tl.load(x + member * INPUTS + inputs, inside, other=FILL).to(tl.float32)
+        out_pointers = out + member * SIZE + columns
         if ADD:
-            before = tl.load(places_out, columns < SIZE, other=0.0).to(tl.float32)
+            before = tl.load(out_pointers, columns < SIZE, other=0.0).to(tl.float32)
         if NORM:
             length = tl.rsqrt(tl.sum(values * values, axis=0) / INPUTS + eps)
             values *= scale
@@ -77,7 +77,7 @@ def stream(
             if GATED:
                 up *= second_scales
         if NORM:
-            # The norm divides all inputs of a row by the same number.
+            # The norm divides all inputs of a row by the same number, so it can be applied to the result.
             total *= length
             if GATED:
                 up *= length
@@ -86,24 +86,24 @@ def stream(
             if GATED:
                 up += second_offset
         if GATED:
-            # Round as a separate kernel for the gate would.
+            # A separate kernel for the gate would round here too.
             total = total.to(out.dtype.element_ty).to(tl.float32)
             total = total / (1.0 + tl.exp(-total)) * up.to(out.dtype.element_ty).to(tl.float32)
         if ADD:
             total += before
-        tl.store(places_out, total.to(out.dtype.element_ty), columns < SIZE)
+        tl.store(out_pointers, total.to(out.dtype.element_ty), columns < SIZE)
 
 
 @triton.jit
 def norm_rows(x, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
-    """Compute the RMS norm of one row in each program. The grid is ``(rows,)``."""
-    places = tl.arange(0, WIDTH)
-    inside = places < SIZE
-    scale = tl.load(weight + places, inside, other=0.0).to(tl.float32)
+    """Compute the RMS norm of one row in each program. Grid: ``(rows,)``."""
+    offsets = tl.arange(0, WIDTH)
+    inside = offsets < SIZE
+    scale = tl.load(weight + offsets, inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0) * SIZE
-    values = tl.load(x + row + places, inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row + offsets, inside, other=0.0).to(tl.float32)
     length = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-    tl.store(out + row + places, (values * length * scale).to(out.dtype.element_ty), inside)
+    tl.store(out + row + offsets, (values * length * scale).to(out.dtype.element_ty), inside)

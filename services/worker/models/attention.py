@@ -1,4 +1,4 @@
-"""Self-attention of one layer: projections and rotation here, keys, values and scores in the attention backend."""
+"""Self-attention of one layer: projections and rotation. The attention backend computes scores and stores the cache."""
 
 from typing import Any
 
@@ -14,14 +14,18 @@ from services.worker.parallel.exchange import Exchange
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with q, k and v as one matrix. The output projection is the caller's to apply: not every
-    token needs it."""
+    """Grouped-query attention with one matrix for q, k and v.
+
+    The caller applies ``output``, because not every token needs it.
+    """
 
     def __init__(
         self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
     ) -> None:
-        """``config``: the sizes of this rank's share. ``adds_bias``: False leaves out the bias of the output projection
-        because another rank adds it."""
+        """Create uninitialised weights for ``config``, this rank's share of the model.
+
+        If ``adds_bias`` is false, ``output`` has no bias, because another rank adds it.
+        """
         super().__init__()
         self.kernels, self.eps = kernels, config.norm_eps
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
@@ -58,17 +62,17 @@ class Attention(nn.Module):
             queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
             normed = (
                 kernels.norm(queries, self.q_norm, self.eps),
-                kernels.norm(keys, self.k_norm, self.eps),  # type: ignore[arg-type]  # there are both or neither
+                kernels.norm(keys, self.k_norm, self.eps),  # type: ignore[arg-type]  # set together with q_norm
             )
             rotated = torch.cat(normed, dim=1)
-        turned = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
-        queries, keys = turned.split((self.heads, self.kv_heads), dim=1)
+        rotated = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
+        queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
         return attention.run(index, queries, keys, values)
 
     def targets(self, prefix: str) -> dict[str, Any]:
-        """Checkpoint name -> view."""
-        found: dict[str, Any] = {**self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")}
-        found |= self.output.targets(f"{prefix}.o_proj")
+        """Return the load targets of the weights, by checkpoint name."""
+        targets: dict[str, Any] = {**self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")}
+        targets |= self.output.targets(f"{prefix}.o_proj")
         if self.q_norm is not None:
-            found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
-        return found
+            targets |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        return targets

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that every architecture here is, over a flattened batch of tokens."""
+"""Decoder-only transformer over a flattened batch of tokens, for all supported architectures."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +19,13 @@ from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.mlp import Mlp
-from services.worker.models.vocabulary import Vocabulary
+from services.worker.models.vocabulary import VocabularyLayers
 from services.worker.parallel.exchange import ALONE, Exchange
 
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Give parameters ``dtype`` as they are made. Buffers name a dtype of their own."""
+    """Create parameters with ``dtype`` inside the context. Buffers set their own dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -39,10 +39,10 @@ def _norm_weight(config: ModelConfig) -> nn.Parameter:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each normed before.
+    """Decoder layer: attention and MLP, each with a norm before it.
 
-    What they give is added to the residual stream by their last product (``adds_in_product``) or by who comes next, so
-    that adding and norming are one operator.
+    With ``adds_in_product``, the last product of each part adds to the residual stream. Otherwise the following norm
+    adds the part's output and normalises the sum in one operator.
     """
 
     def __init__(
@@ -54,8 +54,10 @@ class DecoderLayer(nn.Module):
         *,
         adds_bias: bool = True,
     ) -> None:
-        """``config``: the sizes of this rank's share. ``adds_bias``: one of several ranks adds the biases of the
-        products that end on the residual stream."""
+        """Create uninitialised weights for ``config``, this rank's share of the model.
+
+        If ``adds_bias`` is false, the last product of each part has no bias, because another rank adds it.
+        """
         super().__init__()
         self.kernels, self.eps, self.adds_in_product = kernels, config.norm_eps, adds_in_product
         self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
@@ -75,11 +77,11 @@ class DecoderLayer(nn.Module):
         exchange: Exchange,
         tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual stream and what it still lacks after this layer, which is layer ``index`` of this stage.
+        """Run layer ``index`` of this stage. Return the residual stream and the delta that is not yet added to it.
 
-        ``x [rows, hidden_size]`` holds this rank's rows of ``tokens`` tokens and is changed in place; ``delta``, of the
-        same shape, is not yet added to it. ``keep [samples]`` selects the tokens that continue after the attention and
-        are returned; None selects all.
+        ``x [rows, hidden_size]`` holds this rank's rows of ``tokens`` tokens and is changed in place. ``delta`` has the
+        same shape and is not yet added to ``x``; None means zero. ``keep [samples]`` selects the tokens that continue
+        after the attention; None selects all.
         """
         normed = self._normed(x, delta, self.attention_norm)
         attended = self.attention(index, normed, cos, sin, attention, exchange, tokens)
@@ -96,7 +98,7 @@ class DecoderLayer(nn.Module):
         return x, self._add(self.mlp.down, gated, x, exchange)
 
     def _normed(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | Quantized:
-        """As the products that follow take it."""
+        """Return ``x + delta`` normalised, and quantized if the layer is. ``delta`` is added to ``x`` in place."""
         if self.quantizes:
             return self.kernels.norm_quantized(x, delta, weight, self.eps)
         return normed(self.kernels, x, delta, weight, self.eps)
@@ -104,7 +106,7 @@ class DecoderLayer(nn.Module):
     def _add(
         self, last: AnyLinear, values: torch.Tensor | Quantized, x: torch.Tensor, exchange: Exchange
     ) -> torch.Tensor | None:
-        """What ``x`` lacks after ``last(values)``."""
+        """Add ``last(values)`` to ``x`` in place, or return it as the delta of ``x``."""
         if not self.adds_in_product:
             return exchange.row(values, last)
         last(values, x)
@@ -119,14 +121,14 @@ class DecoderLayer(nn.Module):
         exchange: Exchange,
         tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of ``keep``, and what they lack after ``last(values)``, which is of theirs."""
+        """Return the rows ``keep`` of ``x``, and their delta from ``last(values)``. ``values`` has only these rows."""
         if not self.adds_in_product:
             return exchange.select(x, keep, tokens, values, last)
         x = x.index_select(0, keep)
         return x, self._add(last, values, x, exchange)
 
     def targets(self, prefix: str) -> dict[str, Any]:
-        """Checkpoint name -> the (view of a) tensor it is copied into."""
+        """Return the load targets of the weights, by checkpoint name."""
         return {
             f"{prefix}.input_layernorm.weight": self.attention_norm,
             f"{prefix}.post_attention_layernorm.weight": self.mlp_norm,
@@ -141,7 +143,7 @@ RunLayer = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 if TYPE_CHECKING:
 
     class DecoderLayers(nn.ModuleList):
-        """Says what it holds."""
+        """Type of the module list, for type checkers."""
 
         def __iter__(self) -> Iterator[DecoderLayer]: ...
 
@@ -151,8 +153,7 @@ else:
 
 
 class DecoderModel(nn.Module):
-    """What one rank has of it. Weights are uninitialised until ``services.worker.models.weights`` fills them; read-only
-    afterwards."""
+    """The share of a model that a rank holds. ``models.weights`` fills the weights, which are then read-only."""
 
     def __init__(
         self,
@@ -166,42 +167,48 @@ class DecoderModel(nn.Module):
         ranks: Ranks = ONE_RANK,
         layers: range | None = None,
     ) -> None:
-        """``config``: of the whole model. ``adds_in_product``: products that end on the residual stream add to it
-        themselves, instead of the norm that follows; the same up to rounding, and for one rank only. ``layers``: which
-        of the model's this stage has; None = all."""
+        """Create uninitialised weights for a rank of the model that ``config`` describes.
+
+        ``adds_in_product`` is as in ``DecoderLayer``. It changes results by rounding only, and needs ``tp_size`` 1.
+        ``layers`` are the layers of this stage; None means all. Raises ``ValueError``.
+        """
         super().__init__()
         if adds_in_product and ranks.tp_size > 1:
-            raise ValueError("partial sums must be reduced before they meet the residual stream: adds_in_product=False")
-        own = layers or range(config.layers)
+            raise ValueError(
+                "adds_in_product=True needs tp_size=1, since ranks reduce sums first; use adds_in_product=False"
+            )
+        stage = layers or range(config.layers)
         self.config, self.kernels, self.ranks, self.dtype, self.device = config, kernels, ranks, dtype, device
-        self.local = local_config(config, ranks, len(own))  # sizes of what is here
-        self.first, self.last = own.start == 0, own.stop == config.layers
-        self._own, self._everywhere = own, frozenset[str]()
-        self.windows: Windows = config.windows[own.start : own.stop]
+        self.local = local_config(config, ranks, len(stage))  # this rank's share
+        self.first, self.last = stage.start == 0, stage.stop == config.layers
+        self.layer_range, self._all_names = stage, frozenset[str]()
+        self.windows: Windows = config.windows[stage.start : stage.stop]
         with torch.device(device), _default_dtype(dtype):
             self.layers = DecoderLayers(
-                DecoderLayer(self.local, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0) for _ in own
+                DecoderLayer(self.local, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0) for _ in stage
             )
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
-            self.vocabulary = Vocabulary(config, ranks, linear, self.quantizes, looks_up=self.first, heads=self.last)
+            self.vocabulary = VocabularyLayers(
+                config, ranks, linear, self.quantizes, has_embedding=self.first, has_head=self.last
+            )
         if not ranks.alone:
             with torch.device("meta"):
                 whole = DecoderLayer(self.local, kernels, linear, adds_in_product)
-            self._everywhere = _checkpoint_names(config, whole.targets(""))
+            self._all_names = _checkpoint_names(config, whole.targets(""))
         self.vocabulary.clear_padding()
         self.rotary = Rotary(config.rope, config.head_dim, config.max_context_tokens, dtype, device)
-        # ``compile_model`` replaces it: all layers run the same code.
+        # ``compile_model`` replaces this function. All layers run the same code.
         self.run_layer: RunLayer = DecoderLayer.forward
 
     @property
     def embedding(self) -> torch.Tensor | None:
-        """``[rows of the vocabulary, hidden_size]``; None on a stage that needs none."""
+        """Embedding ``[vocabulary rows, hidden_size]``, or None on a stage that does not need it."""
         return self.vocabulary.embedding
 
     @property
     def head(self) -> AnyLinear | None:
-        """The vocabulary head where it is not the embedding."""
+        """Vocabulary head, or None if the embedding is used instead or the stage has no head."""
         return self.vocabulary.head
 
     def forward(
@@ -212,15 +219,15 @@ class DecoderModel(nn.Module):
         keep: torch.Tensor | None = None,
         exchange: Exchange = ALONE,
     ) -> torch.Tensor:
-        """Token ids and ``positions``, ``[tokens]`` int64 -> normed hidden states ``[tokens, hidden_size]``.
+        """Return the normalised hidden states ``[tokens, hidden_size]`` for token ids and positions ``[tokens]`` int64.
 
-        ``keep [samples]`` int32 or int64: the tokens that are sampled from, in any order; only theirs are computed and
-        returned then, ``[samples, hidden_size]``, while the keys and values of all are stored.
+        ``keep [samples]`` int32 or int64 selects tokens, in any order. The result is then ``[samples, hidden_size]``.
+        Keys and values are stored for all tokens.
 
-        Stages behind the first take what the stage before returned as ``inputs``, and change it. Stages before the last
-        keep all tokens and return the residual stream: this rank's rows of it, ``[rows, hidden_size]``.
+        On later stages, ``inputs`` is the result of the stage before and is changed in place. Stages before the last
+        ignore ``keep`` and return this rank's rows of the residual stream, ``[rows, hidden_size]``.
         """
-        x, delta = exchange.row(inputs, self.vocabulary.look_up) if self.first else inputs, None
+        x, delta = exchange.row(inputs, self.vocabulary.embed) if self.first else inputs, None
         cos, sin = (None, None) if attention.rotates else self.rotary.at(positions)
         last, tokens = len(self.layers) - 1, positions.shape[0]
         keep = keep if self.last else None
@@ -229,39 +236,42 @@ class DecoderModel(nn.Module):
             x, delta = self.run_layer(layer, index, x, delta, cos, sin, attention, kept, exchange, tokens)
         if not self.last:
             return x if delta is None else x.add_(delta)
-        hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)  # type: ignore[arg-type]  # the last stage has one
+        hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)  # type: ignore[arg-type]  # set on the last stage
         return hidden if keep is not None else exchange.complete(hidden, tokens)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` -> logits ``[rows, vocab_size]`` in the model's dtype, the same on all ranks; they
-        may be columns of a wider tensor."""
+        """Return the logits ``[rows, vocab_size]`` of ``hidden [rows, hidden_size]`` in the model's dtype.
+
+        They are the same on all ranks, and may be a view of a wider tensor.
+        """
         return self.vocabulary.project(self.kernels.quantize(hidden) if self.quantizes else hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden_size]`` -> ``[rows, vocab_size]`` float32."""
+        """Return the logits ``[rows, vocab_size]`` float32 of ``hidden [rows, hidden_size]``."""
         return self.project(hidden).float()
 
     def targets(self) -> dict[str, Any]:
-        """Checkpoint name -> what it is copied into (a tensor, a view of one, or something with its ``shape``,
-        ``device`` and ``copy_``): exactly what this rank needs of a checkpoint."""
-        found: dict[str, Any] = {} if self.norm is None else {"model.norm.weight": self.norm}
-        for index, layer in zip(self._own, self.layers, strict=True):
-            found |= layer.targets(f"model.layers.{index}")
-        return slice_targets(found | self.vocabulary.targets(), self.config, self.ranks)
+        """Return the load targets of all checkpoint tensors that this rank needs, by name; see ``LoadTarget``."""
+        targets: dict[str, Any] = {} if self.norm is None else {"model.norm.weight": self.norm}
+        for index, layer in zip(self.layer_range, self.layers, strict=True):
+            targets |= layer.targets(f"model.layers.{index}")
+        return slice_targets(targets | self.vocabulary.targets(), self.config, self.ranks)
 
-    def elsewhere(self) -> set[str]:
-        """Names of the checkpoint's other tensors: only other ranks need them."""
-        return set(self._everywhere - self.targets().keys())
+    def names_of_other_ranks(self) -> set[str]:
+        """Return the names of checkpoint tensors that only other ranks need."""
+        return set(self._all_names - self.targets().keys())
 
 
-def _checkpoint_names(config: ModelConfig, of_layer: Iterable[str]) -> frozenset[str]:
-    """``of_layer``: what stands behind a layer's number."""
+def _checkpoint_names(config: ModelConfig, layer_suffixes: Iterable[str]) -> frozenset[str]:
+    """Return all tensor names of a checkpoint. ``layer_suffixes`` are the parts after the layer's number."""
     ends = ["model.embed_tokens.weight", "model.norm.weight", *([] if config.tied_embeddings else ["lm_head.weight"])]
-    return frozenset([*ends, *(f"model.layers.{index}{name}" for index in range(config.layers) for name in of_layer)])
+    return frozenset(
+        [*ends, *(f"model.layers.{index}{suffix}" for index in range(config.layers) for suffix in layer_suffixes)]
+    )
 
 
 def normed(
     kernels: LayerKernels, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """``x``, after ``delta`` is added to it in place, over its root mean square and times ``weight``."""
+    """Add ``delta`` to ``x`` in place, and return the RMS norm of the sum, scaled by ``weight``."""
     return kernels.norm(x, weight, eps) if delta is None else kernels.add_norm(x, delta, weight, eps)

@@ -1,8 +1,8 @@
-"""The whole decoder as one compiled function, for decode steps on CPUs in float32.
+"""All layers of the decoder as one compiled function, for decode steps on CPUs in float32.
 
-A decode step of a small model is hundreds of operators of some microseconds. Through Python each of them takes the
-interpreter's lock again, and two threads side by side wait for it and for each other; here a thread enters once for
-all layers.
+A decode step of a small model runs hundreds of operators that take a few microseconds each. Called from Python, each
+operator acquires the interpreter lock again, so concurrent threads block one another. Here a thread releases the lock
+once for all layers.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from services.worker.models.decoder import DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _PAGES = numba.float32[:, :, :, :, ::1]
-_NO_WINDOW = 1 << 62  # more tokens than any context has
+_NO_WINDOW = 1 << 62  # exceeds any context
 _SIGNATURE = numba.void(
     *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
     *(numba.uint64[:, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
@@ -30,11 +30,14 @@ _SIGNATURE = numba.void(
 
 
 class FusedDecoder:
-    """Reads the model's weights where they are and writes the cache. Read-only after it is made: any thread."""
+    """Decoder that reads the weights of ``model`` in place and writes the cache.
+
+    It is read-only after construction, and any thread may call it.
+    """
 
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
         if model.embedding is None or model.norm is None:
-            raise ValueError("one stage must have the whole model")
+            raise ValueError("the model has no embedding or no final norm; pass a model whose stage has all layers")
         config = model.config
         self._model, self._embedding, self._norm = model, model.embedding, model.norm
         self._forward = _make_forward(config, cache.page_size)
@@ -49,7 +52,7 @@ class FusedDecoder:
         self._head_norms = np.stack([_rows([each.attention.q_norm, each.attention.k_norm]) for each in layers])
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """What ``DecoderModel.forward`` gives, for tokens that need nothing of each other."""
+        """Return the result of ``DecoderModel.forward`` for tokens that do not attend to one another."""
         model = self._model
         x = torch.nn.functional.embedding(token_ids, self._embedding)
         cos, sin = (table.squeeze(1).numpy() for table in model.rotary.at(positions))
@@ -74,7 +77,7 @@ class FusedDecoder:
 
 
 def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:
-    """``[len(tensors), size]`` float32; size 0 where there are none."""
+    """Return the tensors stacked, ``[len(tensors), size]`` float32, with size 0 if they are None."""
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
@@ -90,14 +93,14 @@ def _make_forward(config: ModelConfig, page_size: int) -> Any:
         x, cos, sin, windows, slots, positions, table, keys, values,
         weights, norms, head_norms, qkv_biases, output_biases, gate_up_biases, down_biases, scores,
     ):  # fmt: skip
-        """``x [tokens, hidden_size]`` in place, from embeddings to what the last norm reads.
+        """Update ``x [tokens, hidden_size]`` in place from the embeddings to the input of the final norm.
 
         ``cos``/``sin [tokens, head_dim]``; ``windows [layers]``; ``slots``, ``positions [tokens]``; ``keys``/``values
         [layers, pages, kv_heads, page_size, head_dim]``; ``weights [layers, 4]`` addresses; ``norms [layers, 2,
-        hidden_size]``; ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` as for
-        ``attend``.
+        hidden_size]``; ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` is the
+        workspace of ``attend``.
         """
-        tokens, turned = x.shape[0], heads + kv_heads
+        tokens, rotated = x.shape[0], heads + kv_heads
         order, lengths = np.arange(tokens), positions + 1
         normed = np.empty_like(x)
         qkv = np.empty((tokens, heads + 2 * kv_heads, head_dim), np.float32)
@@ -111,7 +114,7 @@ def _make_forward(config: ModelConfig, page_size: int) -> Any:
             if qkv_bias:
                 flat += qkv_biases[layer]
             for token in range(tokens):
-                for head in range(turned):
+                for head in range(rotated):
                     if qk_norm:
                         which = 0 if head < heads else 1
                         total = np.float32(0)
@@ -124,7 +127,7 @@ def _make_forward(config: ModelConfig, page_size: int) -> Any:
                         low, high = qkv[token, head, i], qkv[token, head, half + i]
                         qkv[token, head, i] = low * cos[token, i] + high * sin[token, i]
                         qkv[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
-            store(qkv[:, heads:turned], qkv[:, turned:], keys[layer], values[layer], slots, positions, table)
+            store(qkv[:, heads:rotated], qkv[:, rotated:], keys[layer], values[layer], slots, positions, table)
             firsts = np.maximum(lengths - windows[layer], 0)
             attend(qkv[:, :heads], keys[layer], values[layer], order, slots, firsts, lengths, table, scores, attended)
             matmul(attended, weights[layer, 1], x, np.float32(1))

@@ -13,12 +13,15 @@ from services.worker.parallel.exchange import Exchange
 
 
 class Mlp(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, gate and up as one matrix. ``down`` is the caller's to apply."""
+    """Gated MLP, ``down(silu(gate(x)) * up(x))``, with one matrix for gate and up. The caller applies ``down``."""
 
     def __init__(
         self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
     ) -> None:
-        """``config``: of what this rank has. ``adds_bias``: that of ``down``, where it has one, is added here."""
+        """Create uninitialised weights for ``config``, this rank's share of the model.
+
+        If ``adds_bias`` is false, ``down`` has no bias, because another rank adds it.
+        """
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         self.kernels = kernels
@@ -26,11 +29,14 @@ class Mlp(nn.Module):
         self.down = linear(size, config.hidden_size, bias and adds_bias)
 
     def forward(self, x: torch.Tensor | Quantized, exchange: Exchange, tokens: int) -> torch.Tensor | Quantized:
-        """``x [rows, hidden_size]``, this rank's rows -> ``[tokens, intermediate_size]``, for ``down``."""
+        """Return the input of ``down``, ``[tokens, intermediate_size]``.
+
+        ``x [rows, hidden_size]`` are this rank's rows.
+        """
         gate_up = exchange.column(x, self.gate_up, tokens)
         return self.kernels.gate_quantized(gate_up) if self.down.quantizes else self.kernels.gate(gate_up)
 
     def targets(self, prefix: str) -> dict[str, Any]:
-        """Checkpoint name -> view."""
+        """Return the load targets of the weights, by checkpoint name."""
         gate_up = self.gate_up.targets(f"{prefix}.gate_proj", f"{prefix}.up_proj")
         return {**gate_up, **self.down.targets(f"{prefix}.down_proj")}

@@ -1,10 +1,10 @@
-"""The decoder with a few kernels for each layer, for decode steps of few rows on CUDA.
+"""Decoder with few kernels per layer, for decode steps of few rows on CUDA.
 
-Such a step takes as long as the weights need to arrive from memory, and each kernel launch adds to that. The kernels of
-a layer are: norm and qkv; the attention's own kernels; output and sum; norm, gate, up and their product; down and sum.
+The time of such a step is the time to read the weights plus the cost of each kernel launch. The kernels of a layer are:
+norm and qkv; the kernels of the attention; output and sum; norm, gate, up and their product; down and sum.
 
-Weights in fp8 are multiplied with rows in 16 bits. In steps of more rows, the rows are quantised too, so those steps
-are less close to the unquantised model.
+Weights in fp8 are multiplied by rows in 16 bits. Steps with more rows quantize the rows too, so their results are less
+close to the unquantized model.
 """
 
 import torch
@@ -23,23 +23,24 @@ from services.worker.layers.triton_skinny import (
 )
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
-# The limit for wide models in fp8. Measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
+# Row limit for wide models in fp8, measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
 _MOST_ROWS_WIDE_FP8 = 8
 _WIDE_HIDDEN_SIZE = 4096
 
 
 class SkinnyDecoder:
-    """A decoder of few rows that uses the weights of ``model`` in place.
+    """Decoder for few rows that uses the weights of ``model`` in place.
 
-    It is read-only after its construction. CUDA graphs can capture its steps.
+    It is read-only after construction. CUDA graphs can capture its steps. Raises ``ValueError`` if ``supports(model)``
+    is false.
     """
 
     def __init__(self, model: DecoderModel) -> None:
-        if not suits(model):
+        if not supports(model):
             raise ValueError("all products must be of Fp8Linear or transposed Linear, in 16 bits and on one rank")
         self._model = model
         wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
-        # With more rows, the libraries' products are faster.
+        # With more rows, the products of cuBLAS are faster.
         self.most_rows = _MOST_ROWS_WIDE_FP8 if model.quantizes and wide else MOST_ROWS
 
     def __call__(
@@ -51,7 +52,7 @@ class SkinnyDecoder:
     ) -> torch.Tensor:
         """Return the result of ``DecoderModel.forward`` for at most ``most_rows`` tokens."""
         model = self._model
-        x = F.embedding(token_ids, model.embedding)  # type: ignore[arg-type]  # one rank has the whole model
+        x = F.embedding(token_ids, model.embedding)  # type: ignore[arg-type]  # the only rank has the embedding
         last = len(model.layers) - 1
         first_input: torch.Tensor | NormInput = x
         for index, layer in enumerate(model.layers):
@@ -73,14 +74,14 @@ class SkinnyDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor | NormInput]:
         """Return ``x [tokens, hidden_size]`` after this layer, and the input of the next layer's first product.
 
-        ``x`` is updated in place if ``keep`` is None. ``first_input``: ``x`` as this layer's first product takes it.
+        ``x`` is updated in place if ``keep`` is None. ``first_input`` is the input of this layer's first product.
         """
-        own, mlp, eps = layer.attention, layer.mlp, layer.eps
-        qkv = skinny_product(first_input, _weights(own.qkv), norm=(layer.attention_norm, eps))
-        attended = attention.run_qkv(index, qkv, own.q_norm, own.k_norm, eps)
+        weights, mlp, eps = layer.attention, layer.mlp, layer.eps
+        qkv = skinny_product(first_input, _weights(weights.qkv), norm=(layer.attention_norm, eps))
+        attended = attention.run_qkv(index, qkv, weights.q_norm, weights.k_norm, eps)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-        mlp_input = skinny_sum(attended, _weights(own.output), x, layer.mlp_norm)
+        mlp_input = skinny_sum(attended, _weights(weights.output), x, layer.mlp_norm)
         norm = (layer.mlp_norm, eps)
         gated = skinny_product(mlp_input, _weights(mlp.gate_up), norm=norm, gated=True)
         if next_layer is None:
@@ -88,7 +89,7 @@ class SkinnyDecoder:
         return x, skinny_sum(gated, _weights(mlp.down), x, next_layer.attention_norm)
 
 
-def suits(model: DecoderModel) -> bool:
+def supports(model: DecoderModel) -> bool:
     """Return whether ``SkinnyDecoder`` can run ``model``."""
     linears = (
         linear

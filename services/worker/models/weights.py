@@ -1,4 +1,4 @@
-"""Fills a model: from a safetensors checkpoint, one file and one tensor at a time, or with random numbers."""
+"""Loading of weights from safetensors files, one tensor at a time, and random weights."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -14,25 +14,29 @@ from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 
-# What models are initialised with before training, usually.
+# Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
 
 
-class Target(Protocol):
-    """What a tensor of a checkpoint is copied into: a tensor, or something that keeps it in another form.
+class LoadTarget(Protocol):
+    """Destination of a checkpoint tensor: a tensor, or an object that stores it in another form.
 
-    One that needs but a part of the tensor has ``read``, too: it is given what ``safetensors`` has for ``get_slice``.
+    A target that needs only a part of the tensor also has ``read``. Its argument is the result of ``get_slice`` of
+    ``safetensors``.
     """
 
     shape: torch.Size
     device: torch.device
 
-    def copy_(self, tensor: torch.Tensor) -> Any: ...
+    def copy_(self, tensor: torch.Tensor) -> Any:
+        """Store ``tensor``, converted to the dtype and device of the target."""
 
 
 def check(directory: Path, model: ModelConfig) -> None:
-    """Compare the heads of the weight files in ``directory`` with ``config.json``, before memory is allocated for what
-    either of them says. Raises ``InvalidRequest``."""
+    """Compare the headers of the weight files in ``directory`` with ``model``, before memory is allocated.
+
+    Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype.
+    """
     expected = checkpoint_shapes(model)
     missing = set(expected)
     for shard in read_shards(directory):
@@ -46,21 +50,21 @@ def check(directory: Path, model: ModelConfig) -> None:
             if stored.dtype not in FLOATS:
                 raise InvalidRequest(
                     f"{shard.path}: {name} has dtype {stored.dtype}; expected one of {', '.join(sorted(FLOATS))}:"
-                    " choose a checkpoint that is not quantised",
+                    " choose a checkpoint that is not quantized",
                     field="model",
                 )
     _check_missing(directory, missing)
 
 
 def load(
-    directory: Path, targets: Mapping[str, Target], *, tied_embeddings: bool, elsewhere: Collection[str] = ()
+    directory: Path, targets: Mapping[str, LoadTarget], *, tied_embeddings: bool, ignored: Collection[str] = ()
 ) -> None:
-    """Fill every tensor of ``targets`` (checkpoint name -> tensor) from the checkpoint in ``directory``.
+    """Fill ``targets``, by checkpoint name, from the checkpoint in ``directory``.
 
-    Converts to each target's dtype and device. ``elsewhere``: names of tensors that are other ranks' to load. Raises
-    ``InvalidRequest`` naming what is missing, left over, or shaped otherwise than the config says.
+    Tensors named in ``ignored`` are skipped. Raises ``InvalidRequest`` if a file cannot be read, or a tensor is
+    missing, unexpected or of another shape than its target.
     """
-    ignored = {*elsewhere, *(["lm_head.weight"] if tied_embeddings else ())}
+    skipped = {*ignored, *(["lm_head.weight"] if tied_embeddings else ())}
     missing = set(targets)
     unexpected: list[str] = []
     for path in weight_paths(directory):
@@ -70,7 +74,7 @@ def load(
                     if name in targets:
                         _fill(targets[name], shard, name, path)
                         missing.discard(name)
-                    elif name not in ignored and not name.endswith(DERIVED):
+                    elif name not in skipped and not name.endswith(DERIVED):
                         unexpected.append(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error
@@ -84,15 +88,17 @@ def load(
 
 
 def load_dummy(model: DecoderModel, seed: int) -> None:
-    """Random weights, the same for the same ``seed`` (any integer) and device, however many ranks share the model:
-    matrices normal(0, 0.02), norms one, biases zero."""
+    """Fill ``model`` with random weights: matrices from normal(0, 0.02), norms one, biases zero.
+
+    They depend on ``seed``, any integer, and on the kind of device, but not on the number of ranks.
+    """
     for name, target in model.targets().items():
-        # Drawn as in a checkpoint, whatever form the target keeps it in.
+        # Drawn with the shape of the checkpoint tensor, which the target may store in another form.
         tensor = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
         if len(target.shape) == 2:
-            # Of its own for each tensor: no other tensor's presence or size matters.
-            own_seed = zlib.crc32(f"{seed} {name}".encode())
-            tensor.normal_(0, _DEVIATION, generator=torch.Generator(target.device).manual_seed(own_seed))
+            # A seed per tensor, so that weights do not depend on which other tensors this rank has.
+            tensor_seed = zlib.crc32(f"{seed} {name}".encode())
+            tensor.normal_(0, _DEVIATION, generator=torch.Generator(target.device).manual_seed(tensor_seed))
         elif not name.endswith(".bias"):
             tensor.fill_(1)
         target.copy_(tensor)
@@ -114,7 +120,7 @@ def _check_shape(path: Path, name: str, shape: Sequence[int], expected: Sequence
         )
 
 
-def _fill(target: Target, shard: safetensors.safe_open, name: str, path: Path) -> None:
+def _fill(target: LoadTarget, shard: safetensors.safe_open, name: str, path: Path) -> None:
     _check_shape(path, name, shard.get_slice(name).get_shape(), target.shape)
     if hasattr(target, "read"):
         target.read(shard.get_slice(name))

@@ -7,7 +7,7 @@ import numpy as np
 
 from services.common.plan.types import Batch
 from services.worker.attention.base import AttentionBatch
-from services.worker.sampling.prompt_logprobs import ToScore
+from services.worker.sampling.prompt_logprobs import ScoreSpan
 from services.worker.step.slots import SlotTable
 
 # Fewer tokens than this in a shard are not worth a thread of their own: each reads all the weights.
@@ -24,7 +24,7 @@ class Shard:
     sample_tokens: np.ndarray  # [samples] int64, index within the shard of each token that is sampled from
     sample_slots: np.ndarray  # beside sample_tokens
     sample_positions: np.ndarray  # beside sample_tokens: the place in the sequence of the token to be sampled
-    scores: tuple[ToScore, ...] = ()
+    scores: tuple[ScoreSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
     return StepInputs(positions, known_tokens, last_of, last_slots, shards, known_tokens is None)
 
 
-def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTable) -> tuple[ToScore, ...]:
+def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTable) -> tuple[ScoreSpan, ...]:
     """``runs``: (slot, place in the sequence, start and end among the step's tokens) of each row to score."""
     found = []
     for slot, begin, row_start, end in runs:
@@ -83,7 +83,7 @@ def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTabl
         if first < stop:
             start = first - place + 1
             token_ids = slots.prompts[slot][start : start + stop - first]
-            found.append(ToScore(slot, start, first - shard.start, token_ids))
+            found.append(ScoreSpan(slot, start, first - shard.start, token_ids))
     return tuple(found)
 
 

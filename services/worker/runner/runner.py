@@ -18,7 +18,7 @@ from services.worker.runner.inputs import Shard, StepInputs, build
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
-from services.worker.sampling.sampler import NOTHING, concatenate, sample
+from services.worker.sampling.sampler import NOTHING_SAMPLED, concatenate, sample
 from services.worker.step.output import Failure, Sampled, StepOutput
 from services.worker.step.slots import SlotTable
 
@@ -80,7 +80,7 @@ class StepRunner:
         timing = Timing()
         batch = self._last.batch
         if len(batch.slots) == 0:
-            return StepOutput(plan.step, NOTHING, timing)
+            return StepOutput(plan.step, NOTHING_SAMPLED, timing)
         inputs = build(batch, self._slots, self._threads.size)
         token_ids, positions = self._to_device(inputs)
         self._keep_tokens(inputs, token_ids)
@@ -166,7 +166,7 @@ class StepRunner:
     def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
         """From ``hidden [tokens, hidden_size]`` of the shard."""
         if len(shard.sample_slots) == 0:
-            return NOTHING
+            return NOTHING_SAMPLED
         if len(shard.sample_slots) < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(shard.sample_tokens).to(self._device)]
         return sample(

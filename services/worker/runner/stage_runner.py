@@ -26,7 +26,7 @@ from services.worker.runner.inputs import Shard, StepInputs, build
 from services.worker.runner.runner import Outcome, StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import SlotGrammars
-from services.worker.sampling.sampler import NOTHING, concatenate
+from services.worker.sampling.sampler import NOTHING_SAMPLED, concatenate
 from services.worker.step.output import StepOutput
 
 
@@ -86,10 +86,10 @@ class StageRunner(StepRunner):
         timing = Timing(prepare=time.perf_counter_ns() - started)
         outcomes = [self._run_part(part, inputs, timing) for part, inputs in parts]
         if not self._group.ranks.reports:
-            return StepOutput(plan.step, NOTHING, timing)
+            return StepOutput(plan.step, NOTHING_SAMPLED, timing)
         sampled = [each for each, _ in outcomes if len(each.slots)]
         scored = tuple(each for _, found in outcomes for each in found)
-        everything = concatenate(sampled) if sampled else NOTHING
+        everything = concatenate(sampled) if sampled else NOTHING_SAMPLED
         return StepOutput(plan.step, everything, timing, scored, self._failures(everything))
 
     def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ class StageRunner(StepRunner):
         following.send(leaving)
         if self._owed is not None and len(shard.sample_slots):
             self._owed.expect(shard.sample_slots)
-        return NOTHING, []
+        return NOTHING_SAMPLED, []
 
     def _finish(self, hidden: torch.Tensor, shard: Shard) -> Outcome:
         """Score prompts, sample, and tell the first stage."""

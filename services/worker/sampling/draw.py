@@ -1,8 +1,8 @@
-"""The draw itself, in two steps: a block of the vocabulary, then a token of it.
+"""Draw of a token in two steps: first a block of the vocabulary, then a token of this block.
 
-The largest of scaled logits plus Gumbel noise within a block is distributed as the block's log-sum-exp plus Gumbel
-noise. So drawing the block by its log-sum-exp and then a token within it, with noise of its own, draws exactly from the
-softmax, and noise is needed for one block's tokens instead of the whole vocabulary's.
+Within a block, the maximum of scaled logits plus Gumbel noise has the same distribution as the block's log-sum-exp plus
+Gumbel noise. A block is therefore drawn by its log-sum-exp, and a token of it with independent noise. The result is
+distributed exactly as the softmax, and noise is computed for the tokens of one block only.
 """
 
 import torch
@@ -11,10 +11,10 @@ from services.worker.step.noise import NOISE_BLOCK, block_gumbel, gumbel
 
 
 def draw(logits: torch.Tensor, scales: torch.Tensor, lowest: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
-    """Tokens ``[rows]`` int64.
+    """Return one drawn token per row, ``[rows]`` int64.
 
-    ``logits [rows, vocab]`` float32; ``scales [rows]`` float32, one over the temperature; ``lowest [rows, 1]``: scaled
-    logits below it cannot be drawn (None = all can); ``keys [rows, 2]`` int32 of the noise.
+    ``logits [rows, vocab]`` and ``scales [rows]``, one over the temperature, are float32. ``lowest [rows, 1]`` float32
+    is the lowest scaled logit that can be drawn; None allows all. ``keys [rows, 2]`` int32 selects the noise.
     """
     vocab = logits.shape[1]
     scaled = logits * scales.unsqueeze(1)
@@ -32,7 +32,7 @@ def draw(logits: torch.Tensor, scales: torch.Tensor, lowest: torch.Tensor | None
 
 
 def _block_weights(scaled: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of every block, ``[rows, blocks]``; minus infinity where nothing of a block can be drawn."""
+    """Return the log-sum-exp of each block, ``[rows, blocks]``. It is -inf if no token of the block can be drawn."""
     whole = scaled.shape[1] // NOISE_BLOCK * NOISE_BLOCK
     weights: torch.Tensor = scaled[:, :whole].unflatten(1, (-1, NOISE_BLOCK)).logsumexp(dim=-1)
     if whole == scaled.shape[1]:

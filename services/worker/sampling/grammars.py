@@ -1,4 +1,4 @@
-"""The grammars that sequences follow: where each of them stands, and which tokens it may have next."""
+"""Grammar states of all slots, and masks of the tokens that each may sample next."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -13,20 +13,22 @@ from services.common.model.files import ModelCard
 from services.common.plan.types import Plan
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
-from services.worker.sampling.follower import Follower
+from services.worker.sampling.grammar_state import GrammarState
+from services.worker.sampling.grammar_timeouts import GrammarTimeouts
 from services.worker.sampling.matchers import Matchers
-from services.worker.sampling.patience import Patience
 from services.worker.step.output import Failure
 
-# A mask of a large vocabulary takes 10 us to 1 ms, and a token that is taken in 20 us.
+# Computing a mask of a large vocabulary takes 10 us to 1 ms, and consuming a token 20 us.
 _MOST_THREADS = 16
 
 log = structlog.get_logger(__name__)
 
 
 def load_grammars(tokenizer: str, card: ModelCard) -> Grammars | None:
-    """For the model of ``card``, whose ``tokenizer`` is a directory or hub id; None, and a line in the log, where there
-    is none that grammars can be followed with."""
+    """Return the grammar compiler for the model of ``card``. ``tokenizer`` is a directory or a hub id.
+
+    If the tokenizer does not support grammars, log a warning and return None.
+    """
     try:
         return Grammars(Tokenizer.load(tokenizer), card.eos_token_ids)
     except InvalidRequest as error:
@@ -35,132 +37,144 @@ def load_grammars(tokenizer: str, card: ModelCard) -> Grammars | None:
 
 
 class RowMasks(NamedTuple):
-    """What some rows of a batch may draw."""
+    """Tokens that the rows with a grammar may draw."""
 
     rows: np.ndarray  # [n] int64, ascending
-    bits: np.ndarray  # [n, words] int32: bit i of word w = token 32 w + i; tokens behind the last word are ruled out
+    bits: (
+        np.ndarray
+    )  # [n, words] int32: bit i of word w allows token 32 w + i; tokens beyond the last word are not allowed
 
     def within(self, start: int, stop: int) -> "RowMasks | None":
-        """Of the rows from ``start`` to ``stop``, counted from there; None where none has a mask."""
+        """Return the masks of rows ``start`` to ``stop``, with rows counted from ``start``; None if there are none."""
         first, last = np.searchsorted(self.rows, (start, stop))
         return RowMasks(self.rows[first:last] - start, self.bits[first:last]) if first < last else None
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """``[n, vocab_size]`` bool."""
+        """Return the masks as ``[n, vocab_size]`` bool, true for allowed tokens."""
         bits = np.ascontiguousarray(self.bits).view(np.uint8)
         return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(bool)
 
 
 class SlotGrammars:
-    """Of all slots. Owned by the compute thread, but for ``masks`` and ``fill``, which several threads may call at once
-    for different slots."""
+    """Grammar states of all slots.
+
+    Owned by the compute thread. Several threads may call ``masks`` and ``fill`` concurrently for different slots.
+    """
 
     def __init__(self, grammars: Grammars, vocab_size: int, *, reports: bool = True) -> None:
-        """``vocab_size``: the model's, which the tokenizer's may differ from. ``reports``: this rank tells the
-        scheduler which sequences fail."""
+        """``vocab_size`` is the model's, which may differ from the tokenizer's.
+
+        ``reports`` is true on the rank whose results contain the failures of sequences.
+        """
         self._grammars, self._vocab_size = grammars, vocab_size
         self.words = -(-grammars.vocab_size // 32)
-        self._followers: dict[int, Follower] = {}
+        self._states: dict[int, GrammarState] = {}
         self._matchers = Matchers(grammars)
-        self._patience = Patience(bounded=reports)
-        self._masking = LLExecutor(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
+        self._timeouts = GrammarTimeouts(bounded=reports)
+        self._executor = LLExecutor(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
     def apply(self, plan: Plan) -> None:
-        """Slots are released and taken."""
+        """Apply the releases and admissions of ``plan``."""
         self._release(plan.releases.tolist())
         for admission in plan.admissions:
             if grammar := admission.sampling.grammar:
                 known = admission.token_ids
                 generated = known[admission.prompt_tokens or len(known) :].tolist()
-                self._followers[admission.slot] = Follower(self._matchers.make(grammar, generated))
+                self._states[admission.slot] = GrammarState(self._matchers.make(grammar, generated))
 
     def clear(self) -> None:
         """Free all slots."""
-        self._release(list(self._followers))
+        self._release(list(self._states))
 
     def _release(self, slots: list[int]) -> None:
         for slot in slots:
-            if (follower := self._followers.pop(slot, None)) is not None:
-                follower.let_go()
+            if (state := self._states.pop(slot, None)) is not None:
+                state.release()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Free all slots and stop the threads."""
         self.clear()
         self._matchers.close()
 
-    def followers(self, slots: np.ndarray) -> list[Follower]:
-        """Of ``slots [n]``, all of which have a grammar."""
-        return [self._followers[slot] for slot in slots.tolist()]
+    def states(self, slots: np.ndarray) -> list[GrammarState]:
+        """Return the states of ``slots [n]``, all of which have a grammar."""
+        return [self._states[slot] for slot in slots.tolist()]
 
     def failures(self, slots: np.ndarray) -> dict[int, Failure]:
-        """Why those of ``slots [n]`` fail whose grammar cannot be followed."""
-        found = ((slot, self._followers.get(slot)) for slot in slots.tolist())
-        return {slot: follower.failure for slot, follower in found if follower is not None and follower.failure}
+        """Return the failures of ``slots [n]``, by slot. A slot without a failure is absent."""
+        states = ((slot, self._states.get(slot)) for slot in slots.tolist())
+        return {slot: state.failure for slot, state in states if state is not None and state.failure}
 
     def masks(self, slots: np.ndarray) -> RowMasks | None:
-        """What may come next in ``slots [rows]``; None where none has a grammar."""
-        rows = np.array([row for row, slot in enumerate(slots.tolist()) if slot in self._followers], np.int64)
+        """Return the masks of ``slots [rows]``, or None if no slot has a grammar."""
+        rows = np.array([row for row, slot in enumerate(slots.tolist()) if slot in self._states], np.int64)
         if not len(rows):
             return None
         bits = np.empty((len(rows), self.words), np.int32)
-        self.fill(self.followers(slots[rows]), bits)
+        self.fill(self.states(slots[rows]), bits)
         return RowMasks(rows, bits)
 
-    def fill(self, followers: Sequence[Follower], bits: np.ndarray) -> None:
-        """What each of ``followers`` may have next into ``bits [n, words]`` int32, contiguous: anything where it has
-        ended, or fails here."""
-        until = self._patience.until()
-        found = ((each.matcher(until), row) for row, each in enumerate(followers))
+    def fill(self, states: Sequence[GrammarState], bits: np.ndarray) -> None:
+        """Write the mask of each state to its row of ``bits [n, words]`` int32, contiguous.
+
+        The mask of a sequence that has ended or failed, or that fails here, allows all tokens.
+        """
+        deadline = self._timeouts.deadline()
+        found = ((each.matcher(deadline), row) for row, each in enumerate(states))
         matchers = [(matcher, row) for matcher, row in found if matcher is not None]
-        if len(matchers) < len(followers):
+        if len(matchers) < len(states):
             bits[:] = -1
         if not matchers:
             return
         start, size = bits.ctypes.data, bits.strides[0]
-        self._patience.call(
-            [followers[row] for _, row in matchers],
+        self._timeouts.call(
+            [states[row] for _, row in matchers],
             lambda index: matchers[index][0].unsafe_compute_mask_ptr(start + matchers[index][1] * size, size),
-            lambda those: self._masking.unsafe_compute_mask_ptr([matchers[i] for i in those], start, size, len(bits)),
+            lambda indices: self._executor.unsafe_compute_mask_ptr(
+                [matchers[i] for i in indices], start, size, len(bits)
+            ),
         )
         if self._grammars.vocab_size > self._vocab_size:
             bits[:, -(-self._vocab_size // 32) :] = 0
             if rest := self._vocab_size % 32:
                 bits[:, self._vocab_size // 32] &= (1 << rest) - 1
-        some = bits.view(np.uint32).max(axis=1)
+        allows_any = bits.view(np.uint32).max(axis=1)
         for matcher, row in matchers:
-            follower = followers[row]
-            if not follower.failure:  # else it has taken too long
-                if matcher.is_error():  # then the mask means nothing
-                    follower.fail(matcher.get_error())
-                elif not some[row]:
-                    follower.fail("no token of this model may come next")
-            if follower.failure:
+            state = states[row]
+            if not state.failure:  # a timeout may have set it
+                if matcher.is_error():
+                    state.fail(matcher.get_error())
+                elif not allows_any[row]:
+                    state.fail("no token of this model may come next")
+            if state.failure:
                 bits[row] = -1
 
     def consume(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """``tokens [n]`` were sampled for ``slots [n]``, with a grammar or without; less than 0 = none, since logits
-        were not numbers."""
-        pairs = zip(slots.tolist(), tokens.tolist(), strict=True)
-        self.advance([(self._followers[slot], token) for slot, token in pairs if slot in self._followers])
+        """Advance the grammars of ``slots [n]`` by the sampled ``tokens [n]``. Slots without a grammar are skipped.
 
-    def advance(self, tokens: Iterable[tuple[Follower, int]]) -> None:
-        """As ``consume``."""
-        pairs, whose, until = [], [], self._patience.until()
-        for follower, token in tokens:
-            if (matcher := follower.matcher(until)) is None:
+        A token below 0 means that no token was sampled because logits were not finite.
+        """
+        pairs = zip(slots.tolist(), tokens.tolist(), strict=True)
+        self.advance([(self._states[slot], token) for slot, token in pairs if slot in self._states])
+
+    def advance(self, tokens: Iterable[tuple[GrammarState, int]]) -> None:
+        """Advance each state by its token, as ``consume`` does."""
+        pairs, states, deadline = [], [], self._timeouts.deadline()
+        for state, token in tokens:
+            if (matcher := state.matcher(deadline)) is None:
                 continue
             if token < 0 or token in self._grammars.ends:
-                follower.let_go()
+                state.release()
                 continue
             pairs.append((matcher, token))
-            whose.append(follower)
+            states.append(state)
         if not pairs:
             return
-        self._patience.call(
-            whose,
+        self._timeouts.call(
+            states,
             lambda index: pairs[index][0].consume_token(pairs[index][1]),
-            lambda those: self._masking.consume_token_par([pairs[index] for index in those]),
+            lambda indices: self._executor.consume_token_par([pairs[index] for index in indices]),
         )
-        for follower, (matcher, _) in zip(whose, pairs, strict=True):
-            if not follower.failure and matcher.is_error():
-                follower.fail(matcher.get_error())
+        for state, (matcher, _) in zip(states, pairs, strict=True):
+            if not state.failure and matcher.is_error():
+                state.fail(matcher.get_error())

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and of most likely tokens, for the rows that asked."""
+"""Log-probabilities of sampled and of most likely tokens, for the rows whose requests ask for them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from services.common.plan.top_logprobs import TopLogprobs
 
 
 class RowLogprobs(NamedTuple):
-    """The last two fields of ``Sampled``. None = no row asked."""
+    """The last two fields of ``Sampled``. A field is None if no row asks for it."""
 
-    logprobs: np.ndarray | None  # [rows] float32, NaN where not asked
+    logprobs: np.ndarray | None  # [rows] float32, NaN in rows that do not ask
     top: TopLogprobs | None  # [rows]
 
     @classmethod
@@ -24,26 +24,27 @@ class RowLogprobs(NamedTuple):
         top: np.ndarray,
         processed: tuple[np.ndarray, torch.Tensor] | None = None,
     ) -> "RowLogprobs":
-        """Return log-probabilities of ``tokens [rows]`` and of the ``top [rows]`` best ones, for rows that ``asked``.
+        """Return log-probabilities of ``tokens [rows]`` and of the ``top [rows]`` most likely tokens.
 
-        ``logits [rows, vocab]`` are those after the penalties. ``processed`` are rows, all of which asked, and their
-        logits ``[n, vocab]`` instead: tokens of minus infinity are not among the most likely ones.
+        ``asked [rows]`` bool selects the rows. ``logits [rows, vocab]`` are those after the penalties. ``processed``
+        overrides the logits of some of these rows: it holds their indices ``[n]`` and logits ``[n, vocab]``. Tokens
+        with a logit of -inf are not reported as most likely.
         """
         if not asked.any():
             return cls(None, None)
         rows = np.flatnonzero(asked)
         index = torch.from_numpy(rows).to(logits.device)
-        own = logits[index]
+        selected = logits[index]
         if processed is not None:
-            own[torch.from_numpy(np.searchsorted(rows, processed[0])).to(own.device)] = processed[1]
-        chosen = torch.log_softmax(own, dim=-1)
+            selected[torch.from_numpy(np.searchsorted(rows, processed[0])).to(selected.device)] = processed[1]
+        logprobs = torch.log_softmax(selected, dim=-1)
         values = np.full(len(asked), np.nan, np.float32)
-        values[rows] = chosen.gather(1, tokens[index].unsqueeze(1)).squeeze(1).cpu().numpy()
+        values[rows] = logprobs.gather(1, tokens[index].unsqueeze(1)).squeeze(1).cpu().numpy()
         counts = np.where(asked, top, 0)
         widest = int(counts.max())
         if widest == 0:
             return cls(values, None)
-        best = chosen.topk(widest, dim=-1)
+        best = logprobs.topk(widest, dim=-1)
         best_values = best.values.cpu().numpy()
         wanted = (np.arange(widest) < counts[rows][:, None]) & (best_values != -np.inf)
         counts[rows] = wanted.sum(axis=1)
@@ -51,7 +52,7 @@ class RowLogprobs(NamedTuple):
 
 
 def join(parts: Sequence[RowLogprobs], sizes: Sequence[int]) -> RowLogprobs:
-    """Return the rows of ``parts``, which have ``sizes`` rows, one after the other."""
+    """Concatenate the log-probabilities of consecutive parts of a batch. ``sizes`` are the rows of each part."""
     logprobs = None
     if any(part.logprobs is not None for part in parts):
         logprobs = np.concatenate(

@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the steps, and what sequences follow them with is made of the outcome."""
+"""Compilation of grammars in the background, and matchers for the sequences that use them."""
 
 import threading
 from collections import OrderedDict
@@ -9,12 +9,12 @@ from llguidance import LLMatcher
 
 from services.common.errors import InvalidRequest
 from services.common.text.grammar import Grammars
-from services.worker.sampling.follower import FORBIDDEN_TOKENS
+from services.worker.sampling.grammar_state import FORBIDDEN_TOKENS
 
-# Compiled grammars that are kept for the next sequence that has the same.
+# Limits of the cache of compiled grammars.
 _MOST_COMPILED = 32
 _MOST_TEXT_BYTES = 1024**2
-# More than the 1 MiB in which the scheduler has tried them (scheduler/grammar/child.py). LLExecutor's have 2 MiB.
+# The scheduler checks each grammar with a stack of 1 MiB (scheduler/grammar/child.py). Threads of LLExecutor have 2.
 _STACK_BYTES = 16 * 1024**2
 
 _Start = Future[LLMatcher]
@@ -22,79 +22,85 @@ _Made = Future["LLMatcher | None"]
 
 
 class Matchers:
-    """Owned by the compute thread. Two others work: one compiles, the other makes copies and lets them read what was
-    generated before, so that a grammar that is there already does not wait for one that is being compiled."""
+    """Cache of compiled grammars, from which each sequence gets a matcher. Owned by the compute thread.
+
+    One background thread compiles grammars. Another copies compiled grammars and advances the copies over generated
+    tokens, so that a sequence with a cached grammar does not wait for a compilation.
+    """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._starts: OrderedDict[str, _Start] = OrderedDict()  # the last one used at the end
-        self._wanted: dict[_Start, list[_Made]] = {}  # by what is not compiled yet
-        self._lock = threading.Lock()  # of `_wanted`
+        self._starts: OrderedDict[str, _Start] = OrderedDict()  # least recently used first
+        self._waiting: dict[_Start, list[_Made]] = {}  # matchers to make, by each grammar that is not compiled yet
+        self._lock = threading.Lock()  # guards `_waiting`
         self._compiling = _thread("grammars")
         self._copying = _thread("matchers")
 
     def make(self, grammar: str, generated: list[int]) -> _Made:
-        """Behind ``generated``; None where that ended the sequence. It may be cancelled; a grammar that nobody waits
-        for is not compiled."""
+        """Return the future of a matcher that has consumed the tokens ``generated``.
+
+        The result is None if these tokens ended the sequence. The caller may cancel the future.
+        A grammar is not compiled if all its futures are cancelled first.
+        """
         made: _Made = Future()
         with self._lock:
             start = self._starts.get(grammar)
             if start is None or start.cancelled():
                 start = self._starts[grammar] = Future()
-                self._wanted[start] = []
+                self._waiting[start] = []
                 self._compiling.submit(self._compile, grammar, start)
-            if start in self._wanted:
-                self._wanted[start].append(made)
+            if start in self._waiting:
+                self._waiting[start].append(made)
         self._starts.move_to_end(grammar)
-        start.add_done_callback(partial(self._then_copy, generated, made))
-        self._forget_some()
+        start.add_done_callback(partial(self._submit_copy, generated, made))
+        self._evict()
         return made
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Cancel queued work and stop the threads."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._copying.shutdown(wait=False, cancel_futures=True)
 
-    def _forget_some(self) -> None:
+    def _evict(self) -> None:
         size = sum(map(len, self._starts))
         while len(self._starts) > 1 and (len(self._starts) > _MOST_COMPILED or size > _MOST_TEXT_BYTES):
             grammar, _ = self._starts.popitem(last=False)
             size -= len(grammar)
 
     def _compile(self, grammar: str, start: _Start) -> None:
-        """The compiling thread."""
+        """Compile ``grammar`` on the compiling thread, and set the result of ``start``."""
         with self._lock:
-            if all(made.cancelled() for made in self._wanted.pop(start)):
+            if all(made.cancelled() for made in self._waiting.pop(start)):
                 start.cancel()
                 return
         try:
             start.set_result(self._grammars.matcher(grammar))
         except InvalidRequest as error:
             start.set_exception(error)
-        except BaseException as error:  # one grammar's trouble is not the worker's
+        except BaseException as error:  # fails one sequence instead of the worker
             start.set_exception(InvalidRequest(f"it cannot be compiled: {error}"))
 
-    def _then_copy(self, generated: list[int], made: _Made, start: _Start) -> None:
+    def _submit_copy(self, generated: list[int], made: _Made, start: _Start) -> None:
         if start.cancelled():
             made.cancel()
             return
         try:
             self._copying.submit(self._copy, start, generated, made)
-        except RuntimeError:  # the worker ends
+        except RuntimeError:  # the pool is shut down
             made.cancel()
 
     def _copy(self, start: _Start, generated: list[int], made: _Made) -> None:
-        """The copying thread."""
+        """Copy the matcher of ``start`` on the copying thread, and set the result of ``made``."""
         if not made.set_running_or_notify_cancel():
             return
         try:
-            made.set_result(self._behind(start.result(), generated))
+            made.set_result(self._advanced(start.result(), generated))
         except InvalidRequest as error:
             made.set_exception(error)
         except BaseException as error:
             made.set_exception(InvalidRequest(f"it cannot be begun: {error}"))
 
-    def _behind(self, start: LLMatcher, generated: list[int]) -> LLMatcher | None:
+    def _advanced(self, start: LLMatcher, generated: list[int]) -> LLMatcher | None:
         if not self._grammars.ends.isdisjoint(generated):
             return None
         matcher = start.deep_copy()
@@ -105,7 +111,10 @@ class Matchers:
 
 
 def _thread(name: str) -> ThreadPoolExecutor:
-    """Its thread has begun: with its own size of stack, which is the process' setting for a moment."""
+    """Return a pool of one started thread with a stack of ``_STACK_BYTES``.
+
+    The stack size is a setting of the process, so it is changed only until the thread has started.
+    """
     pool = ThreadPoolExecutor(1, thread_name_prefix=name)
     before = threading.stack_size(_STACK_BYTES)
     try:

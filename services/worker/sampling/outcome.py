@@ -1,4 +1,4 @@
-"""What a step sampled: on the device, and as the runner's plain values."""
+"""The sampled tokens of a step on the device, and their conversion to host values."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,16 @@ from services.worker.step.output import Sampled
 
 
 class SampledOnDevice(NamedTuple):
-    """Written by launches that may not have run yet. The last three are in the order of ``SampleRows.asked`` and
-    ``top_rows``."""
+    """Results of a step in device memory, written by launches that may still be queued.
 
-    token_ids: torch.Tensor  # [padded] int32, 0 where not finite
-    finite: torch.Tensor  # [padded] uint8, 1 where every logit was finite
-    logprobs: torch.Tensor | None = None  # [asked] float32; None when no row asked
-    top_token_ids: torch.Tensor | None = None  # [top rows, widest] int32, most likely first; None when no row asked
-    top_logprobs: torch.Tensor | None = None  # beside top_token_ids, float32
+    ``logprobs`` is in the order of ``SampleRows.logprob_rows``, the last two are in the order of ``top_rows``.
+    """
+
+    token_ids: torch.Tensor  # [padded] int32, 0 in rows that are not finite
+    finite: torch.Tensor  # [padded] uint8, 1 if every logit of the row is finite
+    logprobs: torch.Tensor | None = None  # [logprob rows] float32; None if there are none
+    top_token_ids: torch.Tensor | None = None  # [top rows, widest] int32, most likely first; None if there are none
+    top_logprobs: torch.Tensor | None = None  # [top rows, widest] float32
 
 
 def collect(
@@ -30,20 +32,22 @@ def collect(
     top_token_ids: torch.Tensor | None = None,
     top_logprobs: torch.Tensor | None = None,
 ) -> Sampled:
-    """What was sampled for ``slots [n]``, as plain values. What is behind ``rows`` was copied to the host; all four are
-    of rows that asked for more than tokens."""
+    """Return the results of ``slots [n]`` as host values.
+
+    ``rows`` and the three tensors, which are on the host, are needed only if a row asks for log-probabilities.
+    """
     if rows is None or logprobs is None:
         return Sampled(slots, token_ids, finite)
     count = len(slots)
-    found = np.full(count, np.nan, np.float32)
-    found[rows.asked] = logprobs.numpy()
+    values = np.full(count, np.nan, np.float32)
+    values[rows.logprob_rows] = logprobs.numpy()
     if top_token_ids is None or top_logprobs is None:
-        return Sampled(slots, token_ids, finite, found)
+        return Sampled(slots, token_ids, finite, values)
     counts = np.zeros(count, np.int64)
     order = np.argsort(rows.top_rows)
-    values = top_logprobs.numpy()[order]
-    # A processed row has fewer tokens that can be drawn than it asked for: the others are at minus infinity.
-    kept = (np.arange(rows.widest) < rows.top_counts[order][:, None]) & (values != -np.inf)
+    best = top_logprobs.numpy()[order]
+    # A row with processed log-probabilities may have fewer drawable tokens than requested. The others are at -inf.
+    kept = (np.arange(rows.widest) < rows.top_counts[order][:, None]) & (best != -np.inf)
     counts[rows.top_rows[order]] = kept.sum(axis=1)
     top_ids = top_token_ids.numpy()[order][kept].astype(np.int64)
-    return Sampled(slots, token_ids, finite, found, TopLogprobs(counts, top_ids, values[kept]))
+    return Sampled(slots, token_ids, finite, values, TopLogprobs(counts, top_ids, best[kept]))

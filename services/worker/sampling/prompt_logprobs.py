@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, a few rows of logits at a time: a long prompt takes no more memory."""
+"""Log-probabilities of prompt tokens, in slices of rows that bound the memory for logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,46 +11,48 @@ from services.common.plan.result import ScoredTokens
 from services.common.plan.top_logprobs import TopLogprobs
 from services.worker.step.slots import SlotTable
 
-# Logits at once, in elements: 16 MiB in float32.
+# Logits of one slice, in elements: 16 MiB in float32.
 _SLICE_ELEMENTS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class ToScore:
-    """Prompt tokens of one row whose log-probabilities a request asks for."""
+class ScoreSpan:
+    """Consecutive prompt tokens of one row whose log-probabilities a request asks for."""
 
     slot: int
     start: int  # position in the sequence of the first of ``token_ids``
-    first: int  # index within the shard of the token before it, from which it is scored; the others follow
-    token_ids: np.ndarray  # [n] int64, those to be scored
+    first: int  # index within the shard of the token before the first of ``token_ids``
+    token_ids: np.ndarray  # [n] int64
 
 
 class RowScores(NamedTuple):
-    """On the device of the logits; written by launches that may not have run yet."""
+    """Scores of prompt tokens in device memory, written by launches that may still be queued."""
 
     logprobs: torch.Tensor  # [rows] float32
     ranks: torch.Tensor  # [rows] int32, 1 = the most likely token
     top_token_ids: torch.Tensor  # [rows, top] int32, most likely first
-    top_logprobs: torch.Tensor  # beside top_token_ids, float32
+    top_logprobs: torch.Tensor  # [rows, top] float32
 
 
 def score(
     hidden: torch.Tensor,
     to_logits: Callable[[torch.Tensor], torch.Tensor],
-    wanted: ToScore,
+    span: ScoreSpan,
     table: SlotTable,
     vocab_size: int,
 ) -> ScoredTokens:
-    """``hidden [tokens, hidden_size]`` of the shard that ``wanted`` speaks of. A sequence whose logits are not numbers
-    fails when it samples."""
-    rows, top = max(1, _SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[wanted.slot])
-    token_ids = torch.from_numpy(wanted.token_ids).to(hidden.device)
-    hidden = hidden[wanted.first : wanted.first + len(token_ids)]
-    found = score_rows(hidden, to_logits, token_ids, top, vocab_size, rows)
-    logprobs, ranks, top_token_ids, top_logprobs = (each.cpu().numpy() for each in found)
+    """Return the scores of ``span``, whose shard has the final hidden states ``hidden [tokens, hidden_size]``.
+
+    If a log-probability is not finite, the slot is marked as failed, and the sequence fails when it samples.
+    """
+    rows, top = max(1, _SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[span.slot])
+    token_ids = torch.from_numpy(span.token_ids).to(hidden.device)
+    hidden = hidden[span.first : span.first + len(token_ids)]
+    scores = score_rows(hidden, to_logits, token_ids, top, vocab_size, rows)
+    logprobs, ranks, top_token_ids, top_logprobs = (each.cpu().numpy() for each in scores)
     if not np.isfinite(logprobs).all():
-        table.failed[wanted.slot] = True
-    return ScoredTokens(wanted.slot, wanted.start, logprobs, ranks, TopLogprobs.of(top_token_ids, top_logprobs))
+        table.failed[span.slot] = True
+    return ScoredTokens(span.slot, span.start, logprobs, ranks, TopLogprobs.of(top_token_ids, top_logprobs))
 
 
 def score_rows(
@@ -61,11 +63,10 @@ def score_rows(
     vocab_size: int,
     rows: int,
 ) -> RowScores:
-    """Of ``token_ids [n]`` int64, n > 0, each behind the token that ``hidden [n, hidden_size]`` has, and of the ``top``
-    most likely ones there; from the logits of ``rows`` rows at a time.
+    """Return scores of ``token_ids [n]`` int64, n > 0, and of the ``top`` most likely tokens at the same positions.
 
-    ``to_logits``: from hidden rows to logits ``[n, vocab_size or more]``. Where several ranks make them together, all
-    call this alike.
+    ``hidden [n, hidden_size]`` are the hidden states of the tokens before them. ``to_logits`` maps ``rows`` rows of it
+    at a time to logits ``[rows, vocab_size or more]``. If it is a collective, all ranks must make the same call.
     """
     parts = []
     for start in range(0, len(token_ids), rows):

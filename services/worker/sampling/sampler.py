@@ -1,4 +1,4 @@
-"""Logits to tokens, for any mix of sampling settings, in slices of rows."""
+"""Sampling of tokens from hidden states with any mix of sampling settings, in slices of rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,14 +29,16 @@ def sample(
     tokens: torch.Tensor | None = None,
     masks: RowMasks | None = None,
 ) -> Sampled:
-    """Sample a token for each row of ``hidden [rows, hidden_size]``, which belong to ``slots [rows]``.
+    """Sample a token for each row of ``hidden [rows, hidden_size]``; row i belongs to slot ``slots[i]``.
 
-    ``positions [rows]`` are the positions that the sampled tokens take in their sequences. ``to_logits`` maps hidden
-    rows to float32 logits that may be overwritten. ``tokens`` are the cache's token ids, for rows with penalties or a
-    thinking budget. ``masks`` are those of rows with a grammar.
+    ``positions [rows]`` are the positions of the sampled tokens in their sequences. ``to_logits`` maps hidden rows to
+    float32 logits that may be overwritten. ``tokens [page_count, page_size]`` int32 are the cache's token ids, which
+    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar.
 
-    The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are of
-    the logits after the penalties, processed ones of the logits after all of these.
+    The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are
+    computed after the penalties, processed ones after all steps.
+
+    Raises ``ValueError`` if ``tokens`` is None and a row needs it.
     """
     rows = max(1, _SLICE_ELEMENTS // vocab_size)
     parts = []
@@ -48,7 +50,7 @@ def sample(
 
 
 def concatenate(parts: Sequence[Sampled]) -> Sampled:
-    """Return the samples of ``parts`` of a batch one after the other."""
+    """Concatenate the results of consecutive parts of a batch."""
     found = join([RowLogprobs(part.logprobs, part.top) for part in parts], [len(part.slots) for part in parts])
     return Sampled(
         np.concatenate([part.slots for part in parts]),
@@ -58,7 +60,7 @@ def concatenate(parts: Sequence[Sampled]) -> Sampled:
     )
 
 
-NOTHING = Sampled(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))
+NOTHING_SAMPLED = Sampled(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))
 
 
 def _sample_slice(
@@ -69,19 +71,19 @@ def _sample_slice(
     tokens: torch.Tensor | None,
     masks: RowMasks | None,
 ) -> Sampled:
-    # A sum is not finite when any of its terms is not: one pass, no mask of the size of the logits.
+    # A sum is not finite if any term is not. It needs one pass and no boolean tensor of the size of the logits.
     finite = torch.isfinite(logits.sum(dim=-1))
     for row in np.flatnonzero(table.biased[slots]).tolist():
         token_ids, values = (torch.from_numpy(array).to(logits.device) for array in table.biases[int(slots[row])])
         logits[row].index_put_((token_ids,), values, accumulate=True)
     if table.penalised[slots].any():
         if tokens is None:
-            raise ValueError("rows with penalties: pass the cache's token ids")
+            raise ValueError("tokens is None, but rows have penalties; pass the cache's token ids")
         penalise_(logits, slots, positions, table, tokens)
 
     forced = forced_tokens(slots, positions, table, tokens) if table.budgets else {}
     asked = table.logprobs[slots]
-    drawn = logits if masks is None and not forced else _ruled_out(logits, masks, forced, keep=bool(asked.any()))
+    drawn = logits if masks is None and not forced else _mask(logits, masks, forced, keep=bool(asked.any()))
     hot = np.flatnonzero(table.temperature[slots] > 0)
     lowest = None
     if len(hot) == 0:
@@ -98,15 +100,15 @@ def _sample_slice(
     processed = None
     if len(rows := np.flatnonzero(asked & table.processed[slots])):
         processed = rows, _distribution(drawn, lowest, rows, table.temperature[slots[rows]])
-    found = RowLogprobs.of(logits, chosen, asked, table.top_logprobs[slots], processed)
+    logprobs = RowLogprobs.of(logits, chosen, asked, table.top_logprobs[slots], processed)
     good = finite.cpu().numpy() & ~table.failed[slots]
-    return Sampled(slots, chosen.cpu().numpy(), good, *found)
+    return Sampled(slots, chosen.cpu().numpy(), good, *logprobs)
 
 
-def _ruled_out(logits: torch.Tensor, masks: RowMasks | None, forced: dict[int, int], *, keep: bool) -> torch.Tensor:
-    """Return ``logits``, or a copy with ``keep``, with minus infinity for tokens that cannot be drawn.
+def _mask(logits: torch.Tensor, masks: RowMasks | None, forced: dict[int, int], *, keep: bool) -> torch.Tensor:
+    """Return ``logits``, or a copy if ``keep`` is true, with -inf for tokens that cannot be drawn.
 
-    These are the ones that ``masks`` rule out, and all but the token of each row in ``forced``.
+    These are the tokens that ``masks`` do not allow, and in each row of ``forced`` all but the forced token.
     """
     drawn = logits.clone() if keep else logits
     if masks is not None:
@@ -119,9 +121,10 @@ def _ruled_out(logits: torch.Tensor, masks: RowMasks | None, forced: dict[int, i
 def _distribution(
     drawn: torch.Tensor, lowest: torch.Tensor | None, rows: np.ndarray, temperature: np.ndarray
 ) -> torch.Tensor:
-    """Return the logits ``[n, vocab]`` whose softmax ``rows [n]`` of ``drawn`` were drawn from.
+    """Return the logits ``[n, vocab]`` whose softmax is the distribution that ``rows [n]`` were drawn from.
 
-    ``lowest [all rows, 1]`` are the bounds of ``_draw_rows``. A greedy row has no temperature, so its scale is 1.
+    ``drawn`` holds the logits of all rows before the temperature, and ``lowest [all rows, 1]`` the bounds from
+    ``_draw_rows``. The scale of a greedy row is 1.
     """
     index = torch.from_numpy(rows).to(drawn.device)
     scales = np.where(temperature > 0, 1 / np.maximum(temperature, COLDEST), np.float32(1))
@@ -132,9 +135,9 @@ def _distribution(
 def _draw_rows(
     logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draw a token for each row after temperature, top-k, top-p and min-p. Leaves ``logits`` as they are.
+    """Draw a token for each row after temperature, top-k, top-p and min-p. ``logits`` are not changed.
 
-    Returns the tokens ``[rows]`` int64, and the lowest scaled logit that can be drawn, ``[rows, 1]``; None = all can.
+    Returns the tokens ``[rows]`` int64, and the lowest scaled logit that can be drawn, ``[rows, 1]``; None allows all.
     """
 
     def column(values: np.ndarray) -> torch.Tensor:

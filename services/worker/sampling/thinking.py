@@ -1,8 +1,7 @@
-"""Thinking budgets: the token that ends a reasoning section is forced where its budget is used up.
+"""Thinking budgets: force the token that ends a reasoning section when its budget is used up.
 
-Whether a section is open follows from the sequence's tokens alone, which the cache keeps beside keys and values. So the
-decision needs no state: it is the same after a preemption, a resumption or on another worker. ``triton_force`` is the
-same for the GPU.
+The decision follows from the sequence's token ids in the KV cache alone. It therefore needs no state, and is the same
+after a preemption or on another worker. ``triton_force`` implements it for the GPU.
 """
 
 import numpy as np
@@ -15,14 +14,15 @@ from services.worker.step.slots import SlotTable
 def forced_tokens(
     slots: np.ndarray, positions: np.ndarray, table: SlotTable, tokens: torch.Tensor | None
 ) -> dict[int, int]:
-    """Return the tokens that rows of ``slots [rows]`` have to sample, by row.
+    """Return the token that is forced in each row, by row. Rows without a forced token are absent.
 
-    ``positions [rows]`` are the lengths of the sequences, whose tokens are in ``tokens [page_count, page_size]`` int32.
+    ``positions [rows]`` are the lengths of the sequences in ``slots [rows]``, and ``tokens [page_count, page_size]``
+    int32 are the cache's token ids. Raises ``ValueError`` if ``tokens`` is None and a row has a budget.
     """
     forced = {}
     for row in np.flatnonzero(table.may_force(slots, positions)).tolist():
         if tokens is None:
-            raise ValueError("rows with a thinking budget: pass the cache's token ids")
+            raise ValueError("tokens is None, but rows have a thinking budget; pass the cache's token ids")
         slot, length = int(slots[row]), int(positions[row])
         pages = torch.from_numpy(table.page_table[slot, : -(-length // tokens.shape[1])].astype(np.int64))
         answer = tokens[pages.to(tokens.device)].flatten()[int(table.prompt_tokens[slot]) : length].cpu().numpy()
@@ -38,9 +38,9 @@ def forced_tokens(
 
 
 def force_(logits: torch.Tensor, forced: dict[int, int]) -> None:
-    """Rule out every token of ``logits [rows, vocab]`` but the one that its row has to sample.
+    """Set all logits of each row in ``forced`` to -inf, except that of the forced token.
 
-    A row that a grammar does not let sample this token is left as it is: the next step tries again.
+    A row whose grammar does not allow the forced token is not changed. The next step tries again.
     """
     for row, token in forced.items():
         value = logits[row, token].clone()

@@ -1,26 +1,26 @@
-"""Bias and penalties, on float32 copies of the few rows that have them.
+"""Kernels for bias and penalties, on float32 copies of the rows that have them.
 
-In float32 because a small penalty would be lost in the last bits of bf16 logits: a parameter accepted and ignored.
+The copies are float32 because bf16 logits would round away a small penalty.
 """
 
 import triton
 import triton.language as tl
 
-# Set in the count of a token that the prompt has; the bits below count how often it was generated.
+# Bit that is set if the prompt contains the token. The bits below count how often the token was generated.
 _IN_PROMPT = tl.constexpr(1 << 30)
 
 
-@triton.jit(do_not_specialize=["entries"])  # or another number of entries might compile anew
+@triton.jit(do_not_specialize=["entries"])  # otherwise some numbers of entries compile another variant
 def add_bias(
     values,  # [n, vocab] fp32, in and out
     rows,  # [entries] int32
-    token_ids,  # [entries] int32; a pair of row and token may come again
+    token_ids,  # [entries] int32; a pair of row and token may occur more than once
     biases,  # [entries] fp32
     entries,
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Grid over blocks of ``BLOCK`` entries."""
+    """Add each bias to its logit. Grid: blocks of ``BLOCK`` entries."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < entries
     row = tl.load(rows + offsets, mask=inside, other=0).to(tl.int64)
@@ -30,10 +30,10 @@ def add_bias(
 
 @triton.jit
 def count_tokens(
-    counts,  # [n, vocab] int32, zero before
+    counts,  # [n, vocab] int32, in and out; zero at the start
     slots,  # [n] int32
-    lengths,  # [n] int32, tokens that the sequence has; all are in `tokens`
-    prompts,  # [n] int32, how many of them are the prompt
+    lengths,  # [n] int32, tokens of the sequence; 0 = the row has no penalties
+    prompts,  # [n] int32, tokens of the prompt
     tokens,  # [pages, page_size] int32, the cache's token ids
     page_table,  # [slots, max_pages] int32
     max_pages,
@@ -41,7 +41,7 @@ def count_tokens(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(n, programs)``; the programs of a row share its tokens."""
+    """Count the tokens of each sequence. Grid: ``(n, programs)``; the programs of a row divide its tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(lengths + row)
@@ -59,14 +59,14 @@ def count_tokens(
 @triton.jit
 def penalise(
     values,  # [n, vocab] fp32, in and out
-    counts,  # [n, vocab] int32, of `count_tokens`
+    counts,  # [n, vocab] int32, from `count_tokens`
     repetition,  # [n] fp32, 1 = off
     frequency,  # [n] fp32, 0 = off
     presence,  # [n] fp32, 0 = off
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(n, blocks of the vocabulary)``. Repetition, then frequency, then presence."""
+    """Apply repetition, then frequency, then presence penalties. Grid: ``(n, blocks of the vocabulary)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab

@@ -1,4 +1,4 @@
-"""Forced tokens of thinking budgets, as in ``thinking.py``, on float32 copies of the few rows that may need one."""
+"""Kernels for the forced tokens of thinking budgets, see ``thinking.py``, on float32 copies of rows with a budget."""
 
 import triton
 import triton.language as tl
@@ -14,12 +14,12 @@ def find_forced(
     values,  # [n, vocab] fp32
     rows,  # [programs] int32, rows of `values`
     slots,  # [programs] int32
-    lengths,  # [programs] int32, tokens of the sequence; all are in `tokens`
-    prompts,  # [programs] int32, how many of them are the prompt
+    lengths,  # [programs] int32, tokens of the sequence
+    prompts,  # [programs] int32, tokens of the prompt
     budgets,  # [programs] int32, tokens of the reasoning section
-    begins,  # [programs] int32, the token that begins the section; -1 = it is open where the prompt ends
+    begins,  # [programs] int32, the token that begins the section; -1 = the section begins at the end of the prompt
     ends,  # [programs] int32, the token that ends it
-    forced,  # [programs] int32, out: the token to sample; -1 = any
+    forced,  # [programs] int32, out: the token to sample; -1 = not forced
     tokens,  # [pages, page_size] int32, the cache's token ids
     page_table,  # [slots, max_pages] int32
     max_pages,
@@ -27,7 +27,7 @@ def find_forced(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(programs,)``."""
+    """Find the forced token of each row. Grid: ``(programs,)``."""
     program = tl.program_id(0)
     row = tl.load(rows + program).to(tl.int64)
     table = page_table + tl.load(slots + program).to(tl.int64) * max_pages
@@ -36,7 +36,7 @@ def find_forced(
     begin = tl.load(begins + program)
     end = tl.load(ends + program)
 
-    # Names of its own: in a loop, a name keeps the type that it has before.
+    # These names differ from those in the loop, because Triton requires a name to keep its type in a loop.
     opening = prompt + tl.arange(0, _OPENING)
     generated = opening < length
     opening_page = tl.load(table + opening // page_size, mask=generated, other=0).to(tl.int64)
@@ -58,13 +58,13 @@ def find_forced(
 
 @triton.jit
 def force(
-    values,  # [n, vocab] fp32, in and out: minus infinity for every token but the forced one
+    values,  # [n, vocab] fp32, in and out
     rows,  # [programs] int32, rows of `values`
-    forced,  # [programs] int32, of `find_forced`
+    forced,  # [programs] int32, from `find_forced`
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(programs, blocks of the vocabulary)``."""
+    """Set all logits of a row but that of its forced token to -inf. Grid: ``(programs, blocks of the vocabulary)``."""
     program = tl.program_id(0)
     row = tl.load(rows + program).to(tl.int64)
     token = tl.load(forced + program)

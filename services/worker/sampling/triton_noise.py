@@ -1,4 +1,4 @@
-"""The noise of ``noise.py`` in Triton: the same hash, and logarithms that differ in the last bits at most."""
+"""Triton version of ``noise.py``, with the same hash. The logarithms may differ in the last bits."""
 
 import triton
 import triton.language as tl
@@ -13,12 +13,12 @@ _UNIT = tl.constexpr(noise.UNIT)
 
 @triton.jit
 def gumbel(key_low, key_high, ids):
-    """Standard Gumbel noise, float32, for ``ids`` int32; the keys are int32 scalars."""
+    """Return standard Gumbel noise, float32, for ``ids`` int32 and two int32 scalar keys."""
     bits = ids.to(tl.uint32) * _STRIDE + key_low.to(tl.uint32)
     bits = _scramble(bits, _ROUND_1A, _ROUND_1B)
     bits = _scramble(bits ^ key_high.to(tl.uint32), _ROUND_2A, _ROUND_2B)
     uniform = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * _UNIT
-    # log1p(-uniform): what 1 - uniform loses by rounding is put back as a factor.
+    # Computes log1p(-uniform). A factor corrects the rounding error of 1 - uniform.
     rest = 1.0 - uniform
     exact = rest == 1.0
     exponential = tl.where(exact, uniform, tl.log(rest) * uniform / tl.where(exact, 1.0, rest - 1.0))

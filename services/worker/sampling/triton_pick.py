@@ -1,4 +1,4 @@
-"""From block summaries to tokens: draw a block, then a token of it."""
+"""Kernels that draw tokens from block summaries and look up their log-probabilities."""
 
 import triton
 import triton.language as tl
@@ -13,19 +13,19 @@ _BLOCK = tl.constexpr(NOISE_BLOCK)
 def pick(
     logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     scales,  # [n] fp32, one over the temperature; 0 = greedy
-    keys,  # [n, 2] int32, of the noise
+    keys,  # [n, 2] int32, select the noise
     lowest,  # [n] fp32, scaled logits below it cannot be drawn; unused unless TRUNCATED
-    peaks,  # [n, blocks] fp32, as `summarise` left them
-    sums,  # beside peaks
-    token_ids,  # [n] int32, out; 0 where not finite
-    finite,  # [n] uint8, out: 1 = every logit of the row is finite
+    peaks,  # [n, blocks] fp32, from `summarise`
+    sums,  # [n, blocks] fp32, from `summarise`
+    token_ids,  # [n] int32, out; 0 if the row is not finite
+    finite,  # [n] uint8, out: 1 if every logit of the row is finite
     stride,
     vocab,
     blocks,
     TRUNCATED: tl.constexpr,
     WIDTH: tl.constexpr,  # blocks, rounded up to a power of two
 ):
-    """Grid ``(rows,)``. Ties go to the lowest token id."""
+    """Draw a block of each row, then a token of it. Ties go to the lowest token id. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + row)
     key_low, key_high = tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
@@ -53,20 +53,20 @@ def pick(
     tl.store(finite + row, good.to(tl.uint8))
 
 
-@triton.jit(do_not_specialize_on_alignment=["logprobs"])  # part of a larger array
+@triton.jit(do_not_specialize_on_alignment=["logprobs"])  # it is a slice of a larger array
 def look_up(
     logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     rows,  # [programs] int32, rows of `logits` and `token_ids`
     token_ids,  # [n] int32
-    peaks,  # [programs, blocks] fp32, as `summarise` left them with UNSCALED
-    sums,  # beside peaks
-    logprobs,  # [programs] fp32, out: of the row's token
+    peaks,  # [programs, blocks] fp32, from `summarise` with UNSCALED
+    sums,  # [programs, blocks] fp32, from `summarise` with UNSCALED
+    logprobs,  # [programs] fp32, out: log-probability of the row's token
     totals,  # [programs] fp32, out: the log-sum-exp of the row
     stride,
     blocks,
     WIDTH: tl.constexpr,
 ):
-    """Grid ``(programs,)``: natural logarithms under the model's own distribution."""
+    """Write the log-probability of each row's token at temperature 1, as a natural logarithm. Grid: ``(programs,)``."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + program).to(tl.int64)
     block_ids = tl.arange(0, WIDTH)

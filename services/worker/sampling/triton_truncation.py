@@ -1,8 +1,9 @@
-"""top-k, top-p and min-p as one threshold for each row, found by bisection instead of a sort.
+"""Kernels for top-k, top-p and min-p as one threshold per row, found by bisection instead of a sort.
 
-The same thresholds as ``truncation.py``: the k-th largest logit; the lowest logit whose betters have less than top_p of
-the mass; a share of the largest. Every step of a bisection counts (or sums) the logits above a bound, and reads only
-the blocks whose largest is above it, which soon are few.
+The thresholds are those of ``truncation.py``. Top-k gives the k-th largest logit, and top-p the lowest logit for which
+the mass of larger logits is less than top_p. Min-p gives the largest scaled logit plus log(min_p). Each step of a
+bisection counts or sums the logits above a bound. It reads only blocks whose maximum is above the bound, which become
+few after some steps.
 """
 
 import triton
@@ -12,10 +13,10 @@ from services.worker.step.noise import NOISE_BLOCK
 
 _BLOCK = tl.constexpr(NOISE_BLOCK)
 _LOG2E = tl.constexpr(1.4426950408889634)
-# Tokens so far below the largest (scaled logits) have no mass that a float32 top_p could tell from 1, all together.
+# All tokens whose scaled logit is this far below the largest together have less mass than float32 resolution near 1.
 _DEEPEST = tl.constexpr(40.0)
-# Of a nucleus the bounds' middle is taken first as of numbers, which ends soon at the size of logits, then as of bit
-# patterns, which ends near zero as well.
+# The first steps of the top-p bisection take the mean of the bounds as numbers, which converges fast for usual logits.
+# Later steps take the mean of their bit patterns, which also converges near zero.
 _STEPS_BY_VALUE = tl.constexpr(12)
 _LOWEST_FINITE = tl.constexpr(-3.3e38)
 
@@ -24,21 +25,21 @@ _LOWEST_FINITE = tl.constexpr(-3.3e38)
 def find_lowest(
     logits,  # [n, vocab] bf16, fp16 or fp32, rows `stride` apart
     rows,  # [programs] int32, rows of `logits` and `scales`
-    scales,  # [n] fp32, one over the temperature; 0 (greedy) = nothing to cut
+    scales,  # [n] fp32, one over the temperature; 0 (greedy) = no truncation
     top_k,  # [programs] int32, 0 = off
     top_p,  # [programs] fp32, 1 = off
     log_min_p,  # [programs] fp32, minus infinity = off
-    peaks,  # [n, blocks] fp32, as `summarise` left them
-    sums,  # beside peaks
+    peaks,  # [n, blocks] fp32, from `summarise`
+    sums,  # [n, blocks] fp32, from `summarise`
     lowest,  # [programs] fp32, out: scaled logits below it cannot be drawn
-    lowest_of_row,  # [n] fp32, out: the same at the row
+    lowest_of_row,  # [n] fp32, out: the same, indexed by row
     stride,
     vocab,
     blocks,
     WIDTH: tl.constexpr,  # blocks, rounded up to a power of two
     SHIFT: tl.constexpr,  # low bits that are zero in every float32 of the logits' type, see ``EMPTY_BITS``
 ):
-    """Grid ``(programs,)``. Equal logits stand or fall together."""
+    """Find the threshold of each row. Equal logits are kept or dropped together. Grid: ``(programs,)``."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + program).to(tl.int64)
     scale = tl.load(scales + row)
@@ -58,7 +59,7 @@ def find_lowest(
         cut = tl.full((), _LOWEST_FINITE, tl.float32)
         if by_count:
             cut = _kth_largest(line, base, peak, wanted, largest, vocab, blocks, SHIFT)
-            # What top-p goes by is what top-k leaves, the cut's equals included.
+            # Top-p applies to the mass of the tokens that top-k keeps, including those equal to the k-th.
             _, mass = _above(line, base, _value(_key(cut, SHIFT) - 1, SHIFT), largest, scale, vocab, blocks)
             bound = cut * scale
         if share < 1.0:
@@ -73,11 +74,11 @@ def find_lowest(
 
 @triton.jit
 def _kth_largest(line, base, peak, wanted, largest, vocab, blocks, SHIFT: tl.constexpr):
-    """The largest value that at least ``wanted`` logits reach."""
-    low = _key(tl.full((), _LOWEST_FINITE, tl.float32), SHIFT)  # reached by enough
-    high = _key(largest, SHIFT) + 1  # by too few
+    """Return the largest value that at least ``wanted`` logits reach."""
+    low = _key(tl.full((), _LOWEST_FINITE, tl.float32), SHIFT)  # reached by at least `wanted` logits
+    high = _key(largest, SHIFT) + 1  # reached by fewer
     if wanted <= blocks:
-        # As many blocks have a logit at least as large as the k-th largest of their peaks.
+        # The k-th largest peak is a lower bound, since k blocks have a logit of at least this size.
         top = high
         while top - low > 1:
             middle = low + (top - low) // 2
@@ -95,7 +96,7 @@ def _kth_largest(line, base, peak, wanted, largest, vocab, blocks, SHIFT: tl.con
 
 @triton.jit
 def _nucleus(line, base, mass, start, largest, scale, vocab, blocks, SHIFT: tl.constexpr):
-    """The lowest value above ``start`` (a key) whose betters have less than ``mass``."""
+    """Return the lowest value above the key ``start`` for which the mass of larger logits is less than ``mass``."""
     low = start
     high = _key(largest, SHIFT)
     step = 0
@@ -111,7 +112,7 @@ def _nucleus(line, base, mass, start, largest, scale, vocab, blocks, SHIFT: tl.c
 
 @triton.jit
 def _above(line, base, value, largest, scale, vocab, blocks):
-    """How many logits are above ``value``, and the sum of their exp(scale * (logit - largest))."""
+    """Return the number of logits above ``value``, and the sum of their exp(scale * (logit - largest))."""
     offsets = tl.arange(0, _BLOCK)
     counts = tl.zeros((_BLOCK,), tl.int32)
     powers = tl.zeros((_BLOCK,), tl.float32)
@@ -127,7 +128,7 @@ def _above(line, base, value, largest, scale, vocab, blocks):
 
 @triton.jit
 def _middle(low, high, step, SHIFT: tl.constexpr):
-    """A key between two that are not neighbours."""
+    """Return a key between ``low`` and ``high``, which differ by more than one."""
     by_key = low + (high - low) // 2
     by_value = _key(_value(low, SHIFT) * 0.5 + _value(high, SHIFT) * 0.5, SHIFT)
     middle = tl.where(step < _STEPS_BY_VALUE, by_value, by_key)
@@ -136,14 +137,14 @@ def _middle(low, high, step, SHIFT: tl.constexpr):
 
 @triton.jit
 def _key(value, SHIFT: tl.constexpr):
-    """A float32 scalar as an int64 that is ordered as the numbers are; neighbours differ by one."""
+    """Map a float32 scalar to an int64 key with the same order. Keys of neighbouring values differ by one."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
 
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The number of a key."""
+    """Return the float32 value of a key."""
     low_bits = tl.where(key < 0, (1 << SHIFT) - 1, 0)
     bits = ((key << SHIFT) | low_bits).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -151,15 +152,15 @@ def _value(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def distribute(
-    values,  # [n, vocab] fp32, in and out: the logits whose softmax the row was drawn from
+    values,  # [n, vocab] fp32, in and out: afterwards their softmax is the distribution that was drawn from
     rows,  # [programs] int32, rows of `values` and `scales`
-    scales,  # [n] fp32, one over the temperature; 0 (greedy) = 1
+    scales,  # [n] fp32, one over the temperature; 0 (greedy) is treated as 1
     lowest,  # [n] fp32, scaled logits below it cannot be drawn; unused unless TRUNCATED
     vocab,
     TRUNCATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(programs, blocks of the vocabulary)``."""
+    """Scale and truncate the logits of each row. Grid: ``(programs, blocks of the vocabulary)``."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     scale = tl.load(scales + row)
     scale = tl.where(scale == 0.0, 1.0, scale)

@@ -1,19 +1,19 @@
-"""top-k, top-p and min-p as one threshold for each row: tokens whose logit is below it cannot be drawn."""
+"""Truncation by top-k, top-p and min-p as one threshold per row. Tokens with a lower logit cannot be drawn."""
 
 import torch
 
-# Most of the mass is nearly always in so few tokens; a row where it is not pays for a full sort.
+# This number of largest logits almost always decides the threshold. Other rows need a full sort.
 _CANDIDATES = 256
 
 
 def thresholds(
     logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, min_p: torch.Tensor | None
 ) -> torch.Tensor:
-    """The lowest logit each row may draw, ``[rows, 1]``.
+    """Return the lowest logit that each row can draw, ``[rows, 1]`` float32.
 
-    ``logits [rows, vocab]`` float32, temperature applied. ``top_k [rows]`` int64 (0 = off), ``top_p`` and ``min_p
-    [rows]`` float32; None = off for every row. They apply in this order, each to what the one before left. Equal
-    logits stand or fall together.
+    ``logits [rows, vocab]`` float32 are after temperature. ``top_k [rows]`` int64 is off at 0, ``top_p [rows]`` float32
+    at 1, and ``min_p [rows]`` float32 at 0; None is off for all rows. They apply in this order, each to the tokens that
+    the one before kept. Equal logits are kept or dropped together.
     """
     lowest = torch.full((logits.shape[0], 1), -torch.inf, device=logits.device)
     if top_k is not None or top_p is not None:
@@ -45,7 +45,7 @@ def _top(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor |
 def _cut(
     logits: torch.Tensor, ordered: torch.Tensor, keep: torch.Tensor, top_p: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The threshold ``[rows, 1]`` from the largest logits in ``ordered``, and whether they were enough, ``[rows]``."""
+    """Return the thresholds ``[rows, 1]``, and whether the largest logits ``ordered`` decide them, ``[rows]`` bool."""
     width = ordered.shape[1]
     whole = keep >= logits.shape[1]
     enough = (keep <= width) | whole
@@ -53,7 +53,7 @@ def _cut(
     lowest = torch.where(whole.unsqueeze(1), -torch.inf, kth)
     if top_p is None:
         return lowest, enough
-    # A token stays while the mass before it, among those top-k left, is less than top_p.
+    # A token is kept if the mass before it is less than top_p, relative to the mass of the tokens that top-k kept.
     left = ordered.masked_fill(ordered < lowest, -torch.inf)
     if width < logits.shape[1]:
         total = torch.where(whole.unsqueeze(1), logits.logsumexp(1, keepdim=True), left.logsumexp(1, keepdim=True))

@@ -34,7 +34,7 @@ def model_of(directory, ranks: Ranks, quantization: str = "none") -> DecoderMode
 def load(directory, ranks: Ranks, quantization: str = "none") -> DecoderModel:
     model = model_of(directory, ranks, quantization)
     tied = model.config.tied_embeddings
-    weights.load(directory, model.targets(), tied_embeddings=tied, elsewhere=model.elsewhere())
+    weights.load(directory, model.targets(), tied_embeddings=tied, ignored=model.names_of_other_ranks())
     return model
 
 
@@ -116,7 +116,7 @@ def test_quantized_parts_are_scaled_by_their_own_rows(pp_size, tied, checkpoint)
     (whole,) = [load(directory, ranks) for ranks in grid(1, 1)]
     for ranks in grid(2, pp_size):
         model = load(directory, ranks, "fp8")
-        layer, exact = model.layers[0], whole.layers[model._own.start]
+        layer, exact = model.layers[0], whole.layers[model.layer_range.start]
         half = slice(80 * ranks.tp_rank, 80 * ranks.tp_rank + 80)
         rows, scale = quantize_rows(exact.mlp.down.weight.t()[:, half])
         assert torch.equal(layer.mlp.down.weight.float(), rows.float())

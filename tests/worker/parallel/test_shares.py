@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import (
-    Share,
+    RankShare,
     evenly,
     kv_heads_of,
     local_config,
     refuse_unshareable,
     vocabulary_of,
 )
-from services.worker.described.slices import Slice, slice_targets
+from services.worker.described.slices import SliceTarget, slice_targets
 from services.worker.described.stages import balanced, head_cost, layers_of
 from tests.worker.small_models import small_config
 
@@ -90,9 +90,9 @@ def test_a_slice_takes_its_part_of_the_whole_tensor(dimension, before, size, beh
     tensor = torch.arange(whole * 3).view((whole, 3) if dimension == 0 else (3, whole))
     run = slice(before, before + size)
     expected = tensor[run] if dimension == 0 else tensor[:, run]
-    for fill in (Slice.copy_, lambda target, source: target.read(source)):
+    for fill in (SliceTarget.copy_, lambda target, source: target.read(source)):
         part = torch.full(expected.shape, -1)
-        target = Slice(part, dimension, Share(before, size, whole))
+        target = SliceTarget(part, dimension, RankShare(before, size, whole))
         assert target.shape == tensor.shape
         fill(target, tensor)
         assert torch.equal(part, expected)
@@ -100,7 +100,7 @@ def test_a_slice_takes_its_part_of_the_whole_tensor(dimension, before, size, beh
 
 def test_a_slice_for_a_target_of_another_size_is_a_mistake():
     with pytest.raises(ValueError, match="a target of shape \\[4, 3\\] for 5 elements of dimension 0"):
-        Slice(torch.empty(4, 3), 0, Share(0, 5, 10))
+        SliceTarget(torch.empty(4, 3), 0, RankShare(0, 5, 10))
 
 
 def test_slices_of_all_ranks_are_the_whole_checkpoint():

@@ -5,7 +5,7 @@ import torch
 
 from services.common.plan.types import Plan
 from services.worker.runner.cuda.ring import Place
-from services.worker.sampling.follower import Follower
+from services.worker.sampling.grammar_state import GrammarState
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.step.output import Failure
 
@@ -25,9 +25,9 @@ class Guide:
         self._clear_owed()
 
     def _clear_owed(self) -> None:
-        # Tokens that are not read yet: for each place, the followers and the rows of its results.
-        self._owed: dict[Place, list[tuple[Follower, int]]] = {}
-        self._owing: dict[Follower, Place] = {}
+        # Tokens that are not read yet: for each place, the states and the rows of its results.
+        self._owed: dict[Place, list[tuple[GrammarState, int]]] = {}
+        self._owing: dict[GrammarState, Place] = {}
 
     def apply(self, plan: Plan) -> None:
         """Apply releases and admissions of ``plan``."""
@@ -44,12 +44,12 @@ class Guide:
 
     def write(self, slots: np.ndarray) -> dict[int, Failure]:
         """Write the masks of ``slots [n]``, which have grammars. Return the failures by slot."""
-        followers = self._grammars.followers(slots)
-        for follower in followers:
-            if follower in self._owing:
-                self.catch_up(self._owing[follower])
+        states = self._grammars.states(slots)
+        for state in states:
+            if state in self._owing:
+                self.catch_up(self._owing[state])
         self._sent.synchronize()
-        self._grammars.fill(followers, self._masks[: len(slots)])
+        self._grammars.fill(states, self._masks[: len(slots)])
         return self._grammars.failures(slots)
 
     def sent(self) -> None:
@@ -58,18 +58,18 @@ class Guide:
 
     def expect(self, place: Place, slots: np.ndarray, rows: np.ndarray) -> None:
         """Expect the tokens of ``slots [n]`` at ``rows [n]`` of the results of ``place``."""
-        owed = list(zip(self._grammars.followers(slots), rows.tolist(), strict=True))
+        owed = list(zip(self._grammars.states(slots), rows.tolist(), strict=True))
         self._owed[place] = owed
-        self._owing |= {follower: place for follower, _ in owed}
+        self._owing |= {state: place for state, _ in owed}
 
     def catch_up(self, place: Place) -> None:
         """Wait for the tokens that ``place`` owes, and read them. Then the place may be used again."""
         if (owed := self._owed.pop(place, None)) is None:
             return
         place.wait()
-        self._grammars.advance([(follower, int(place.tokens[row])) for follower, row in owed])
-        for follower, _ in owed:
-            del self._owing[follower]
+        self._grammars.advance([(state, int(place.tokens[row])) for state, row in owed])
+        for state, _ in owed:
+            del self._owing[state]
 
 
 class NoGuide:

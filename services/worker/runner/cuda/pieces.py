@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from services.worker.attention.base import PlacedAttentionStep, RotatingAttentionStep
+from services.worker.attention.base import PreallocatedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention
 from services.worker.described.memory import kept_in_piece, piece_sizes
@@ -28,7 +28,7 @@ _HOST_BOUND, _PADDING = 2048, 1 / 32
 
 
 Launches = Callable[[RotatingAttentionStep], torch.Tensor]
-Replay = Callable[[PlacedAttentionStep], None]
+Replay = Callable[[PreallocatedAttentionStep], None]
 
 
 class StepPieces:
@@ -80,7 +80,7 @@ class StepPieces:
         size: int,
         entering: torch.Tensor,
         positions: torch.Tensor,
-        attention: PlacedAttentionStep,
+        attention: PreallocatedAttentionStep,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
         """As ``EagerSteps.run``. ``positions`` is not read, since ``attention`` has them."""
@@ -120,7 +120,7 @@ class _Piece(NamedTuple):
     keep: torch.Tensor | None
 
 
-class NoAttention(PlacedAttentionStep):
+class NoAttention(PreallocatedAttentionStep):
     """Attends to nothing, and stores nothing."""
 
     def run_into(
@@ -136,7 +136,7 @@ class NoAttention(PlacedAttentionStep):
 
 
 class _Call(NamedTuple):
-    """Of attention, as ``PlacedAttentionStep.run_into`` takes it."""
+    """Of attention, as ``PreallocatedAttentionStep.run_into`` takes it."""
 
     layer_index: int
     qkv: torch.Tensor
@@ -146,7 +146,7 @@ class _Call(NamedTuple):
     output: torch.Tensor
 
 
-class _Cuts(PlacedAttentionStep):
+class _Cuts(PreallocatedAttentionStep):
     """In attention's place while a forward pass is captured: a graph ends before each, and the next begins behind."""
 
     def __init__(self, width: int, pool: "_POOL_HANDLE") -> None:
@@ -187,7 +187,7 @@ class _Cuts(PlacedAttentionStep):
             with contextlib.suppress(RuntimeError):
                 self.end()
 
-    def replay(self, attention: PlacedAttentionStep) -> None:
+    def replay(self, attention: PreallocatedAttentionStep) -> None:
         """The graphs, with ``attention`` between them."""
         first, *others = self._graphs
         first.replay()

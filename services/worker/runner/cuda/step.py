@@ -9,7 +9,7 @@ from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import StepScores
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
-from services.worker.sampling.sampler import NOTHING, concatenate
+from services.worker.sampling.sampler import NOTHING_SAMPLED, concatenate
 from services.worker.step.output import Failure, Sampled, StepOutput
 
 _NS_PER_MS = 1_000_000
@@ -70,7 +70,7 @@ class CudaStep:
         if self._scores is not None:
             self.scored = self._scores.collect(failed)
         if not len(slots):
-            return NOTHING
+            return NOTHING_SAMPLED
         failed[list(self.failures)] = True
         finite = (tokens >= 0) & ~failed[slots]
         if not finite.all():
@@ -111,7 +111,7 @@ class CutStep:
             timing.sample += part.timing.sample
         scored = tuple(each for part in parts for each in part.scored)
         failures = {slot: failure for part in parts for slot, failure in part.failures.items()}
-        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING, timing, scored, failures)
+        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING_SAMPLED, timing, scored, failures)
 
 
 def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
