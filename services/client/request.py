@@ -15,7 +15,7 @@ from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, TokaError
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Grammar, Job, Settings
+from services.gateway.engine.request import Grammar, PromptRequest, Settings
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.errors import to_body
 from services.gateway.http.request import Caller
@@ -67,7 +67,7 @@ class Prepared:
     """A request on its way."""
 
     request: Request
-    job: Job
+    job: PromptRequest
 
     @property
     def samples(self) -> int:
@@ -206,7 +206,7 @@ def _job(
     encoded: _Encoded,
     facts: ModelFacts,
     repeats: Counter[tuple[int, bytes]],
-) -> Job:
+) -> PromptRequest:
     params = request.params
     ids = np.asarray(encoded.ids, np.uint32)
     kept = cut(ids, kept_tokens(params.body, facts), params.truncation_side)

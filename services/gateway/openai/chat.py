@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from services.common.json_scan import Raw
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.http.request import Caller, read_body, read_caller, while_connected
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     request_id: str
     facts: ModelFacts
     settings: Settings
-    jobs: list[Job]
+    jobs: list[PromptRequest]
     make_reader: MakeReader
     unknown: list[str]  # parameters that the model's template does not know
 

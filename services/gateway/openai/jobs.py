@@ -12,7 +12,7 @@ from services.common.logprobs_mode import PROCESSED
 from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Grammar, Job, Priority, Settings
+from services.gateway.engine.request import Grammar, Priority, PromptRequest, Settings
 from services.gateway.engine.text import check_token_ids
 from services.gateway.http.request import Caller
 from services.gateway.openai.schemas import GenerationBody
@@ -79,9 +79,9 @@ def make_settings(
         special_tokens=body.skip_special_tokens is False,
         return_token_ids=bool(body.return_token_ids),
         packed_logprobs=bool(body.logprobs_in_fingerprint),
-        told_prompt_logprobs=body.prompt_logprobs,
+        requested_prompt_logprobs=body.prompt_logprobs,
         open_ended=body.most_tokens is None,
-        silent=body.most_tokens == 0,
+        discard_output=body.most_tokens == 0,
     )
 
 
@@ -235,7 +235,7 @@ def make_jobs(
     field: str,
     max_tokens: int | None,
     seed: int | None,
-) -> list[Job]:
+) -> list[PromptRequest]:
     """One job for each prompt. Answers are cut where the context ends; ``max_tokens`` None: there only; 0: none."""
     _check_bias_copies(len(prompts), settings)
     jobs = []
@@ -251,7 +251,7 @@ def make_jobs(
         room = facts.max_context_tokens - len(ids)
         _check_min_tokens(settings.min_tokens, max_tokens, room)
         jobs.append(
-            Job(
+            PromptRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 model=facts.id,
                 prompt_ids=ids,
