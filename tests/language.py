@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     "tests/language.py",
     "services/gateway/engine",
+    "services/gateway/store",
 )
 # First words of a docstring that state no fact and give no order.
 OPENINGS = ("What", "Whether", "How", "Of", "As", "So", "Until", "From", "Those", "One", "Who", "Whoever", "Where")
