@@ -18,6 +18,7 @@ ROOMS = (
     "tests/language.py",
     "services/gateway/engine",
     "services/gateway/store",
+    "services/gateway/http",
 )
 # First words of a docstring that state no fact and give no order.
 OPENINGS = ("What", "Whether", "How", "Of", "As", "So", "Until", "From", "Those", "One", "Who", "Whoever", "Where")

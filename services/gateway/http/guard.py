@@ -1,4 +1,4 @@
-"""Who may ask what, before a byte of a body is read."""
+"""Authentication and authorization of requests, before their bodies are read."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -13,22 +13,25 @@ from services.common.limits import Limits
 
 log = structlog.get_logger(__name__)
 
-# In the scope of a request whose caller has shown it: the ``Key``.
+# Scope key of an authenticated request: its ``Key``.
 KEY = "toka.key"
 METRICS = "/metrics"
 CONSOLE = "/console"
 CONSOLE_STATE, CONSOLE_REQUESTS = f"{CONSOLE}/state", f"{CONSOLE}/requests"
 _OPEN = frozenset({"/health", "/ready", "/ping", CONSOLE, f"{CONSOLE}/", f"{CONSOLE}/config"})
-_CONSOLE_FILES = f"{CONSOLE}/static/"  # the same for everybody: what they show is asked for with a key
+_CONSOLE_FILES = f"{CONSOLE}/static/"  # static files, without data of the deployment
 _OF_ADMINS = frozenset({METRICS, CONSOLE_STATE, CONSOLE_REQUESTS})
 _AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"  # the second is Anthropic's
 
 
 class Guard:
-    """A gateway's. Lives on its event loop."""
+    """Checks API keys and scopes. Runs on the gateway's event loop."""
 
     def __init__(self, config: GatewayConfig, gateways: int = 1) -> None:
-        """``gateways``: so many share what a key may use. Raises ``InvalidRequest`` for a wrong file of keys."""
+        """Load the keys. ``gateways`` processes share the limits of each key.
+
+        Raises ``InvalidRequest`` for an invalid file of keys.
+        """
         self._ring = None if config.api_keys_file is None else KeyRing.load(config.api_keys_file)
         for reason in exposure(config):
             log.warning("exposed", reason=reason)
@@ -37,7 +40,7 @@ class Guard:
         self.limits = Limits(gateways)
 
     def admit(self, scope: MutableMapping[str, Any]) -> None:
-        """Note whose request it is. Raises ``Unauthenticated`` or ``PermissionDenied``."""
+        """Authenticate a request. Raises ``Unauthenticated`` or ``PermissionDenied``."""
         path = scope["path"]
         if self._ring is None or path in _OPEN or path.startswith(_CONSOLE_FILES):
             return
@@ -52,11 +55,11 @@ class Guard:
 
     @property
     def wants_keys(self) -> bool:
-        """Whether requests are asked for one."""
+        """True if requests need an API key."""
         return self._ring is not None
 
     def tells_all(self, scope: MutableMapping[str, Any]) -> bool:
-        """Whether who asks on the public port may hear of the replicas."""
+        """Return whether a request on the public port may see the state of the replicas."""
         if self._admin_elsewhere:
             return False
         if self._ring is None:
@@ -67,8 +70,10 @@ class Guard:
             return False
 
     def key_named(self, name: str) -> Key | None:
-        """The key whose limits count for what its owner left to be done; None: nobody's do. Raises ``Unauthenticated``
-        or ``PermissionDenied`` when that key would not be let in now."""
+        """Return the key ``name``, whose limits apply to deferred work, or None if authentication is off.
+
+        Raises ``Unauthenticated`` or ``PermissionDenied`` if a request with that key would be rejected now.
+        """
         if self._ring is None or not name:
             return None
         self._ring.refresh()
@@ -82,8 +87,10 @@ class Guard:
         return key
 
     def told(self, error: TokaError) -> TokaError:
-        """Return ``error`` as clients see it. With API keys, the state and the addresses of schedulers and of the store
-        are for operators only."""
+        """Return ``error`` as clients see it.
+
+        If authentication is on, only operators see the state and the addresses of schedulers and of the store.
+        """
         if self._ring is None or not isinstance(error, (Internal, Unavailable)):
             return error
         if isinstance(error, StoreUnavailable):
@@ -108,8 +115,10 @@ def _find(ring: KeyRing, scope: MutableMapping[str, Any]) -> Key:
 
 
 def presented_key(scope: MutableMapping[str, Any]) -> str:
-    """Return the API key in a request's headers: that of ``Authorization: Bearer``, or of ``x-api-key`` if there is no
-    ``Authorization``. Empty if there is none, or if a header comes twice."""
+    """Return the API key of ``Authorization: Bearer``, or of ``x-api-key`` if that header is missing.
+
+    Return an empty string if there is no key, or if a header occurs twice.
+    """
     for header, prefix in ((_AUTHORIZATION, "bearer "), (_API_KEY, "")):
         values = [value.decode("latin-1") for name, value in scope["headers"] if name == header]
         if values:
@@ -119,7 +128,7 @@ def presented_key(scope: MutableMapping[str, Any]) -> str:
 
 
 def exposure(config: GatewayConfig) -> list[str]:
-    """What is dangerous about where it listens."""
+    """Return the reasons why the listening addresses are dangerous."""
     reasons = []
     if not is_loopback(config.host):
         if config.api_keys_file is None:
