@@ -19,6 +19,7 @@ ROOMS = (
     "services/gateway/engine",
     "services/gateway/store",
     "services/gateway/http",
+    "services/gateway/console",
 )
 # First words of a docstring that state no fact and give no order.
 OPENINGS = ("What", "Whether", "How", "Of", "As", "So", "Until", "From", "Those", "One", "Who", "Whoever", "Where")

@@ -1,4 +1,4 @@
-"""The console's files: HTML, modules and styles as they are in the package, with no step between."""
+"""The console's static files, served as they are in the package."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing inline, nothing from elsewhere, nothing that becomes markup: what a model says stays text.
+# No inline scripts, no other origins, and no strings parsed as HTML, so that the output of a model stays text.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -33,12 +33,12 @@ _HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asked for again each time, and sent again when it changed
+    "cache-control": "no-cache",  # browsers revalidate the file by its etag each time
 }
 
 
 class Assets:
-    """Read once, into memory: a path in a request is never one of the file system."""
+    """The files, read into memory once. A path in a request is never used as a path of the file system."""
 
     def __init__(self) -> None:
         files = {path.name: path for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
@@ -48,11 +48,11 @@ class Assets:
         }
 
     async def page(self, request: Request) -> Response:
-        """The console itself."""
+        """Return the console's page."""
         return self._respond(request, "index.html")
 
     async def file(self, request: Request) -> Response:
-        """One of its files. Raises ``NotFound``."""
+        """Return a static file. Raises ``NotFound``."""
         name = request.path_params["name"]
         if name not in self._contents:
             raise NotFound(f"the console has no file {name[:100]!r}", reason="UNKNOWN_URL")
