@@ -20,6 +20,7 @@ ROOMS = (
     "services/gateway/store",
     "services/gateway/http",
     "services/gateway/console",
+    "services/gateway/anthropic",
 )
 # First words of a docstring that state no fact and give no order.
 OPENINGS = ("What", "Whether", "How", "Of", "As", "So", "Until", "From", "Those", "One", "Who", "Whoever", "Where")
