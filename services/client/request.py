@@ -13,7 +13,7 @@ import orjson
 from services.client.params import SamplingParams
 from services.common.errors import InvalidRequest, TokaError
 from services.common.text.vocabulary import TokenIds, Vocabulary
-from services.gateway.engine.job import Job
+from services.gateway.engine.request import PromptRequest
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.errors import to_body
 from services.gateway.http.request import Caller
@@ -58,7 +58,7 @@ class Prepared:
     """A request with its job."""
 
     request: Request
-    job: Job
+    job: PromptRequest
 
     @property
     def samples(self) -> int:
@@ -162,7 +162,7 @@ def _token_ids(prompt: Any) -> np.ndarray:
     return ids.astype(np.uint32)
 
 
-def _job(compiler: Compiler, request: Request, encoded: _Encoded, repeats: Counter[tuple[int, bytes]]) -> Job:
+def _job(compiler: Compiler, request: Request, encoded: _Encoded, repeats: Counter[tuple[int, bytes]]) -> PromptRequest:
     seed, draft = request.params.seed, encoded.draft
     ids = cut(np.asarray(encoded.ids, np.uint32), draft.kept, draft.body.truncation_side)
     if seed is not None:

@@ -15,9 +15,9 @@ from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.text.tokenizer import Tokenizer
+from services.gateway.engine.active_request import ActiveRequest, ActiveSample
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.fleet import Fleet
-from services.gateway.engine.generation import Choice, Generation
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.session import Timings
 from services.gateway.engine.text import TextEngine
@@ -147,7 +147,7 @@ class Runner:
         try:
             transcripts: dict[int, Transcript] = {}
             ended: set[int] = set()
-            while news := await generation.news():
+            while news := await generation.wait_updated():
                 some = [choice for choice in news if choice.index not in ended]
                 ended |= {choice.index for choice in some if choice.ending is not None}
                 yield [self._news(prepared, choice, transcripts) for choice in some]
@@ -156,8 +156,8 @@ class Runner:
         finally:
             generation.close()
 
-    async def _accepted(self, prepared: Prepared) -> Generation:
-        """Return a streaming generation that a scheduler has accepted."""
+    async def _accepted(self, prepared: Prepared) -> ActiveRequest:
+        """Return a streaming request that a scheduler has accepted."""
         pause = _FIRST_PAUSE_S
         while True:
             generation = None
@@ -194,13 +194,13 @@ class Runner:
     async def _attempt(self, prepared: Prepared) -> RequestOutput:
         generation = await self._submit(prepared, streaming=False)
         try:
-            while await generation.ended():
+            while await generation.wait_ended():
                 pass
             return self._output(prepared, generation)
         finally:
             generation.close()
 
-    async def _submit(self, prepared: Prepared, *, streaming: bool) -> Generation:
+    async def _submit(self, prepared: Prepared, *, streaming: bool) -> ActiveRequest:
         self._check_open()
         return await self._fleet.generate([prepared.job], streaming=streaming)
 
@@ -216,8 +216,8 @@ class Runner:
             raise _closed()
         return self._compiler
 
-    def _output(self, prepared: Prepared, generation: Generation) -> RequestOutput:
-        endings = [choice.outcome for choice in generation.choices]
+    def _output(self, prepared: Prepared, generation: ActiveRequest) -> RequestOutput:
+        endings = [choice.outcome for choice in generation.samples]
         usage = Usage(
             endings[0].prompt_tokens,
             min(ending.cached_tokens for ending in endings),
@@ -226,27 +226,27 @@ class Runner:
         return RequestOutput(
             prepared.request.shown,
             prepared.prompt_ids,
-            [self._completion(prepared, choice) for choice in generation.choices],
+            [self._completion(prepared, choice) for choice in generation.samples],
             usage,
             self._prompt_logprobs(prepared, generation),
         )
 
-    def _completion(self, prepared: Prepared, choice: Choice) -> CompletionOutput:
+    def _completion(self, prepared: Prepared, choice: ActiveSample) -> CompletionOutput:
         token_ids = list(map(int, choice.new_ids))
         logprobs = choice.logprobs if prepared.job.settings.logprobs else None
         said, _ = choice.take()
         text = whole_text(prepared.vocabulary(self.text), said, choice.outcome)
         return CompletionOutput(choice.index, text, token_ids, logprobs, choice.outcome.reason)
 
-    def _prompt_logprobs(self, prepared: Prepared, generation: Generation) -> list[dict[str, Any] | None] | None:
-        top = prepared.job.settings.told_prompt_logprobs
+    def _prompt_logprobs(self, prepared: Prepared, generation: ActiveRequest) -> list[dict[str, Any] | None] | None:
+        top = prepared.job.settings.requested_prompt_logprobs
         if top is None:
             return None
         scores = generation.prompt_scores[0]
         start = prepared.job.settings.prompt_logprobs_start
         return prompt_logprobs(prepared.job.prompt_ids, scores, top, self.text.token_text, start)
 
-    def _news(self, prepared: Prepared, choice: Choice, transcripts: dict[int, Transcript]) -> StreamOutput:
+    def _news(self, prepared: Prepared, choice: ActiveSample, transcripts: dict[int, Transcript]) -> StreamOutput:
         transcript = transcripts.get(choice.index)
         if transcript is None:
             stops = prepared.job.settings.stop_strings

@@ -67,8 +67,8 @@ async def serve(
     leave = partial(handover.leave, sockets[0]) if handover is not None else lambda: False
     drain = asyncio.create_task(_drain(stop, leave, gateway, batches, server))
     try:
-        await gateway.fleet.known(FIRST_LOOK_S)
-        await _while(gateway.fleet.goes_on(), server.serve(sockets=sockets))
+        await gateway.fleet.wait_known(FIRST_LOOK_S)
+        await _while(gateway.fleet.watch_tasks(), server.serve(sockets=sockets))
         idle = asyncio.create_task(gateway.store.background_idle())
         await asyncio.wait([idle, drain], return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()

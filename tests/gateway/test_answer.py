@@ -9,9 +9,9 @@ import orjson
 
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
+from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.codec import Ending, ModelFacts
-from services.gateway.engine.generation import Generation
-from services.gateway.engine.job import Grammar, Job, Settings
+from services.gateway.engine.request import Grammar, PromptRequest, Settings
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.guard import Guard
 from services.gateway.http.request import Caller
@@ -25,18 +25,18 @@ FACTS = ModelFacts("m", 0, 2048, 2048, True, 20, "", "1.5")
 
 async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was_sent(tokenizer):
     grammar = Grammar("lark", "start: /x/", "response_format", composed=True)
-    job = Job("r", "m", np.array([5], np.uint32), 9, None, Settings(grammar=grammar))
-    generation, config, text = Generation([job], streaming=True), GatewayConfig(), TextEngine(tokenizer)
+    job = PromptRequest("r", "m", np.array([5], np.uint32), 9, None, Settings(grammar=grammar))
+    generation, config, text = ActiveRequest([job], streaming=True), GatewayConfig(), TextEngine(tokenizer)
 
-    async def generate(jobs, streaming) -> Generation:
+    async def generate(jobs, streaming) -> ActiveRequest:
         return generation
 
     fleet = SimpleNamespace(generate=generate)
     metrics = SimpleNamespace(request_began=lambda samples, max_tokens, prompts: None)
     gateway = SimpleNamespace(config=config, guard=Guard(config), fleet=fleet, text=text, metrics=metrics)
-    generation.accepted()
+    generation.on_accepted()
     stream = await Answer(gateway, [job], ChatShape("r", FACTS, None), {}, Caller("", "")).respond(stream=True)
-    generation.feed(generation.choices[0], [5], None)
+    generation.add_tokens(generation.samples[0], [5], None)
     generation.fail(InvalidRequest("at 3(1): it takes too long", field="sampling.grammar", reason="INVALID_GRAMMAR"))
     sent = []
 
@@ -55,12 +55,14 @@ async def test_a_grammar_that_fails_in_the_middle_of_a_stream_is_named_as_it_was
 
 
 def test_a_stored_choice_takes_little_more_memory_than_its_text():
-    generation = Generation([Job("r", "m", np.array([5], np.uint32), 9, None, Settings(n=1000))], streaming=False)
-    for choice in generation.choices:
+    generation = ActiveRequest(
+        [PromptRequest("r", "m", np.array([5], np.uint32), 9, None, Settings(n=1000))], streaming=False
+    )
+    for choice in generation.samples:
         choice.ending = Ending("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
     shape, piece = CompletionShape("r", FACTS, None), Piece("hello", [])
     tracemalloc.start()
-    kept = [shape.choice(choice, piece) for choice in generation.choices]
+    kept = [shape.choice(choice, piece) for choice in generation.samples]
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size < 3 * sum(map(len, kept))

@@ -18,8 +18,8 @@ from services.common.errors import TokaError
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.engine.fleet import Fleet
-from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Timings
 from services.scheduler.server import SchedulerServer
 from services.scheduler.workers import heartbeat
@@ -85,14 +85,14 @@ def asks_fleet(fleet: Fleet) -> Ask:
     async def ask() -> bool | None:
         seed = next(_seeds)
         settings = Settings(temperature=1.0)
-        job = Job(f"r-{seed}", "tokasaurus-builtin", np.array(PROMPT, np.uint32), TOKENS, seed, settings)
+        job = PromptRequest(f"r-{seed}", "tokasaurus-builtin", np.array(PROMPT, np.uint32), TOKENS, seed, settings)
         try:
             generation = await fleet.generate([job], streaming=False)
-            while await generation.ended():
+            while await generation.wait_ended():
                 pass
         except TokaError:
             return None
-        return list(generation.choices[0].new_ids) == expected(seed)
+        return list(generation.samples[0].new_ids) == expected(seed)
 
     return ask
 

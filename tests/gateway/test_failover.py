@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
+from services.gateway.engine.active_request import ActiveRequest, SchedulerRequest
 from services.gateway.engine.codec import Ending, PromptScores, encode_submit
 from services.gateway.engine.failover import Failover
-from services.gateway.engine.generation import Call, Generation
-from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.metrics import RequestMetrics
-from services.gateway.engine.trial import PROVEN, SUSPICIOUS
+from services.gateway.engine.quarantine import PROVEN, SUSPICIOUS
+from services.gateway.engine.request import PromptRequest, Settings
 
 LOST = Unavailable("the scheduler was lost: it died; send the request again")
 NOTHING = np.zeros(0, np.uint32)
@@ -19,15 +19,15 @@ NOTHING = np.zeros(0, np.uint32)
 
 def generation(
     n: int = 1, *, prompts: int = 1, seed: int | None = 7, streaming: bool = False, **settings
-) -> Generation:
+) -> ActiveRequest:
     prompt, asked = np.array([1, 2, 3], np.uint32), Settings(n=n, **settings)
-    jobs = [Job(f"r-{number}", "m", prompt, 50, seed, asked) for number in range(prompts)]
-    return Generation(jobs, streaming=streaming)
+    jobs = [PromptRequest(f"r-{number}", "m", prompt, 50, seed, asked) for number in range(prompts)]
+    return ActiveRequest(jobs, streaming=streaming)
 
 
-def tokens(running: Generation, *counts: int) -> dict:
+def tokens(running: ActiveRequest, *counts: int) -> dict:
     """So many tokens came of each of its choices."""
-    return {choice: np.arange(count, dtype=np.uint32) for choice, count in zip(running.choices, counts, strict=False)}
+    return {choice: np.arange(count, dtype=np.uint32) for choice, count in zip(running.samples, counts, strict=False)}
 
 
 class Scheduler:
@@ -36,22 +36,22 @@ class Scheduler:
     backlog = 0
 
     def __init__(self) -> None:
-        self.calls: asyncio.Queue[Call] = asyncio.Queue()
+        self.calls: asyncio.Queue[SchedulerRequest] = asyncio.Queue()
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: SchedulerRequest) -> None:
         self.calls.put_nowait(call)
 
 
 class Place:
     """A failover that runs, and the one scheduler that is ready, or None."""
 
-    def __init__(self, patience_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         self.scheduler: Scheduler | None = Scheduler()
         self.avoided: list[str | None] = []
         self.metrics = RequestMetrics()
-        self.failover = Failover(self._choose, self.metrics, patience_s)
+        self.failover = Failover(self._choose, self.metrics, timeout_s)
 
-    def _choose(self, call: Call, not_this: str | None) -> Scheduler | None:
+    def _choose(self, call: SchedulerRequest, not_this: str | None) -> Scheduler | None:
         self.avoided.append(not_this)
         return self.scheduler
 
@@ -63,87 +63,87 @@ class Place:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def sent(self, count: int) -> list[Call]:
+    async def sent(self, count: int) -> list[SchedulerRequest]:
         """The next calls that are sent."""
         async with asyncio.timeout(60):
             return [await self.scheduler.calls.get() for _ in range(count)]
 
 
-async def failed(running: Generation) -> TokaError:
+async def failed(running: ActiveRequest) -> TokaError:
     with pytest.raises(TokaError) as caught:
         async with asyncio.timeout(60):
-            await running.ended()
+            await running.wait_ended()
     return caught.value
 
 
 def test_samples_without_a_token_go_together_and_others_from_where_they_are():
     running = generation(8)
-    [first] = running.calls
-    calls = running.lost(tokens(running, 0, 0, 5, 0, 0, 0, 1, 0))
-    assert [(call.part.first, call.part.samples, len(call.part.held)) for call in calls] == [
+    [first] = running.scheduler_requests
+    calls = running.replace_lost(tokens(running, 0, 0, 5, 0, 0, 0, 1, 0))
+    assert [(call.submission.first, call.submission.n, len(call.submission.generated_ids)) for call in calls] == [
         (0, 2, 0), (2, 1, 5), (3, 3, 0), (6, 1, 1), (7, 1, 0),
     ]  # fmt: skip
-    assert running.calls == calls
-    assert len({call.part.request_id for call in (first, *calls)}) == 6
-    assert {call.part.seed for call in calls} == {7}
-    again = running.lost({running.choices[2]: np.array([9], np.uint32), running.choices[4]: NOTHING})
-    assert [call.part.held.tolist() for call in again] == [[0, 1, 2, 3, 4, 9], []]
-    assert [call.part.first for call in again] == [2, 4]
-    assert len({call.part.request_id for call in (first, *calls, *again)}) == 8
+    assert running.scheduler_requests == calls
+    assert len({call.submission.request_id for call in (first, *calls)}) == 6
+    assert {call.submission.seed for call in calls} == {7}
+    again = running.replace_lost({running.samples[2]: np.array([9], np.uint32), running.samples[4]: NOTHING})
+    assert [call.submission.generated_ids.tolist() for call in again] == [[0, 1, 2, 3, 4, 9], []]
+    assert [call.submission.first for call in again] == [2, 4]
+    assert len({call.submission.request_id for call in (first, *calls, *again)}) == 8
 
 
 def test_a_request_that_had_not_begun_is_sent_as_it_was():
     running = generation(3)
-    [call] = running.lost(tokens(running, 0, 0, 0))
-    assert not call.part.resumes
-    assert call.choices == running.choices
+    [call] = running.replace_lost(tokens(running, 0, 0, 0))
+    assert not call.submission.resumes
+    assert call.samples == running.samples
 
 
 def test_a_request_without_a_seed_keeps_the_one_that_was_drawn():
     running = generation(seed=None)
-    seed = running.calls[0].part.seed
+    seed = running.scheduler_requests[0].submission.seed
     assert 0 <= seed < 2**64
-    assert running.lost(tokens(running, 4))[0].part.seed == seed
-    assert generation(seed=None).calls[0].part.seed != seed
+    assert running.replace_lost(tokens(running, 4))[0].submission.seed == seed
+    assert generation(seed=None).scheduler_requests[0].submission.seed != seed
 
 
 def test_of_samples_that_were_sent_together_each_may_be_lost_in_its_turn():
     running = generation(3)
-    [call] = running.calls
-    [first] = running.lost({running.choices[1]: np.array([4], np.uint32)})
-    assert running.calls == [call, first]
-    assert call.choices == [running.choices[0], running.choices[2]]
-    [again, other] = running.lost({running.choices[0]: NOTHING, running.choices[1]: NOTHING})
-    assert [again.choices, other.choices] == [[running.choices[0]], [running.choices[1]]]
-    assert other.part.held.tolist() == [4]
-    [last] = running.lost({running.choices[2]: NOTHING})
-    assert running.calls == [again, other, last]
-    assert len({each.part.request_id for each in (call, first, again, other, last)}) == 5
+    [call] = running.scheduler_requests
+    [first] = running.replace_lost({running.samples[1]: np.array([4], np.uint32)})
+    assert running.scheduler_requests == [call, first]
+    assert call.samples == [running.samples[0], running.samples[2]]
+    [again, other] = running.replace_lost({running.samples[0]: NOTHING, running.samples[1]: NOTHING})
+    assert [again.samples, other.samples] == [[running.samples[0]], [running.samples[1]]]
+    assert other.submission.generated_ids.tolist() == [4]
+    [last] = running.replace_lost({running.samples[2]: NOTHING})
+    assert running.scheduler_requests == [again, other, last]
+    assert len({each.submission.request_id for each in (call, first, again, other, last)}) == 5
 
 
 def test_scores_of_a_prompt_that_were_asked_for_twice_are_taken_once():
     running = generation(prompt_logprobs=1)
     none = np.zeros(0, np.float32)
     for place in (1, 1, 2, 2, 1):
-        running.score(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
+        running.add_prompt_scores(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
     assert [scores.start for scores in running.prompt_scores[0]] == [1, 2]
 
 
 def test_scores_before_the_position_that_was_asked_for_are_dropped():
     """A scheduler that does not know prompt_logprobs_start sends them all."""
     running = generation(prompt_logprobs=1, prompt_logprobs_start=2)
-    running.score(0, PromptScores(1, np.arange(2, dtype=np.float32), *[np.zeros((2, 0))] * 3))
+    running.add_prompt_scores(0, PromptScores(1, np.arange(2, dtype=np.float32), *[np.zeros((2, 0))] * 3))
     [scores] = running.prompt_scores[0]
     assert (scores.start, scores.logprobs.tolist()) == (2, [1.0])
-    [call] = running.lost(tokens(running, 0))
-    assert not call.part.scores  # the last of three tokens was the only one
+    [call] = running.replace_lost(tokens(running, 0))
+    assert not call.submission.scores  # the last of three tokens was the only one
 
 
 def test_a_sample_goes_on_with_its_thinking_budget():
     """The scheduler counts what was generated, and looks at the prompt alone."""
     running = generation(thinking_tokens=8)
-    [call] = running.lost({running.choices[0]: np.array([4, 5], np.uint32)})
-    request = encode_submit(call.part).submit.request
+    [call] = running.replace_lost({running.samples[0]: np.array([4, 5], np.uint32)})
+    request = encode_submit(call.submission).submit.request
     assert request.sampling.thinking.tokens == 8
     assert not request.sampling.thinking.HasField("opened")
     assert (request.resume.generated_tokens, list(request.tokens.token_ids)) == (2, [1, 2, 3, 4, 5])
@@ -151,10 +151,10 @@ def test_a_sample_goes_on_with_its_thinking_budget():
 
 def test_only_what_is_lost_is_sent_again():
     running = generation(2, prompts=2)
-    kept = running.calls[1]
-    [call] = running.lost(tokens(running, 0, 0))
-    assert call.part.job.request_id == "r-0"
-    assert running.calls == [kept, call]
+    kept = running.scheduler_requests[1]
+    [call] = running.replace_lost(tokens(running, 0, 0))
+    assert call.submission.prompt.request_id == "r-0"
+    assert running.scheduler_requests == [kept, call]
 
 
 @pytest.mark.parametrize("told", [0, 1, 2])
@@ -162,19 +162,19 @@ def test_log_probabilities_of_a_prompt_are_asked_for_again_until_they_were_told(
     running = generation(2, prompt_logprobs=1)
     none = np.zeros(0, np.float32)
     for place in range(1, 1 + told):
-        running.score(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
-    calls = running.lost(tokens(running, 1, 0))
-    assert [call.part.scores for call in calls] == [told < 2, False]
+        running.add_prompt_scores(0, PromptScores(place, np.ones(1, np.float32), NOTHING, NOTHING, none))
+    calls = running.replace_lost(tokens(running, 1, 0))
+    assert [call.submission.scores for call in calls] == [told < 2, False]
     assert len(running.prompt_scores[0]) == (told if told == 2 else 0)
 
 
 def test_what_a_stream_was_told_already_is_not_told_again_and_times_add_up():
     running = generation(streaming=True)
-    [choice] = running.choices
-    running.feed(choice, [5, 6], None)
-    running.lost({choice: np.array([5, 6], np.uint32)})
-    choice.late_s = 2.0
-    running.feed(choice, [7], None)
+    [choice] = running.samples
+    running.add_tokens(choice, [5, 6], None)
+    running.replace_lost({choice: np.array([5, 6], np.uint32)})
+    choice.failover_delay_s = 2.0
+    running.add_tokens(choice, [7], None)
     running.finish(choice, Ending("stop", False, 0, 3, 3, 0, 0.5, 0.25, 1.0, None))
     assert choice.take()[0] == [5, 6, 7]
     assert (choice.ending.queued_s, choice.ending.prefill_s, choice.ending.decode_s) == (0.5, 0.25, 3.0)
@@ -183,11 +183,11 @@ def test_what_a_stream_was_told_already_is_not_told_again_and_times_add_up():
 async def test_what_is_lost_is_sent_again_and_counted():
     async with Place() as place:
         running = generation(2, streaming=True)
-        running.accepted()
-        running.calls[0].accepted = True
+        running.on_accepted()
+        running.scheduler_requests[0].accepted = True
         place.failover.lose(tokens(running, 3, 0), LOST, "hung")
         calls = await place.sent(2)
-        assert [len(call.part.held) for call in calls] == [3, 0]
+        assert [len(call.submission.generated_ids) for call in calls] == [3, 0]
         assert all(call.accepted for call in calls)  # the client was told once
         counted = {
             sample.labels["reason"]: sample.value
@@ -222,17 +222,17 @@ async def test_of_many_that_were_lost_together_only_the_one_that_schedulers_die_
         while poison._error is None:
             if poison in here:
                 deaths += 1
-                lost = {running.choices[0]: NOTHING for running in here}
+                lost = {running.samples[0]: NOTHING for running in here}
                 here.clear()
                 place.failover.lose(lost, LOST, "lost")
             else:
                 for running in here:  # they get on
-                    running.choices[0].setbacks = 0
+                    running.samples[0].losses = 0
                 well |= here
                 here.clear()
             if poison._error is None:
                 [call] = await place.sent(1)
-                here.add(call.generation)
+                here.add(call.parent)
         assert isinstance(poison._error, Internal)
         assert [running._error for running in many if running is not poison] == [None] * 11
         assert SUSPICIOUS + PROVEN <= deaths < 9
@@ -242,10 +242,10 @@ async def test_schedulers_that_die_of_something_else_cost_nobody_a_request():
     """However often, and without a token in between, as long as there are several of them."""
     async with Place() as place:
         many = [generation() for _ in range(4)]
-        here = {running.choices[0]: NOTHING for running in many}
+        here = {running.samples[0]: NOTHING for running in many}
         for _ in range(3 * PROVEN):
             place.failover.lose(here, LOST, "lost")
-            here = {choice: NOTHING for call in await place.sent(2) for choice in call.choices}
+            here = {choice: NOTHING for call in await place.sent(2) for choice in call.samples}
         assert [running._error for running in many] == [None] * 4
 
 
@@ -256,25 +256,25 @@ async def test_who_gets_on_after_losses_alone_is_innocent():
             for _ in range(SUSPICIOUS + PROVEN - 1):
                 place.failover.lose(tokens(running, 0), LOST, "lost")
                 await place.sent(1)
-            running.choices[0].setbacks = running.choices[0].strikes = 0  # a token
+            running.samples[0].losses = running.samples[0].sole_suspect_losses = 0  # a token
         assert running._error is None
 
 
 async def test_a_new_request_waits_for_a_scheduler_and_is_not_counted_as_lost():
     async with Place() as place:
         running = generation()
-        place.failover.begin(running.calls[0], LOST)
-        assert await place.sent(1) == running.calls
+        place.failover.enqueue(running.scheduler_requests[0], LOST)
+        assert await place.sent(1) == running.scheduler_requests
         assert not any(count[0] for count in place.metrics._failovers.values())
 
 
 async def test_not_too_many_new_requests_wait(monkeypatch):
-    monkeypatch.setattr("services.gateway.engine.failover._MOST_NEW", 2)
+    monkeypatch.setattr("services.gateway.engine.failover._MAX_QUEUED", 2)
     place = Place()
     for _ in range(2):
-        place.failover.begin(generation().calls[0], LOST)
+        place.failover.enqueue(generation().scheduler_requests[0], LOST)
     with pytest.raises(Overloaded, match="2 requests wait"):
-        place.failover.begin(generation().calls[0], LOST)
+        place.failover.enqueue(generation().scheduler_requests[0], LOST)
 
 
 async def test_a_request_that_cannot_be_written_ends_alone(monkeypatch):
@@ -282,15 +282,15 @@ async def test_a_request_that_cannot_be_written_ends_alone(monkeypatch):
         cursed, good = generation(), generation()
         submit = place.scheduler.submit
 
-        def fails_for_one(call: Call) -> None:
-            if call.generation is cursed:
+        def fails_for_one(call: SchedulerRequest) -> None:
+            if call.parent is cursed:
                 raise ValueError("cursed")
             submit(call)
 
         monkeypatch.setattr(place.scheduler, "submit", fails_for_one)
         for running in (cursed, good):
             place.failover.lose(tokens(running, 0), LOST, "lost")
-        assert (await place.sent(1))[0].generation is good
+        assert (await place.sent(1))[0].parent is good
         assert isinstance(await failed(cursed), Internal)
 
 
@@ -298,17 +298,17 @@ async def test_a_request_that_cannot_go_on_elsewhere_ends_alone(monkeypatch):
     async with Place() as place:
         first, cursed, last = (generation() for _ in range(3))
 
-        def fails(_) -> list[Call]:
+        def fails(_) -> list[SchedulerRequest]:
             raise ValueError("cursed")
 
-        monkeypatch.setattr(cursed, "lost", fails)
-        place.failover.lose({running.choices[0]: NOTHING for running in (first, cursed, last)}, LOST, "lost")
-        assert [call.generation for call in await place.sent(2)] == [first, last]
+        monkeypatch.setattr(cursed, "replace_lost", fails)
+        place.failover.lose({running.samples[0]: NOTHING for running in (first, cursed, last)}, LOST, "lost")
+        assert [call.parent for call in await place.sent(2)] == [first, last]
         assert isinstance(await failed(cursed), Internal)
 
 
 async def test_who_waits_for_too_long_hears_of_the_loss():
-    async with Place(patience_s=0.05) as place:
+    async with Place(timeout_s=0.05) as place:
         place.scheduler = None
         running = generation()
         place.failover.lose(tokens(running, 0), LOST, "lost")
@@ -316,10 +316,10 @@ async def test_who_waits_for_too_long_hears_of_the_loss():
 
 
 async def test_without_patience_a_loss_ends_a_request():
-    place = Place(patience_s=0.0)
+    place = Place(timeout_s=0.0)
     running, refused = generation(), generation()
     place.failover.lose(tokens(running, 0), LOST, "lost")
-    place.failover.refused(refused.calls[0], LOST, "here")
+    place.failover.refused(refused.scheduler_requests[0], LOST, "here")
     assert await failed(running) is LOST
     assert await failed(refused) is LOST
 
@@ -327,16 +327,16 @@ async def test_without_patience_a_loss_ends_a_request():
 async def test_a_scheduler_that_is_away_is_passed_by_and_a_full_one_is_asked_again():
     async with Place() as place:
         new, old = generation(), generation()
-        place.failover.refused(new.calls[0], Unavailable("draining", reason="DRAINING"), "here")
-        assert await place.sent(1) == new.calls
+        place.failover.refused(new.scheduler_requests[0], Unavailable("draining", reason="DRAINING"), "here")
+        assert await place.sent(1) == new.scheduler_requests
         assert place.avoided[-1] == "here"
-        old.calls[0].accepted = True
+        old.scheduler_requests[0].accepted = True
         for _ in range(3):
-            place.failover.refused(old.calls[0], Overloaded("full", retry_after_s=0.01), "here")
-            assert await place.sent(1) == old.calls
-        place.failover.refused(new.calls[0], Overloaded("full", retry_after_s=0.01), "here")
+            place.failover.refused(old.scheduler_requests[0], Overloaded("full", retry_after_s=0.01), "here")
+            assert await place.sent(1) == old.scheduler_requests
+        place.failover.refused(new.scheduler_requests[0], Overloaded("full", retry_after_s=0.01), "here")
         assert isinstance(await failed(new), Overloaded)  # it was in no queue before
-        place.failover.refused(old.calls[0], InvalidRequest("wrong"), "here")
+        place.failover.refused(old.scheduler_requests[0], InvalidRequest("wrong"), "here")
         assert isinstance(await failed(old), InvalidRequest)
 
 

@@ -12,9 +12,9 @@ from services.common.process.service import Stop
 from services.gateway.__main__ import serve
 from services.gateway.engine.failover import Failover
 from services.gateway.engine.fleet import Fleet
-from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.replica import Replica
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Timings
 
 
@@ -35,14 +35,14 @@ async def test_when_one_of_its_tasks_ends_requests_do_not_wait_for_ever(breaks):
     fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
     fleet.start()
     try:
-        job = Job("r", "m", np.array([1], np.uint32), 5, None, Settings())
+        job = PromptRequest("r", "m", np.array([1], np.uint32), 5, None, Settings())
         running = await fleet.generate([job], streaming=False)
         breaks.set()
         async with asyncio.timeout(60):
             with pytest.raises(Internal, match="has ended"):
-                await fleet.goes_on()
+                await fleet.watch_tasks()
             with pytest.raises(Unavailable, match="cannot go on"):
-                await running.ended()
+                await running.wait_ended()
     finally:
         await fleet.stop()
 
@@ -66,7 +66,7 @@ async def test_a_connection_that_is_not_begun_again_ends_it_too(monkeypatch):
     try:
         async with asyncio.timeout(60):
             with pytest.raises(Internal, match="has ended"):
-                await fleet.goes_on()
+                await fleet.watch_tasks()
     finally:
         await fleet.stop()
 
@@ -85,7 +85,7 @@ async def test_other_tasks_run_while_many_prompts_of_one_request_are_sent(monkey
     fleet.start()
     other = asyncio.create_task(others())
     try:
-        jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
+        jobs = [PromptRequest(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
         (await fleet.generate(jobs, streaming=False)).close()
         assert turns >= len(jobs)
     finally:
@@ -97,15 +97,15 @@ async def test_no_more_prompts_of_a_request_are_sent_once_one_of_them_has_failed
     monkeypatch.setattr("services.common.process.turn.TURN_S", 0.0)
     sent = []
 
-    def begin(self, call, error) -> None:
+    def enqueue(self, call, error) -> None:
         sent.append(call)
-        call.generation.fail(Unavailable("the first one failed"))
+        call.parent.fail(Unavailable("the first one failed"))
 
-    monkeypatch.setattr(Failover, "begin", begin)
+    monkeypatch.setattr(Failover, "enqueue", enqueue)
     fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
     fleet.start()
     try:
-        jobs = [Job(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
+        jobs = [PromptRequest(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
         with pytest.raises(Unavailable, match="the first one failed"):
             await fleet.generate(jobs, streaming=False)
         assert len(sent) == 1

@@ -12,10 +12,10 @@ import pytest
 from services.common.errors import Unavailable
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.engine import codec
+from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.fleet import Fleet
-from services.gateway.engine.generation import Generation
-from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Timings
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import eventually_async
@@ -103,39 +103,41 @@ async def fleet_of(engines: Engines, fingerprint: str, **timings):
 
 async def some(
     fleet: Fleet, requests: int, *, streaming: bool = True, tokens: int = 60, n: int = 2
-) -> list[Generation]:
+) -> list[ActiveRequest]:
     """Requests on their way."""
     jobs = [
-        Job(f"r-{next(_names)}", "tokasaurus-builtin", np.array([100 + number, *PROMPT], np.uint32), tokens, number,
-            Settings(n=n, temperature=1.0))
+        PromptRequest(
+            f"r-{next(_names)}", "tokasaurus-builtin", np.array([100 + number, *PROMPT], np.uint32), tokens, number,
+            Settings(n=n, temperature=1.0),
+        )
         for number in range(requests)
     ]  # fmt: skip
     return [await fleet.generate([job], streaming=streaming) for job in jobs]
 
 
-async def first_tokens(running: list[Generation]) -> None:
+async def first_tokens(running: list[ActiveRequest]) -> None:
     """Until something came of each; of streams."""
     async with asyncio.timeout(60):
         for each in running:
-            assert await each.news()
+            assert await each.wait_updated()
 
 
-async def ends(running: list[Generation]) -> None:
+async def ends(running: list[ActiveRequest]) -> None:
     """Wait for all, and compare their tokens with those of a model that nobody disturbs."""
     for each in running:
         async with asyncio.timeout(60):
-            while await each.news() if each._streaming else await each.ended():
+            while await each.wait_updated() if each._streaming else await each.wait_ended():
                 pass
-        part = each.calls[0].part
-        for choice in each.choices:
+        part = each.scheduler_requests[0].submission
+        for choice in each.samples:
             expected = continuation(
-                FakeShape(), part.job.prompt_ids.tolist(), part.job.max_tokens, seed=part.seed,
+                FakeShape(), part.prompt.prompt_ids.tolist(), part.prompt.max_tokens, seed=part.seed,
                 sample_index=choice.index,
             )  # fmt: skip
             assert list(choice.new_ids) == expected
             assert choice.ending.reason == "length"
-            assert choice.ending.completion_tokens == part.job.max_tokens
-            assert choice.ending.prompt_tokens == len(part.job.prompt_ids)
+            assert choice.ending.completion_tokens == part.prompt.max_tokens
+            assert choice.ending.prompt_tokens == len(part.prompt.prompt_ids)
 
 
 def failovers(fleet: Fleet) -> dict[str, int]:
@@ -247,10 +249,10 @@ async def test_who_waits_for_a_scheduler_when_the_gateway_ends_hears_why(tmp_pat
         engines.schedulers[0].kill()
         await eventually_async(lambda: not fleet.replicas[0].ready)
         [waiting] = await some(fleet, 1)
-        unknown = asyncio.create_task(fleet._once(lambda: None))
+        unknown = asyncio.create_task(fleet._wait_for(lambda: None))
         await asyncio.sleep(0)
         fleet.fail_all(end := Unavailable("the gateway is shutting down"))
-        for asked in (waiting.news(), unknown):
+        for asked in (waiting.wait_updated(), unknown):
             with pytest.raises(Unavailable) as caught:
                 await asked
             assert caught.value is end
@@ -266,9 +268,9 @@ async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(t
         await first_tokens([running])
         owner = next(replica for replica in fleet.replicas if replica._session._samples)
         other = next(replica for replica in fleet.replicas if replica is not owner)
-        for choice in running.choices:
-            choice.setbacks = int(choice.index % 2)  # as if lost before, and without a token since
-        owner.hand_over()
+        for choice in running.samples:
+            choice.losses = int(choice.index % 2)  # as if lost before, and without a token since
+        owner.move_requests()
         assert {choice.index for choice in other._session._samples.values() if choice} <= {0, 2, 4}
         engines.schedulers[fleet.replicas.index(owner)].kill()
         await ends([running])
@@ -312,9 +314,9 @@ async def test_joined_requests_of_a_killed_scheduler_each_end_once(tmp_path, fin
             except Unavailable as error:
                 failed[each] = error.message
         assert failovers(fleet) == ({"lost": len(lost)} if failover_s else {})
-        assert failed.keys() == (set() if failover_s else {choice.generation for choice in lost})
+        assert failed.keys() == (set() if failover_s else {choice.request for choice in lost})
         assert all("the scheduler was lost" in message for message in failed.values())
-        answered = sum(len(each.choices) for each in running if each not in failed)
+        answered = sum(len(each.samples) for each in running if each not in failed)
         assert sum(fleet._failover._metrics.generation_tokens.counts) == answered
 
 

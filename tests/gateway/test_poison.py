@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import Internal
-from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.http.errors import to_response
 from tests.gateway.replicas import Engines
 from tests.gateway.test_lost_schedulers import PROMPT, ends, first_tokens, fleet_of, some
@@ -32,12 +32,12 @@ async def test_a_request_that_schedulers_die_of_ends_and_nobody_else(tmp_path, f
             running = await some(fleet, 8, tokens=100)
             await first_tokens(running)
             prompt = np.array([POISON, *PROMPT], np.uint32)
-            job = Job("p", "tokasaurus-builtin", prompt, 10, 1, Settings(n=2))
+            job = PromptRequest("p", "tokasaurus-builtin", prompt, 10, 1, Settings(n=2))
             poison = await fleet.generate([job], streaming=False)
             running += await some(fleet, 4)
             with pytest.raises(Internal, match="3 of them with no other suspect") as caught:
                 async with asyncio.timeout(240):
-                    await poison.ended()
+                    await poison.wait_ended()
             poison.close()
             assert to_response(caught.value).headers["x-should-retry"] == "false"
             await ends(running)

@@ -1,4 +1,4 @@
 """Anthropic's Messages API.
 
-Threads: the event loop; ``text_N`` for long bodies.
+Threads: the event loop. ``text_N`` parses long bodies.
 """

@@ -16,7 +16,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: Any = None
-    citations: Any = None  # of an answer of another provider
+    citations: Any = None  # from an answer of another provider
 
 
 class ThinkingBlock(Body):
@@ -46,7 +46,7 @@ class ToolUseBlock(Body):
 
 
 def _text_block(value: Any) -> Any:
-    """Return ``value`` if it is a text block, or no block at all. Raises ValueError for a block of another type."""
+    """Return ``value``. Raises ValueError if it is a block of another type than text."""
     kind = value.get("type") if isinstance(value, dict) else "text"
     if isinstance(kind, str) and kind != "text":
         raise ValueError(f"a block of type {kind[:64]!r} is not supported here, only text; leave it out")
@@ -54,12 +54,12 @@ def _text_block(value: Any) -> Any:
 
 
 def _block(value: Any) -> Any:
-    """Return ``value`` if it has the type of a supported block, or no type. Raises ValueError otherwise."""
+    """Return ``value``. Raises ValueError if it is a block of an unsupported type."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in _SUPPORTED:
         raise ValueError(
-            f"a block of type {kind[:64]!r} is not supported by this server, which takes text, thinking, tool_use and"
-            " tool_result blocks; leave it out"
+            f"a block of type {kind[:64]!r} is not supported by this server, only text, thinking, tool_use and"
+            " tool_result; leave it out"
         )
     return value
 

@@ -1,4 +1,4 @@
-"""The bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the chat requests they stand for."""
+"""The bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, translated to chat requests."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +22,7 @@ _KEEP_ALL_THINKING = "clear_thinking_20251015"
 
 _FORMAT, _LENGTH = Elsewhere("output_config.format"), Elsewhere("max_tokens")
 _ELSEWHERE = {
-    # Anthropic's. With these values they change nothing. With any other value they are refused.
+    # Anthropic's parameters. The given values have no effect. Other values are rejected.
     "billing_policy": Elsewhere(),
     "compaction": Elsewhere(),
     "container": Elsewhere(),
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "mcp_servers": Elsewhere("", ([],)),
     "speed": Elsewhere("", ("standard",)),
     "thread": Elsewhere(),
-    # Of other endpoints.
+    # Parameters of other endpoints.
     "instructions": Elsewhere("system"),
     "logprobs": Elsewhere("", (False,)),
     "max_completion_tokens": _LENGTH,
@@ -97,14 +97,14 @@ class ContextManagement(Body):
         for edit in edits or ():
             if edit.get("type") != _KEEP_ALL_THINKING or edit.get("keep") != "all":
                 raise ValueError(
-                    f"this server shortens no conversations: of all edits it takes {_KEEP_ALL_THINKING!r} with"
-                    " keep='all'; leave the others out"
+                    f"this server does not shorten conversations: the only supported edit is {_KEEP_ALL_THINKING!r}"
+                    " with keep='all'; leave the others out"
                 )
         return edits
 
 
 class CountTokensBody(Body):
-    """The body of ``POST /v1/messages/count_tokens``: everything that decides on the prompt."""
+    """The body of ``POST /v1/messages/count_tokens``: all parameters that affect the prompt."""
 
     nested: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = refused_names(_LENGTH, _FORMAT, "messages", _ELSEWHERE)
@@ -154,7 +154,7 @@ class CountTokensBody(Body):
         return ChatBody(**self._conversation(traits))
 
     def unhonoured(self, traits: ModelTraits) -> list[str]:
-        """Return the names of parameters that the model has no use for."""
+        """Return the names of parameters that have no effect with this model."""
         names, thinking, config = [], self.thinking, self.output_config
         if thinking is not None and ENABLE_THINKING not in traits.variables and thinking.wanted is not traits.reasoning:
             names.append("thinking")
@@ -165,8 +165,10 @@ class CountTokensBody(Body):
         return names
 
     def _conversation(self, traits: ModelTraits) -> dict[str, Any]:
-        """Return the fields of a chat request that decide on its prompt. Without ``thinking`` the model does not think
-        if its template has a switch for it."""
+        """Return the fields of a chat request that affect its prompt.
+
+        Without ``thinking``, thinking is disabled if the template has a variable for it.
+        """
         messages = chat_messages(self.system, self.messages, late_system=traits.late_system)
         continued = self.messages[-1].role == "assistant"
         if continued:
@@ -225,7 +227,7 @@ class MessagesBody(CountTokensBody, SamplingBody):
 
     def chat(self, traits: ModelTraits) -> ChatBody:
         """Return the same request to chat completions. Raises InvalidRequest."""
-        if self.thread is not None:  # the reason tells Anthropic's SDK to go on without it
+        if self.thread is not None:  # with this reason, Anthropic's SDK continues without a thread
             raise InvalidRequest(
                 "thread: this server stores no conversations; leave it out, and send the whole conversation each time",
                 field="thread",

@@ -17,7 +17,7 @@ class ContentBlocks:
     """The blocks of one message. The last one is open until another begins, or until ``finish``."""
 
     def __init__(self, *, omit_thinking: bool) -> None:
-        """``omit_thinking``: thinking blocks come without their text."""
+        """Create an empty message. If ``omit_thinking``, thinking blocks have no text."""
         self.blocks: list[dict[str, Any]] = []
         self._omit_thinking = omit_thinking
         self._open: dict[str, Any] | None = None
@@ -86,12 +86,14 @@ def _empty(kind: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object, as far as they go if they were cut. Arguments that are no object become
-    the only value of one, as Anthropic recommends for invalid JSON."""
+    """Return the arguments of a call as an object, or the complete part of truncated arguments.
+
+    Arguments that are not an object become its only value, as Anthropic recommends for invalid JSON.
+    """
     try:
         value = pydantic_core.from_json(arguments or "{}", allow_partial=True)
         if isinstance(value, dict):
-            orjson.dumps(value)  # neither too deep nor too large a number
+            orjson.dumps(value)  # rejects deep nesting and large numbers
             return value
     except (ValueError, TypeError):
         pass

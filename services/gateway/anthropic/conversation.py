@@ -27,15 +27,15 @@ _PROBE = "a late system message"
 class ModelTraits(NamedTuple):
     """The properties of a model that decide how a Messages request is translated."""
 
-    variables: Collection[str]  # of its chat template
-    late_system: bool = True  # its chat template shows system messages behind other messages
-    reasoning: bool = False  # its answers may begin with a reasoning section
-    thinking_budgets: bool = False  # that section can be limited in length
+    variables: Collection[str]  # of the chat template
+    late_system: bool = True  # the chat template supports system messages after other messages
+    reasoning: bool = False  # answers may begin with a reasoning section
+    thinking_budgets: bool = False  # the length of that section can be limited
 
 
 @lru_cache(maxsize=8)
 def shows_late_system(template: ChatTemplate) -> bool:
-    """Return whether ``template`` shows a system message behind another message, found by rendering one."""
+    """Return whether ``template`` renders a system message after another message."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "system", "content": _PROBE}]
     try:
         return _PROBE in template.render(messages, add_generation_prompt=True)
@@ -95,7 +95,7 @@ class _PlacedTurn(NamedTuple):
 
 
 def _in_roles(turns: Sequence[Turn], late_system: bool) -> Iterable[_PlacedTurn]:
-    """Yield the turns in the roles that the template takes. Raises InvalidRequest."""
+    """Yield the turns in roles that the template supports. Raises InvalidRequest."""
     at_beginning = True
     for number, turn in enumerate(turns):
         at_beginning = at_beginning and turn.role == "system"

@@ -1,4 +1,4 @@
-"""The error tree as Anthropic errors: ``{"type": "error", "error": {"type", "message", "details"}, ...}``."""
+"""Anthropic's JSON and HTTP status of errors: ``{"type": "error", "error": {"type", "message", "details"}, ...}``."""
 
 import re
 from collections.abc import Collection, MutableMapping
@@ -25,10 +25,10 @@ _TYPES = {
     504: "timeout_error",
     _OVERLOADED_STATUS: "overloaded_error",
 }
-# Claude Code shortens a conversation when an error has these words.
+# Claude Code shortens a conversation if an error has these words.
 _TOO_LONG = "prompt is too long: "
 
-# Parameters of chat completions and their names here, as they stand in messages.
+# Parameters of chat completions, as they appear in error messages, and their names in the Messages API.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -50,8 +50,11 @@ def is_anthropic(scope: MutableMapping[str, Any]) -> bool:
 
 
 def in_own_words(error: errors.TokaError, sent: Collection[str] = ()) -> errors.TokaError:
-    """Return ``error`` of the chat pipeline with the parameter names of the Messages API, but for the names that the
-    client ``sent``. Its message names the parameter at fault, since Anthropic's errors have no field for that."""
+    """Return ``error`` of the chat pipeline with the parameter names of the Messages API.
+
+    Names that the client ``sent`` are kept. The message names the invalid parameter, since Anthropic's errors have no
+    field for it.
+    """
     message = error.message
     if error.reason == "CONTEXT_LENGTH_EXCEEDED":
         message = message if message.startswith(_TOO_LONG) else _TOO_LONG + message
@@ -88,7 +91,7 @@ def response(
 
 
 def _status(error: errors.TokaError) -> int:
-    """Return the status that OpenAI's errors have, but 529 for a full queue, as Anthropic has it."""
+    """Return the status of OpenAI's errors, except 529 for a full queue as in Anthropic's API."""
     if isinstance(error, errors.Overloaded) and error.reason == errors.Overloaded.reason:
         return _OVERLOADED_STATUS
     return openai_errors.status_of(error)

@@ -19,22 +19,22 @@ router = Router()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """List every model that a scheduler serves. The shape is Anthropic's if the header anthropic-version is there."""
+    """List all served models. The shape is Anthropic's if the request has the header anthropic-version."""
     if not is_anthropic(request.scope):
         return await models.list_models(request)
     gateway: Gateway = request.app.state.gateway
-    served = [_describe(facts) for facts in await gateway.fleet.listed()]
+    served = [_describe(facts) for facts in await gateway.fleet.list_models()]
     page = {"data": served, "has_more": False, "first_id": served[0]["id"], "last_id": served[-1]["id"]}
     return _response(request, page)
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
-    """Return a model. The shape is Anthropic's if the header anthropic-version is there."""
+    """Return a model. The shape is Anthropic's if the request has the header anthropic-version."""
     if not is_anthropic(request.scope):
         return await models.get_model(request, model_id)
     gateway: Gateway = request.app.state.gateway
-    if (facts := gateway.fleet.named(model_id)) is None:
+    if (facts := gateway.fleet.find_model(model_id)) is None:
         raise NotFound(f"the model {model_id[:200]!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
     return _response(request, _describe(facts))
 

@@ -1,4 +1,4 @@
-"""``ping`` events in streams that have nothing to send, so that proxies and clients do not take them for dead."""
+"""``ping`` events in idle streams, so that proxies and clients do not time out."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,19 +8,19 @@ PING_SECONDS = 10.0
 
 
 async def with_pings(events: AsyncIterator[bytes], seconds: float = PING_SECONDS) -> AsyncIterator[bytes]:
-    """Yield ``events``, and a ping whenever none came for ``seconds``."""
-    coming: asyncio.Task[bytes | None] | None = None
+    """Yield ``events``, and a ping after each ``seconds`` without an event."""
+    pending: asyncio.Task[bytes | None] | None = None
     try:
         while True:
-            coming = asyncio.create_task(_next(events))
-            while not (await asyncio.wait([coming], timeout=seconds))[0]:
+            pending = asyncio.create_task(_next(events))
+            while not (await asyncio.wait([pending], timeout=seconds))[0]:
                 yield PING
-            if (data := coming.result()) is None:
+            if (data := pending.result()) is None:
                 return
             yield data
     finally:
-        if coming is not None:
-            coming.cancel()
+        if pending is not None:
+            pending.cancel()
 
 
 async def _next(events: AsyncIterator[bytes]) -> bytes | None:

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+"""The endpoints ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 from fastapi import Response
 
@@ -62,8 +62,7 @@ async def _count(gateway: Gateway, body: CountTokensBody, size: int, caller: Cal
 
 
 def _traits(gateway: Gateway, body: CountTokensBody) -> ModelTraits:
-    """Return the traits of the model, with the chat template that renders ``body``. Raises InvalidRequest if the model
-    has none."""
+    """Return the traits of the model, with the chat template for ``body``. Raises InvalidRequest if it has none."""
     tools = bool(body.tools) and (body.tool_choice is None or body.tool_choice.type != "none")
     template = gateway.text.tokenizer.chat_template(tools=tools)
     formats = gateway.formats

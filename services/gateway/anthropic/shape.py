@@ -1,4 +1,4 @@
-"""The JSON of Messages answers: whole, and as the typed events of a stream."""
+"""The JSON of Messages answers, as one object or as the events of a stream."""
 
 import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -10,9 +10,9 @@ from services.common.errors import TokaError
 from services.gateway.anthropic.content import ContentBlocks, Event
 from services.gateway.anthropic.errors import in_own_words, to_body
 from services.gateway.anthropic.ping import with_pings
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.generation import Choice
-from services.gateway.engine.job import Job
+from services.gateway.engine.request import PromptRequest
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.output.deltas import Content
 from services.gateway.openai.transcript import Piece
@@ -20,15 +20,15 @@ from services.gateway.openai.usage import usage_of
 
 
 class MessageShape(ChatShape):
-    """``/v1/messages``: one answer, as content blocks."""
+    """The shape of ``/v1/messages``: a single answer as content blocks."""
 
     def __init__(
-        self, job: Job, facts: ModelFacts, make_reader: MakeReader, *, max_tokens: int, omit_thinking: bool
+        self, prompt: PromptRequest, facts: ModelFacts, make_reader: MakeReader, *, max_tokens: int, omit_thinking: bool
     ) -> None:
-        """``max_tokens``: as the request has it. The job's are fewer if the context ends earlier."""
-        super().__init__(job.request_id, facts, None, make_reader=make_reader)
-        self._job = job
-        self._cut_by = "max_tokens" if job.max_tokens >= max_tokens else "model_context_window_exceeded"
+        """Create the shape. ``max_tokens`` is the client's. The prompt's is smaller if the context ends earlier."""
+        super().__init__(prompt.request_id, facts, None, make_reader=make_reader)
+        self._prompt = prompt
+        self._cut_by = "max_tokens" if prompt.max_tokens >= max_tokens else "model_context_window_exceeded"
         self._blocks = ContentBlocks(omit_thinking=omit_thinking)
         self._message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -38,7 +38,7 @@ class MessageShape(ChatShape):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(len(job.prompt_ids), 0, 0),
+            "usage": _usage(len(prompt.prompt_ids), 0, 0),
         }
 
     def beginning(self) -> bytes:
@@ -50,14 +50,14 @@ class MessageShape(ChatShape):
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
         return _written(self._take(index, piece, last=reason is not None))
 
-    def choice(self, choice: Choice, piece: Piece) -> bytes:
+    def choice(self, choice: ActiveSample, piece: Piece) -> bytes:
         self._take(choice.index, piece, last=True)
         return b""
 
-    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
+    def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
         return orjson.dumps(self._message | {"content": self._blocks.blocks} | self._end(choices))
 
-    def ending(self, choices: Sequence[Choice]) -> bytes:
+    def ending(self, choices: Sequence[ActiveSample]) -> bytes:
         end = self._end(choices)
         usage = end.pop("usage")
         return _written([{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}])
@@ -75,7 +75,7 @@ class MessageShape(ChatShape):
         events = self._blocks.push(deltas)
         return events + self._blocks.finish() if last else events
 
-    def _end(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _end(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
         [choice] = choices
         reason, sequence = self._stop(choice)
         used = usage_of(choices)
@@ -85,19 +85,19 @@ class MessageShape(ChatShape):
         usage["timing"] = used["timing"]
         return {"stop_reason": reason, "stop_sequence": sequence, "usage": usage}
 
-    def _stop(self, choice: Choice) -> tuple[str, str | None]:
+    def _stop(self, choice: ActiveSample) -> tuple[str, str | None]:
         """Return ``stop_reason`` and ``stop_sequence``."""
         ending, reader = choice.outcome, self._readers[choice.index]
         if ending.reason == "length":
             return self._cut_by, None
         if ending.stop_string is not None:
-            return "stop_sequence", self._job.settings.stop_strings[ending.stop_string]
+            return "stop_sequence", self._prompt.settings.stop_strings[ending.stop_string]
         called = reader is not None and reader.call_count and not reader.in_call
         return "tool_use" if called else "end_turn", None
 
 
 def _usage(computed: int, cached: int, output: int) -> dict[str, Any]:
-    """Return ``usage``. ``computed``: the prompt tokens that were not in the prefix cache."""
+    """Return ``usage``. ``computed`` is the number of prompt tokens that were not in the prefix cache."""
     return {
         "input_tokens": computed,
         "cache_creation_input_tokens": 0,

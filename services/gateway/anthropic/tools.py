@@ -13,7 +13,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class LongNamedFunction(Function):
-    """A function of chat completions whose name is as long as Anthropic's names may be."""
+    """A function of chat completions with the maximum name length of Anthropic's API."""
 
     name: ToolName
 
@@ -28,8 +28,8 @@ class _CustomType(Body):
     def _only_custom(cls, kind: Any) -> Any:
         if isinstance(kind, str) and kind != "custom":
             raise ValueError(
-                f"{kind[:64]!r} is a tool that Anthropic defines or runs; this server takes tools with a name and an"
-                " input_schema; leave it out"
+                f"{kind[:64]!r} is a tool that Anthropic defines or runs; this server supports only tools with a name"
+                " and an input_schema; leave it out"
             )
         return kind
 
@@ -58,7 +58,7 @@ class MessagesTool(_CustomType):
     @classmethod
     def _no_examples(cls, examples: list[Any] | None) -> list[Any] | None:
         if examples:
-            raise ValueError("chat templates show no examples of input; put them into the tool's description")
+            raise ValueError("chat templates do not support examples of input; put them into the tool's description")
         return examples
 
     @field_validator("input_schema")
@@ -76,7 +76,7 @@ class MessagesTool(_CustomType):
 
 
 class MessagesToolChoice(Body):
-    """Which tools the model may or must call."""
+    """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -1,4 +1,4 @@
-"""The console: a page that shows the figures of the deployment, and a playground.
+"""The console: a web page with live figures of the deployment, and a playground.
 
 Threads: the event loop.
 """

@@ -1,4 +1,4 @@
-"""The console's files: HTML, modules and styles, as they are in the package."""
+"""The console's static files, served as they are in the package."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# No inline code, no foreign files, and no text that becomes markup: the words of a model stay text.
+# No inline scripts, no other origins, and no strings parsed as HTML, so that the output of a model stays text.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -33,12 +33,12 @@ _HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # the browser revalidates it each time
+    "cache-control": "no-cache",  # browsers revalidate the file by its etag each time
 }
 
 
 class Assets:
-    """The console's files in memory. So a path in a request never names a file of the file system."""
+    """The files, read into memory once. A path in a request is never used as a path of the file system."""
 
     def __init__(self) -> None:
         files = {path.name: path for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
@@ -48,11 +48,11 @@ class Assets:
         }
 
     def page(self, request: Request) -> Response:
-        """Return the page."""
+        """Return the console's page."""
         return self._respond(request, "index.html")
 
     def file(self, request: Request, name: str) -> Response:
-        """Return a file of the page. Raises NotFound."""
+        """Return a static file. Raises ``NotFound``."""
         if name not in self._contents:
             raise NotFound(f"the console has no file {name[:100]!r}", reason="UNKNOWN_URL")
         return self._respond(request, name)

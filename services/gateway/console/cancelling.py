@@ -1,4 +1,4 @@
-"""A request of the console's list is cancelled at its scheduler, whoever sent it."""
+"""Cancellation of any client's request from the console."""
 
 import asyncio
 
@@ -10,35 +10,37 @@ from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.replica import Replica
 from tokasaurus.scheduler.v1 import observe_pb2
 
-_PATIENCE_S = 5.0  # with a scheduler
+_TIMEOUT_S = 5.0  # of an RPC
 
 
 async def cancel_request(fleet: Fleet, request_id: str) -> int:
-    """How many samples ended. All schedulers are asked, since what is lost with one goes on at another. Raises
-    ``NotFound``, or what kept a scheduler from answering."""
-    answers = await asyncio.gather(*(_ask(replica, request_id) for replica in fleet.replicas))
-    if ended := sum(answer for answer in answers if isinstance(answer, int)):
-        return ended
-    if all(answer is None for answer in answers):
+    """Cancel a request at all schedulers, since failover may have moved it. Return the number of cancelled samples.
+
+    Raises ``NotFound``, or the error of a scheduler.
+    """
+    results = await asyncio.gather(*(_cancel_at(replica, request_id) for replica in fleet.replicas))
+    if cancelled := sum(result for result in results if isinstance(result, int)):
+        return cancelled
+    if all(result is None for result in results):
         raise Unavailable("no scheduler is connected; try again")
     raise next(
-        (answer for answer in answers if isinstance(answer, TokaError) and not isinstance(answer, NotFound)),
+        (result for result in results if isinstance(result, TokaError) and not isinstance(result, NotFound)),
         NotFound(f"no unfinished request has the id {request_id[:100]!r}", field="id", reason="REQUEST_NOT_FOUND"),
     )
 
 
-async def _ask(replica: Replica, request_id: str) -> int | TokaError | None:
-    """None: it is not connected."""
+async def _cancel_at(replica: Replica, request_id: str) -> int | TokaError | None:
+    """Cancel a request at one scheduler. Return the number of samples, an error, or None if it is not connected."""
     if (stub := replica.stub) is None:
         return None
-    request, who = observe_pb2.CancelRequestRequest(request_id=request_id), replica.metadata()
+    request, metadata = observe_pb2.CancelRequestRequest(request_id=request_id), replica.metadata()
     try:
-        return (await stub.CancelRequest(request, metadata=who, timeout=_PATIENCE_S)).samples
+        return (await stub.CancelRequest(request, metadata=metadata, timeout=_TIMEOUT_S)).samples
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return FailedPrecondition(f"scheduler {replica.address} is too old for this (contract before 1.7)")
+            return FailedPrecondition(f"scheduler {replica.address} does not support this; upgrade it to contract 1.7")
         return from_rpc_error(error)
-    except (grpc.aio.UsageError, asyncio.CancelledError):  # its channel was closed, before or meanwhile
+    except (grpc.aio.UsageError, asyncio.CancelledError):  # the channel was closed
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         return Unavailable(f"the connection to scheduler {replica.address} has ended; try again")

@@ -1,4 +1,4 @@
-"""What the console shows of schedulers: asked for when somebody looks, once for all who do."""
+"""State of schedulers for the console, collected on demand and shared by all viewers."""
 
 import asyncio
 import time
@@ -14,43 +14,46 @@ from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.replica import Replica
 from tokasaurus.scheduler.v1 import observe_pb2
 
-_FRESH_S = 0.5  # an answer is everybody's for so long
-_PATIENCE_S = 2.0  # with a scheduler
-_MOST_REQUESTS = 100
+_CACHE_S = 0.5  # lifetime of a collected state
+_TIMEOUT_S = 2.0  # of an RPC
+_MAX_REQUESTS = 100
 _HORIZON_STEPS = 65_536
 
 
 class Observer:
-    """Made with the gateway; lives on its event loop. While nobody looks it does nothing; any number of viewers cost
-    schedulers two small calls each ``_FRESH_S``, and a message for each plan."""
+    """Collects the state of all schedulers. Runs on the gateway's event loop.
+
+    Without viewers it does nothing. Any number of viewers cost a scheduler two small RPCs per ``_CACHE_S``, and a
+    message per plan.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._watches = {replica: PlanWatch(replica) for replica in fleet.replicas}
         self._document = b""
-        self._made_at = float("-inf")
-        self._making: asyncio.Task[None] | None = None
+        self._collected_at = float("-inf")
+        self._collecting: asyncio.Task[None] | None = None
 
     async def state(self) -> bytes:
-        """JSON, of ``_FRESH_S`` ago at most."""
-        if self._making is None and time.monotonic() - self._made_at >= _FRESH_S:
-            self._making = asyncio.create_task(self._make())
-        if self._making is not None:
-            await asyncio.shield(self._making)  # a viewer that leaves does not take it from the others
+        """Return the state as JSON, at most ``_CACHE_S`` old."""
+        if self._collecting is None and time.monotonic() - self._collected_at >= _CACHE_S:
+            self._collecting = asyncio.create_task(self._collect())
+        if self._collecting is not None:
+            await asyncio.shield(self._collecting)  # a viewer that disconnects must not cancel it for the others
         return self._document
 
-    async def _make(self) -> None:
+    async def _collect(self) -> None:
         try:
             fleet = self._fleet
-            replicas = await asyncio.gather(*map(self._of_replica, fleet.replicas))
+            replicas = await asyncio.gather(*map(self._describe, fleet.replicas))
             reason = fleet.trouble
             gateway = {"ready": not reason, "reason": reason or None, "draining": fleet.draining}
             self._document = orjson.dumps({"at": time.time(), "gateway": gateway, "replicas": replicas})
-            self._made_at = time.monotonic()
+            self._collected_at = time.monotonic()
         finally:
-            self._making = None
+            self._collecting = None
 
-    async def _of_replica(self, replica: Replica) -> dict[str, Any]:
+    async def _describe(self, replica: Replica) -> dict[str, Any]:
         plan = self._watches[replica].latest()
         document: dict[str, Any] = {
             "address": replica.address,
@@ -63,21 +66,21 @@ class Observer:
             "load": None,
             "schedule": None,
             "plan": None if plan is None else plan_document(plan),
-            "trouble": None,  # with asking it
+            "trouble": None,  # error of the RPCs below
         }
         if (stub := replica.stub) is None:
             return document
-        who = replica.metadata()
-        listing = observe_pb2.ListRequestsRequest(most=_MOST_REQUESTS, horizon_steps=_HORIZON_STEPS)
+        metadata = replica.metadata()
+        listing = observe_pb2.ListRequestsRequest(most=_MAX_REQUESTS, horizon_steps=_HORIZON_STEPS)
         try:
-            load = await stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=who, timeout=_PATIENCE_S)
+            load = await stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=metadata, timeout=_TIMEOUT_S)
             document |= {"at": time.time(), "load": load_document(load.load)}
-            listed = await stub.ListRequests(listing, metadata=who, timeout=_PATIENCE_S)
+            listed = await stub.ListRequests(listing, metadata=metadata, timeout=_TIMEOUT_S)
             document["schedule"] = schedule_document(listed)
         except grpc.RpcError as error:
             document["trouble"] = from_rpc_error(error).message
-        except (grpc.aio.UsageError, asyncio.CancelledError):  # its channel was closed, before or meanwhile
+        except (grpc.aio.UsageError, asyncio.CancelledError):  # the channel was closed
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            document["trouble"] = "the connection to it has ended"
+            document["trouble"] = "the connection to the scheduler has ended"
         return document

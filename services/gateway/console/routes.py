@@ -1,4 +1,4 @@
-"""``/console``: a page to try the server with and to watch it."""
+"""The endpoints of ``/console``."""
 
 from functools import cache
 
@@ -23,25 +23,25 @@ _assets = cache(Assets)
 
 @pages.get(CONSOLE, include_in_schema=False)
 async def get_page(request: Request) -> Response:
-    """Return the page."""
+    """Return the console's page."""
     return _assets().page(request)
 
 
 @pages.get(f"{CONSOLE}/", include_in_schema=False)
 async def redirect_to_page(request: Request) -> Response:
-    """Redirect to the page. Its links are relative, so that it works behind a proxy with a prefix."""
+    """Redirect to the URL without a slash. The page's links are relative, for proxies with a path prefix."""
     return Response(status_code=308, headers={"location": "../console"})
 
 
 @pages.get(f"{CONSOLE}/static/{{name:path}}", include_in_schema=False)
 async def get_file(request: Request, name: str) -> Response:
-    """Return a file of the page. Raises NotFound."""
+    """Return a static file. Raises ``NotFound``."""
     return _assets().file(request, name)
 
 
 @pages.get(f"{CONSOLE}/config", include_in_schema=False)
 async def get_config(request: Request) -> Response:
-    """Return the parts of the console that this port serves."""
+    """Return which parts of the console this port has."""
     gateway: Gateway = request.app.state.gateway
     public = not request.app.state.for_operators
     document = {
@@ -59,14 +59,14 @@ async def get_state(request: Request) -> Response:
     return Response(await observer.state(), headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-# Foreign web pages cannot send it: browsers ask for permission before a DELETE.
+# Pages of other origins cannot send DELETE, since browsers send a preflight request first.
 @live.delete(f"{CONSOLE}/requests", include_in_schema=False)
 async def cancel(request: Request) -> Response:
-    """End the request with the ``id`` of the query. Its client gets an error."""
+    """Cancel the request whose ``id`` is in the query. Its client gets an error."""
     gateway: Gateway = request.app.state.gateway
     try:
         if not (request_id := request.query_params.get("id")):
-            raise InvalidRequest("say which request: ?id=...", field="id")
+            raise InvalidRequest("the query has no request id; add ?id=...", field="id")
         return response(200, {"id": request_id, "samples": await cancel_request(gateway.fleet, request_id)})
-    except TokaError as error:  # the operators' port has no handler of errors
+    except TokaError as error:  # the admin port has no error handler
         return to_response(error)

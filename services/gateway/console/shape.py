@@ -1,4 +1,4 @@
-"""A scheduler's answers as the JSON of ``/console/state``. Times are seconds from now, where a step's time is known."""
+"""The JSON of ``/console/state``. Times are seconds from now, or null if the duration of a step is unknown."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from services.common.packed import read_fixed32
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-_MOST_POINTS = 300  # of a curve: more than its drawing has pixels for helps nobody
+_MAX_POINTS = 300  # of a curve, which is drawn with few pixels
 _PRIORITIES = {
     generate_pb2.PRIORITY_CLASS_LOW: "low",
     generate_pb2.PRIORITY_CLASS_NORMAL: "normal",
@@ -16,7 +16,7 @@ _PRIORITIES = {
 
 
 def load_document(load: observe_pb2.Load) -> dict[str, Any]:
-    """Named as in the contract."""
+    """Return a scheduler's load, with the field names of the contract."""
     document = {
         name: getattr(load, name)
         for name in (
@@ -29,13 +29,13 @@ def load_document(load: observe_pb2.Load) -> dict[str, Any]:
 
 
 def plan_document(plan: observe_pb2.WatchPlansResponse) -> dict[str, Any]:
-    """What a step is made of."""
+    """Return the contents of a step."""
     names = ("step", "sequences", "tokens", "prefill_tokens", "hydragen_groups", "hydragen_rows", "micro_batches")
     return {name: getattr(plan, name) for name in names}
 
 
 def schedule_document(listed: observe_pb2.ListRequestsResponse) -> dict[str, Any]:
-    """Requests with their ends, and the curve of pages."""
+    """Return requests with their expected ends, and the forecast of pages in use."""
     step_s = listed.step_seconds if listed.HasField("step_seconds") else None
     return {
         "step_seconds": step_s,
@@ -63,9 +63,9 @@ def _request(each: observe_pb2.RequestOutlook, step_s: float | None) -> dict[str
 
 
 def _curve(curve: observe_pb2.PageCurve) -> dict[str, Any]:
-    """Pages from a step to the next one named; of a curve with many steps the most of each part."""
+    """Return pages in use from each step on. A long curve is reduced to the maximum of each interval."""
     steps, pages = read_fixed32(curve.steps), read_fixed32(curve.pages)
-    if len(steps) > _MOST_POINTS:
-        firsts = np.arange(_MOST_POINTS) * len(steps) // _MOST_POINTS
+    if len(steps) > _MAX_POINTS:
+        firsts = np.arange(_MAX_POINTS) * len(steps) // _MAX_POINTS
         steps, pages = steps[firsts], np.maximum.reduceat(pages, firsts)
     return {"steps": steps.tolist(), "pages": pages.tolist(), "total_pages": curve.total_pages}

@@ -1,4 +1,4 @@
-"""Requests on their way to schedulers: routing, sessions, failover, and the metrics of requests.
+"""The path of requests to schedulers: routing, sessions, failover, and the metrics of requests.
 
-Threads: the event loop. ``text_N`` reads whole answers; ``asyncio_N`` makes the choices of many prompts.
+Threads: the event loop. ``text_N`` decodes whole answers. ``asyncio_N`` creates requests with many prompts.
 """

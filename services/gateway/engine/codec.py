@@ -1,4 +1,4 @@
-"""Session messages to and from the gateway's own types: the only place that knows both."""
+"""Conversion between messages of the scheduler's contract and the gateway's own types."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ import numpy as np
 from services.common import errors
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.rpc.status import from_status
-from services.gateway.engine.job import Grammar, Part, Priority
+from services.gateway.engine.request import Grammar, Priority, Submission
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR = "1", 5, 11
-MESSAGES_LOST = "MESSAGES_LOST"  # reason of a session's end: what was received on it may be incomplete
+MESSAGES_LOST = "MESSAGES_LOST"  # error reason: messages of the session are missing
 
-# Those that a scheduler has a default for.
+# Parameters for which a scheduler has a default.
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
@@ -41,7 +41,7 @@ _REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a scheduler says about the model it serves."""
+    """Facts that a scheduler reports about the model it serves."""
 
     id: str
     created_unix_s: int
@@ -51,17 +51,17 @@ class ModelFacts:
     max_top_logprobs: int
     tokenizer_fingerprint: str
     contract_version: str
-    prompt_logprobs: bool = False  # whether it has them
-    grammars: bool = False  # whether answers can be held to one
+    prompt_logprobs: bool = False  # log-probabilities of prompts are available
+    grammars: bool = False  # constrained generation is available
     aliases: tuple[str, ...] = ()  # other names of the model
-    root: str = ""  # hub id or path that it was loaded from; empty if its scheduler does not say
-    default_max_tokens: int | None = None  # tokens of an answer that asks for no other limit; None = no such limit
-    logprobs_modes: bool = False  # whether requests can name their logprobs_mode
+    root: str = ""  # hub id or path that it was loaded from; empty if the scheduler does not report it
+    default_max_tokens: int | None = None  # limit of an answer for which the client gave none; None = no limit
+    logprobs_modes: bool = False  # requests can choose a logprobs_mode
     thinking_budgets: bool = False
 
     @property
     def can_resume(self) -> bool:
-        """True if the scheduler knows ``Resume``. An older one would take an answer's tokens for its prompt."""
+        """True if the scheduler supports ``Resume``. An older one would treat the generated tokens as prompt."""
         return self._minor >= RESUME_MINOR
 
     @property
@@ -77,7 +77,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one sample ended. ``error`` is set when it did not end as its request asked."""
+    """The end of one sample. ``error`` is set if the sample failed."""
 
     reason: FinishReason
     at_stop_token: bool  # the last token is not part of the answer
@@ -91,12 +91,12 @@ class Ending:
     error: errors.TokaError | None
     stop_string: int | None = None  # index of the request's stop string that ended it
     stop_token: int | None = None  # id of the token that ended it
-    preemptions: int = 0  # times that it was put back into its scheduler's queue for its pages
+    preemptions: int = 0  # times that the scheduler preempted the sample
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One generated token's natural log-probability, and the most likely tokens in its place."""
+    """Natural log-probability of one generated token, and the most likely tokens at its position."""
 
     logprob: float
     top_ids: list[int]
@@ -107,7 +107,7 @@ class TokenLogprob:
 class PromptScores:
     """Log-probabilities of consecutive prompt tokens."""
 
-    start: int  # place in the prompt of the first of them
+    start: int  # position of the first token in the prompt
     logprobs: np.ndarray  # float32 [tokens]
     ranks: np.ndarray  # uint32, beside logprobs; 1 = most likely
     top_ids: np.ndarray  # uint32 [tokens, top], most likely first
@@ -121,12 +121,12 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of one step: ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order. Arrays are uint32."""
+    """The tokens of one step. ``counts[i]`` of ``token_ids`` belong to ``handles[i]``, in order. Arrays are uint32."""
 
     handles: np.ndarray
-    counts: np.ndarray | None  # None: one each
+    counts: np.ndarray | None  # None: one token per handle
     token_ids: np.ndarray
-    logprobs: list[TokenLogprob | None] | None  # beside token_ids; an entry is None where none was asked for
+    logprobs: list[TokenLogprob | None] | None  # beside token_ids; None for a sample without logprobs
     endings: list[tuple[int, Ending]]  # (handle, ending), after the tokens
     prompts: list[tuple[int, PromptScores]] = field(default_factory=list)  # (handle, scores), before the tokens
 
@@ -142,7 +142,7 @@ def encode_heartbeat(nonce: int) -> session_pb2.SessionRequest:
 
 
 def check_count(heartbeat: session_pb2.Heartbeat, received: int) -> None:
-    """Raise ``Unavailable`` if messages before ``heartbeat`` were lost. ``received``: how many there were."""
+    """Raise ``Unavailable`` if the number of messages ``received`` before ``heartbeat`` is wrong."""
     if heartbeat.messages_before not in (0, received):
         raise errors.Unavailable(
             f"{heartbeat.messages_before} messages were sent on the session and {received} were received",
@@ -151,27 +151,31 @@ def check_count(heartbeat: session_pb2.Heartbeat, received: int) -> None:
 
 
 def encode_cancel(handles: list[int]) -> session_pb2.SessionRequest:
-    """End samples early."""
+    """Return a message that cancels samples."""
     message = session_pb2.SessionRequest()
     fill(message.cancel, "handles", np.array(handles, dtype=np.uint32))
     return message
 
 
-def encode_submit(part: Part) -> session_pb2.SessionRequest:
-    """``part``; the session sets the handle."""
-    message, job = session_pb2.SessionRequest(), part.job
-    request, settings = message.submit.request, job.settings
-    request.request_id, request.model, request.n = part.request_id, job.model, part.samples
+def encode_submit(submission: Submission) -> session_pb2.SessionRequest:
+    """Return the message for ``submission``, without its handle."""
+    message, prompt = session_pb2.SessionRequest(), submission.prompt
+    request, settings = message.submit.request, prompt.settings
+    request.request_id, request.model, request.n = submission.request_id, prompt.model, submission.n
     request.priority = _PRIORITIES[settings.priority]
     request.cache_salt, request.traceparent = settings.cache_salt, settings.traceparent
     request.fairness_key = settings.fairness_key
     if settings.deadline_ms is not None:
         request.deadline_in_ms = max(0, settings.deadline_ms - int(time.monotonic() * 1000))
-        # For schedulers that do not know the other.
+        # For schedulers that do not support deadline_in_ms.
         request.deadline_unix_ms = int(time.time() * 1000) + request.deadline_in_ms
-    if part.resumes:
-        request.resume.generated_tokens, request.resume.sample_index = len(part.held), part.first
-    tokens = np.concatenate((job.prompt_ids, part.held)) if len(part.held) else job.prompt_ids
+    if submission.resumes:
+        request.resume.generated_tokens, request.resume.sample_index = len(submission.generated_ids), submission.first
+    tokens = (
+        np.concatenate((prompt.prompt_ids, submission.generated_ids))
+        if len(submission.generated_ids)
+        else prompt.prompt_ids
+    )
     fill(request.tokens, "token_ids", tokens)
 
     sampling = request.sampling
@@ -179,7 +183,7 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
         value = getattr(settings, name)
         if value is not None:
             setattr(sampling, name, value)
-    sampling.seed = part.seed
+    sampling.seed = submission.seed
     if settings.logit_bias:
         sampling.logit_bias_token_ids.extend(token for token, _ in settings.logit_bias)
         sampling.logit_bias_values.extend(bias for _, bias in settings.logit_bias)
@@ -192,14 +196,14 @@ def encode_submit(part: Part) -> session_pb2.SessionRequest:
             sampling.thinking.opened = settings.thinking_opened
 
     stopping = request.stopping
-    stopping.max_tokens, stopping.ignore_eos = job.max_tokens, settings.ignore_eos
+    stopping.max_tokens, stopping.ignore_eos = prompt.max_tokens, settings.ignore_eos
     if settings.min_tokens:
         stopping.min_tokens = settings.min_tokens
     stopping.strings.extend(settings.stop_strings)
     stopping.token_ids.extend(settings.stop_token_ids)
 
     request.output.logprobs = settings.logprobs
-    if settings.prompt_logprobs is not None and part.scores:
+    if settings.prompt_logprobs is not None and submission.scores:
         request.output.prompt_logprobs = settings.prompt_logprobs
         if settings.prompt_logprobs_start:
             request.output.prompt_logprobs_start = settings.prompt_logprobs_start
@@ -219,7 +223,7 @@ def join_submits(messages: list[session_pb2.SessionRequest]) -> session_pb2.Sess
 
 @lru_cache(maxsize=16)
 def _encode_grammar(grammar: Grammar) -> bytes:
-    """Kept for the other prompts of a request."""
+    """Return ``grammar`` as bytes. Cached, since all prompts of a request have the same grammar."""
     if grammar.kind == "choices":
         return generate_pb2.Grammar(choices=generate_pb2.Choices(texts=grammar.value)).SerializeToString()
     message = generate_pb2.Grammar()
@@ -228,7 +232,7 @@ def _encode_grammar(grammar: Grammar) -> bytes:
 
 
 def decode_model(model: observe_pb2.Model) -> ModelFacts:
-    """The facts in ``SessionOpened.model``."""
+    """Return the facts in ``SessionOpened.model``."""
     return ModelFacts(
         id=model.id,
         created_unix_s=model.created_unix_s,

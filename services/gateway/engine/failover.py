@@ -1,4 +1,4 @@
-"""What has no scheduler waits here until one takes it: what lost its own goes on from the tokens that it has."""
+"""The queue of requests without a scheduler: new ones, and those whose scheduler was lost or refused them."""
 
 import asyncio
 import contextlib
@@ -13,180 +13,188 @@ import structlog
 
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
 from services.common.process.turn import Turn
-from services.gateway.engine.generation import Call, Choice
+from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
+from services.gateway.engine.quarantine import PROVEN, FailoverQuarantine
 from services.gateway.engine.replica import Replica
-from services.gateway.engine.trial import PROVEN, Trial
 
 log = structlog.get_logger(__name__)
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0  # before one that was refused is sent again
-_LOOK_S = 0.1  # between two looks at what waits
-_MOST_NEW = 16_384  # requests, before another one that is new has to come back later
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0  # before a refused request is sent again
+_POLL_S = 0.1  # interval of checks for timeouts while requests are queued
+_MAX_QUEUED = 16_384  # with more queued requests, new ones are rejected
 
 
 @dataclass
 class _Wait:
-    """A call's time without a scheduler, until one accepts it. Times are of ``time.monotonic``."""
+    """A request's time without a scheduler, until one accepts it. Times are of ``time.monotonic``."""
 
-    reason: FailoverReason | None  # None: it had no scheduler before
-    error: TokaError  # what the caller hears when nothing comes of it
-    give_up_at: float
+    reason: FailoverReason | None  # None: the request is new
+    error: TokaError  # with which the request fails at the deadline
+    deadline: float
     not_before: float = 0.0
     pause: float = _FIRST_PAUSE_S
-    refused_by: str | None = None  # the address
+    refused_by: str | None = None  # address of the replica
 
 
 class Failover:
-    """Owned by the ``Fleet``; runs on the gateway's event loop. ``run`` is a task for the gateway's whole life.
+    """The queue of requests without a scheduler. Owned by the ``Fleet``, on the gateway's event loop.
 
-    ``choose(call, address)`` gives the replica for a call, rather not the one at ``address``; None while none can take
-    it.
+    ``run`` is a task that runs as long as the gateway. ``choose(request, address)`` returns the replica for a request,
+    or None if none can take it. It avoids the replica at ``address`` if there is another one.
     """
 
     def __init__(
         self,
-        choose: Callable[[Call, str | None], Replica | None],
+        choose: Callable[[SchedulerRequest, str | None], Replica | None],
         metrics: RequestMetrics,
-        patience_s: float,
+        timeout_s: float,
     ) -> None:
         self._choose = choose
         self._metrics = metrics
-        self._patience_s = patience_s
-        self._waits: WeakKeyDictionary[Call, _Wait] = WeakKeyDictionary()
-        self._here: dict[Call, None] = {}  # queued calls
-        self._trial = Trial()
-        self._news = asyncio.Event()
+        self._timeout_s = timeout_s
+        self._waits: WeakKeyDictionary[SchedulerRequest, _Wait] = WeakKeyDictionary()
+        self._queue: dict[SchedulerRequest, None] = {}
+        self._quarantine = FailoverQuarantine()
+        self._wakeup = asyncio.Event()
         self.closed_with: TokaError | None = None
 
     @property
-    def on(self) -> bool:
-        """Whether anything is waited for."""
-        return self._patience_s > 0
+    def enabled(self) -> bool:
+        """True if requests may wait for a scheduler."""
+        return self._timeout_s > 0
 
     def wake(self) -> None:
-        """Look for a replica again, since one may have become ready."""
-        self._news.set()
+        """Look for replicas again. Called when one may have become ready."""
+        self._wakeup.set()
 
-    def begin(self, call: Call, error: TokaError) -> None:
-        """There is no scheduler for ``call``, which is new. Raises ``TokaError``: ``error`` when it is not to wait."""
-        if not self.on:
+    def enqueue(self, request: SchedulerRequest, error: TokaError) -> None:
+        """Queue a new request, which fails with ``error`` at its deadline.
+
+        Raises ``error`` if failover is disabled, and ``Overloaded`` if the queue is full.
+        """
+        if not self.enabled:
             raise error
-        if len(self._here) >= _MOST_NEW:
-            raise Overloaded(f"{len(self._here)} requests wait for a scheduler; {error.message}", retry_after_s=1.0)
-        self._waits[call] = _Wait(None, error, time.monotonic() + self._patience_s)
-        self._take(call)
+        if len(self._queue) >= _MAX_QUEUED:
+            raise Overloaded(f"{len(self._queue)} requests wait for a scheduler; {error.message}", retry_after_s=1.0)
+        self._waits[request] = _Wait(None, error, time.monotonic() + self._timeout_s)
+        self._put(request)
 
-    def lose(self, tokens: Mapping[Choice, np.ndarray], error: TokaError, reason: FailoverReason) -> None:
-        """Choices, and what came of them since they were sent, are at no scheduler any more, for ``error``."""
-        generations = dict.fromkeys(choice.generation for choice in tokens)
-        if self.closed_with is not None or not self.on:
-            for generation in generations:
-                generation.fail(self.closed_with or error)
+    def lose(self, tokens: Mapping[ActiveSample, np.ndarray], error: TokaError, reason: FailoverReason) -> None:
+        """Queue the samples in ``tokens``, whose scheduler was lost because of ``error``.
+
+        The values are the tokens (uint32) that the samples received since they were sent.
+        """
+        active_requests = dict.fromkeys(sample.request for sample in tokens)
+        if self.closed_with is not None or not self.enabled:
+            for active in active_requests:
+                active.fail(self.closed_with or error)
             return
         if reason == "worker":
-            for choice in tokens:
-                choice.setbacks += 1
-        elif reason != "drained":  # who drains dies of nothing
-            for choice in self._trial.lost(tokens):
-                choice.generation.fail(_found_out(choice, error))
-        for generation in generations:
+            for sample in tokens:
+                sample.losses += 1
+        elif reason != "drained":  # a drained scheduler is no evidence against the request
+            for sample in self._quarantine.lost(tokens):
+                sample.request.fail(_proven(sample, error))
+        for active in active_requests:
             try:
-                for call in generation.lost(tokens):
-                    self._waits[call] = _Wait(reason, error, time.monotonic() + self._patience_s)
-                    self._take(call)
-            except Exception as trouble:  # one request's is not the others'
-                generation.break_off("a request could not go on elsewhere", trouble)
-        if generations:
-            log.warning("requests go on elsewhere", samples=len(tokens), cause=reason)
+                for request in active.replace_lost(tokens):
+                    self._waits[request] = _Wait(reason, error, time.monotonic() + self._timeout_s)
+                    self._put(request)
+            except Exception as caught:  # an error of one request must not affect the others
+                active.fail_internal("failover of a request failed", caught)
+        if active_requests:
+            log.warning("samples wait for another scheduler", samples=len(tokens), cause=reason)
 
-    def refused(self, call: Call, error: TokaError, by: str) -> None:
-        """The scheduler at the address ``by`` rejected ``call``. What none can take ends; a full queue refuses only
-        what never was in one."""
-        again = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and call.accepted)
-        if self.closed_with is not None or not self.on or not again:
-            call.generation.fail(self.closed_with or error)
+    def refused(self, request: SchedulerRequest, error: TokaError, by: str) -> None:
+        """Queue ``request``, which the scheduler at address ``by`` rejected, or fail it if it may not be retried.
+
+        A rejection for a full queue is retried only if a scheduler had accepted the request before.
+        """
+        retry = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and request.accepted)
+        if self.closed_with is not None or not self.enabled or not retry:
+            request.parent.fail(self.closed_with or error)
             return
         now = time.monotonic()
-        wait = self._waits.setdefault(call, _Wait("refused", error, now + self._patience_s))
+        wait = self._waits.setdefault(request, _Wait("refused", error, now + self._timeout_s))
         least = error.retry_after_s if isinstance(error, Overloaded) else 0.0
         wait.not_before = now + min(max(least, wait.pause), _LAST_PAUSE_S) * random.uniform(0.5, 1.0)
         wait.pause = min(2 * wait.pause, _LAST_PAUSE_S)
         wait.error, wait.refused_by = error, by
-        self._take(call)
+        self._put(request)
 
     def fail_all(self, error: TokaError) -> None:
-        """End all queued calls with ``error``, and from now on every call that is lost."""
+        """Fail all queued requests, and all later ones, with ``error``."""
         self.closed_with = error
-        for call in list(self._here):
-            call.generation.fail(error)
-        self._here.clear()
+        for request in list(self._queue):
+            request.parent.fail(error)
+        self._queue.clear()
 
-    def cancel(self, call: Call) -> None:
-        """Remove ``call`` from the queue."""
-        self._here.pop(call, None)
+    def cancel(self, request: SchedulerRequest) -> None:
+        """Remove ``request`` from the queue."""
+        self._queue.pop(request, None)
 
-    def count_tokens(self, call: Call) -> int:
-        """Return 0, since a queued call receives no tokens."""
+    def count_tokens(self, request: SchedulerRequest) -> int:
+        """Return 0, since a queued request receives no tokens."""
         return 0
 
     async def run(self) -> None:
-        """Send queued calls until the task is cancelled."""
+        """Send queued requests until the task is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S if self._here or self._trial.busy else None):
-                    await self._news.wait()
-            self._news.clear()
-            self._trial.let_go(time.monotonic())
+                async with asyncio.timeout(_POLL_S if self._queue or self._quarantine.busy else None):
+                    await self._wakeup.wait()
+            self._wakeup.clear()
+            self._quarantine.release(time.monotonic())
             turn = Turn()
-            for call in list(self._here):
+            for request in list(self._queue):
                 if turn.is_over:
                     await turn.next()
-                if call in self._here:
-                    self._try(call)
+                if request in self._queue:
+                    self._try(request)
 
-    def _take(self, call: Call) -> None:
-        self._trial.forget(call)
-        call.holder = self
-        self._here[call] = None
-        self._news.set()
+    def _put(self, request: SchedulerRequest) -> None:
+        self._quarantine.forget(request)
+        request.holder = self
+        self._queue[request] = None
+        self._wakeup.set()
 
-    def _try(self, call: Call) -> None:
-        """Send ``call`` if a replica can take it now. Fail it if its time is over."""
-        wait, now = self._waits[call], time.monotonic()
+    def _try(self, request: SchedulerRequest) -> None:
+        """Send ``request`` if a replica can take it now. Fail it at its deadline."""
+        wait, now = self._waits[request], time.monotonic()
         try:
-            if now >= wait.give_up_at:
+            if now >= wait.deadline:
                 raise wait.error
-            if now < wait.not_before or not self._trial.admits(call):
+            if now < wait.not_before or not self._quarantine.admits(request):
                 return
-            replica = self._choose(call, wait.refused_by)
+            replica = self._choose(request, wait.refused_by)
             if replica is None:
                 return
-            with contextlib.suppress(Overloaded, Unavailable):  # it has changed its mind
-                replica.submit(call)
-                self._sent(call, wait, now)
-                del self._here[call]
+            with contextlib.suppress(Overloaded, Unavailable):  # the request stays in the queue
+                replica.submit(request)
+                self._sent(request, wait, now)
+                del self._queue[request]
         except TokaError as error:
-            self._end(call, error)
-        except Exception as error:  # one request's trouble is not the others'
-            self._here.pop(call, None)
-            call.generation.break_off("a request could not be sent", error)
+            self._fail(request, error)
+        except Exception as error:  # an error of one request must not affect the others
+            self._queue.pop(request, None)
+            request.parent.fail_internal("a request could not be sent", error)
 
-    def _sent(self, call: Call, wait: _Wait, now: float) -> None:
-        self._trial.sent(call, now)
-        for choice in call.choices:
-            choice.late_s = time.perf_counter() - call.generation.began_at
+    def _sent(self, request: SchedulerRequest, wait: _Wait, now: float) -> None:
+        self._quarantine.sent(request, now)
+        for sample in request.samples:
+            sample.failover_delay_s = time.perf_counter() - request.parent.began_at
         if wait.reason is not None:
-            self._metrics.count_failovers(wait.reason, len(call.choices))
+            self._metrics.count_failovers(wait.reason, len(request.samples))
 
-    def _end(self, call: Call, error: TokaError) -> None:
-        self._here.pop(call, None)
-        call.generation.fail(error)
+    def _fail(self, request: SchedulerRequest, error: TokaError) -> None:
+        self._queue.pop(request, None)
+        request.parent.fail(error)
 
 
-def _found_out(choice: Choice, error: TokaError) -> Internal:
+def _proven(sample: ActiveSample, error: TokaError) -> Internal:
     return Internal(
-        f"{choice.setbacks} schedulers in a row were lost with this request and without a new token of it, {PROVEN} of"
-        f" them with no other suspect: it is not sent again ({error.message})",
+        f"{sample.losses} schedulers in a row were lost with this request and before it got a new token, {PROVEN} of"
+        f" them with no other suspect. It is not sent again ({error.message})",
         reason="SCHEDULERS_LOST",
     )

@@ -1,4 +1,4 @@
-"""All schedulers of this gateway: which models they serve, whether any is ready, and which gets a request."""
+"""All schedulers of this gateway: the models they serve, their readiness, and the choice of one for each request."""
 
 import asyncio
 import contextlib
@@ -14,24 +14,24 @@ import structlog
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
 from services.common.process.turn import Turn
 from services.common.rpc.channel import PLAIN, Dialer
+from services.gateway.engine.active_request import ActiveRequest, SchedulerRequest
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.failover import Failover
-from services.gateway.engine.generation import Call, Generation
-from services.gateway.engine.job import Job
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.replica import Replica
+from services.gateway.engine.request import PromptRequest
 from services.gateway.engine.routing import PrefixRouter
-from services.gateway.engine.session import MOST_BACKLOG, Timings
+from services.gateway.engine.session import MAX_BACKLOG, Timings
 
 log = structlog.get_logger(__name__)
 
 Found = TypeVar("Found")
-_LOOK_S = 0.5  # between two looks at a replica that does not go on
-_FEW_JOBS = 256  # of one request, which are sent in a few milliseconds
+_POLL_S = 0.5  # interval of checks on stalled replicas
+_INLINE_PROMPTS = 256  # sent in a few milliseconds without a pause
 
 
 class Fleet:
-    """Runs on the gateway's event loop, between ``start`` and ``stop``."""
+    """The replicas of a gateway. Runs on the gateway's event loop, between ``start`` and ``stop``."""
 
     def __init__(
         self,
@@ -44,12 +44,16 @@ class Fleet:
         turn: int | None = None,
         strict_names: bool = False,
     ) -> None:
-        """``strict_names``: a name that no model has is refused even if a single model is served."""
+        """Create the fleet.
+
+        ``turn`` is the index of the first replica to use, see ``PrefixRouter``. With ``strict_names``, requests for an
+        unknown model are rejected even if a single model is served.
+        """
         self.draining = False
         self._timings = timings
         self._strict_names = strict_names
         self._router = PrefixRouter(turn)
-        self._failover = Failover(self._choose_again, metrics, timings.failover)
+        self._failover = Failover(self._choose_for_retry, metrics, timings.failover)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         client_id = f"gateway-{socket.gethostname()}-{os.getpid()}"
@@ -60,7 +64,7 @@ class Fleet:
                 tokenizer_fingerprint=tokenizer_fingerprint,
                 metrics=metrics,
                 timings=timings,
-                losses=self._failover,
+                loss_handler=self._failover,
                 on_change=self._on_change,
                 dialer=dialer,
             )
@@ -68,16 +72,18 @@ class Fleet:
         ]
 
     def start(self) -> None:
-        """Begin to connect; no scheduler has to be up."""
+        """Start to connect. Schedulers may start later."""
         self._tasks = [asyncio.create_task(replica.run(), name=replica.address) for replica in self.replicas]
         self._tasks += [
             asyncio.create_task(self._failover.run(), name="failover"),
-            asyncio.create_task(self._unload_stalled(), name="unload stalled"),
+            asyncio.create_task(self._move_from_stalled(), name="move from stalled"),
         ]
 
-    async def goes_on(self) -> None:
-        """For as long as all its tasks do, which never end by themselves. Raises ``Internal`` when one has: requests
-        would wait for ever for what it did, so every one ends, and the process should."""
+    async def watch_tasks(self) -> None:
+        """Wait until a background task ends, which is a defect. Fail all requests and raise ``Internal``.
+
+        Requests would otherwise wait for the task forever. The caller should end the process.
+        """
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             cause = None if task.cancelled() else task.exception()
@@ -85,12 +91,12 @@ class Fleet:
         self.fail_all(Unavailable("the gateway cannot go on; send the request again"))
         raise Internal("a task that all requests need has ended")
 
-    async def known(self, patience_s: float) -> None:
-        """Until each scheduler was found ready, or not ready, once; for ``patience_s`` at most."""
+    async def wait_known(self, timeout_s: float) -> None:
+        """Wait until the state of every scheduler is known, for at most ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 for replica in self.replicas:
-                    await replica.known.wait()
+                    await replica.state_known.wait()
 
     async def stop(self) -> None:
         """End every request and session."""
@@ -100,7 +106,7 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fail_all(self, error: TokaError) -> None:
-        """End every request with ``error``, and from now on new ones, too."""
+        """Fail all requests, and all later ones, with ``error``."""
         self._failover.fail_all(error)
         for replica in self.replicas:
             replica.fail_all(error)
@@ -108,7 +114,7 @@ class Fleet:
 
     @property
     def trouble(self) -> str:
-        """Why no request can be served now; empty when one can."""
+        """The reason why no scheduler is ready, or an empty string if one is."""
         if self.draining:
             return "the gateway is shutting down"
         if any(replica.ready for replica in self.replicas):
@@ -117,120 +123,128 @@ class Fleet:
 
     @property
     def models(self) -> dict[str, ModelFacts]:
-        """Every model known so far by id, those of lost schedulers too: they are expected back."""
+        """All known models by id. Models of lost schedulers are included, since those are expected to return."""
         return {replica.model.id: replica.model for replica in self.replicas if replica.model is not None}
 
-    async def listed(self) -> list[ModelFacts]:
-        """Every model, once one is known: of several gateways that share a port, a client may have asked the one that
-        found its scheduler last. Waits a bounded time; then raises ``Unavailable``."""
-        return await self._once(lambda: list(self.models.values()))
+    async def list_models(self) -> list[ModelFacts]:
+        """Return all models, once one is known. Raises ``Unavailable`` after a timeout.
+
+        Gateways that share a port find their schedulers at different times. The wait hides this from clients.
+        """
+        return await self._wait_for(lambda: list(self.models.values()))
 
     async def model(self, name: str | None) -> ModelFacts:
-        """Return the model ``name`` (None or empty: the only one) once a scheduler was ready for it; without failover,
-        once one is.
+        """Return the model ``name`` once it is known. If failover is disabled, wait until a scheduler is ready for it.
 
-        Waits a bounded time for one; then raises ``Unavailable``. Raises ``NotFound`` for a name that no model has,
-        unless a single model is served and names are not strict: that model is meant then.
+        An empty ``name`` means the only model. So does an unknown name if a single model is served and names are not
+        strict. Raises ``NotFound`` for any other unknown name, and ``Unavailable`` after a timeout.
         """
 
         def ready() -> ModelFacts | None:
             facts = self._look_up(known, name) if (known := self.models) else None
-            return facts if facts is not None and (self._failover.on or self._ready(facts.id)) else None
+            return facts if facts is not None and (self._failover.enabled or self._ready(facts.id)) else None
 
-        return await self._once(ready)
+        return await self._wait_for(ready)
 
-    async def _once(self, find: Callable[[], Found | None]) -> Found:
-        """What ``find`` gives, as soon as it gives something. A scheduler that is on its way is waited for as others
-        are that lost theirs; where there never was one, whoever asks should soon ask somebody else."""
+    async def _wait_for(self, find: Callable[[], Found | None]) -> Found:
+        """Return the result of ``find`` as soon as it is not empty. Raises ``Unavailable`` after a timeout.
+
+        The timeout is that of failover if a scheduler is expected to become ready. It is shorter if none was ever
+        seen, so that the client can try another gateway.
+        """
         began_at = time.monotonic()
         while not (found := find()):
             self._check_open()
-            changed, patience_s = self._changed, self._timings.wait_for_ready
+            changed, timeout_s = self._changed, self._timings.wait_for_ready
             if any(replica.expected for replica in self.replicas):
-                patience_s = max(patience_s, self._timings.failover)
+                timeout_s = max(timeout_s, self._timings.failover)
             try:
-                async with asyncio.timeout(began_at + patience_s - time.monotonic()):
+                async with asyncio.timeout(began_at + timeout_s - time.monotonic()):
                     await changed.wait()
             except TimeoutError:
-                raise self._nobody() from None
+                raise self._none_ready() from None
         return found
 
     def _check_open(self) -> None:
         if (error := self._failover.closed_with) is not None:
             raise error
 
-    def _nobody(self) -> Unavailable:
+    def _none_ready(self) -> Unavailable:
         return Unavailable(f"no scheduler is ready: {self.trouble or 'try again'}")
 
-    async def generate(self, jobs: Sequence[Job], *, streaming: bool) -> Generation:
-        """Send each of ``jobs`` to the replica that suits it, or to the first one that will be ready.
+    async def generate(self, prompts: Sequence[PromptRequest], *, streaming: bool) -> ActiveRequest:
+        """Send each of ``prompts`` to a replica. Queue it if none is ready.
 
-        Other tasks run while a long list is sent, and the list waits while a scheduler is sent many requests. The
-        caller closes the generation. Raises ``TokaError``.
+        While a long list is sent, other tasks run, and the list waits for replicas with a large backlog. The caller
+        closes the returned request. Raises ``TokaError``.
         """
         self._check_open()
-        many = len(jobs) > _FEW_JOBS
-        make = partial(Generation, jobs, streaming=streaming)
-        generation = await asyncio.to_thread(make) if many else make()
+        many = len(prompts) > _INLINE_PROMPTS
+        make = partial(ActiveRequest, prompts, streaming=streaming)
+        active = await asyncio.to_thread(make) if many else make()
         turn = Turn()
         try:
-            for call in generation.calls:
+            for request in active.scheduler_requests:
                 if many and turn.is_over:
                     await turn.next()
                     self._check_open()
-                    generation.check()
-                await self._send(call, waits=many)
+                    active.check()
+                await self._send(request, waits=many)
         except BaseException:
-            generation.close()
+            active.close()
             raise
-        return generation
+        return active
 
-    async def _send(self, call: Call, *, waits: bool) -> None:
-        """Send ``call``; if it ``waits``, once its replica has room."""
-        while ready := self._ready(call.part.job.model):
-            replica = self._choose(call, ready)
-            if not waits or replica.backlog <= MOST_BACKLOG:
-                replica.submit(call)
+    async def _send(self, request: SchedulerRequest, *, waits: bool) -> None:
+        """Send ``request``. If ``waits``, wait until its replica has a small backlog."""
+        while ready := self._ready(request.submission.prompt.model):
+            replica = self._choose(request, ready)
+            if not waits or replica.backlog <= MAX_BACKLOG:
+                replica.submit(request)
                 return
             await replica.room()
             self._check_open()
-        self._failover.begin(call, self._nobody())
+        self._failover.enqueue(request, self._none_ready())
 
-    def _choose(self, call: Call, ready: Sequence[Replica]) -> Replica:
-        return self._router.choose(ready, call.part.job.prompt_ids, call.part.job.settings.cache_salt)
+    def _choose(self, request: SchedulerRequest, ready: Sequence[Replica]) -> Replica:
+        return self._router.choose(
+            ready, request.submission.prompt.prompt_ids, request.submission.prompt.settings.cache_salt
+        )
 
-    def _choose_again(self, call: Call, not_this: str | None) -> Replica | None:
-        """Who gets ``call``, which waited; the replica at the address ``not_this`` only when there is no other. None
-        while nobody can take it."""
+    def _choose_for_retry(self, request: SchedulerRequest, avoid: str | None) -> Replica | None:
+        """Return the replica for a queued ``request``, or None if none can take it.
+
+        The replica at the address ``avoid`` is chosen only if there is no other one.
+        """
         ready = [
             replica
-            for replica in self._ready(call.part.job.model)
-            if replica.backlog <= MOST_BACKLOG and (replica.can_resume or not call.part.resumes)
+            for replica in self._ready(request.submission.prompt.model)
+            if replica.backlog <= MAX_BACKLOG and (replica.can_resume or not request.submission.resumes)
         ]
-        if not_this is not None:
-            ready = [replica for replica in ready if replica.address != not_this] or ready
-        return self._choose(call, ready) if ready else None
+        if avoid is not None:
+            ready = [replica for replica in ready if replica.address != avoid] or ready
+        return self._choose(request, ready) if ready else None
 
-    async def _unload_stalled(self) -> None:
-        """What is at a replica that does not go on, while another is ready, goes on there."""
+    async def _move_from_stalled(self) -> None:
+        """Move requests from stalled replicas to ready ones."""
         while True:
             stalled = [replica for replica in self.replicas if replica.stalled_s]
             changed = self._changed
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S if stalled else None):
+                async with asyncio.timeout(_POLL_S if stalled else None):
                     await changed.wait()
             for replica in stalled:
                 if replica.stalled_s < self._timings.move_after or replica.model is None:
                     continue
                 if self._ready(replica.model.id):
-                    replica.hand_over()
+                    replica.move_requests()
 
-    def named(self, name: str) -> ModelFacts | None:
+    def find_model(self, name: str) -> ModelFacts | None:
         """Return the model that has ``name`` as its id or as an alias, or None."""
-        return _named(self.models, name)
+        return _find_model(self.models, name)
 
     def _look_up(self, known: dict[str, ModelFacts], name: str | None) -> ModelFacts:
-        if name and (facts := _named(known, name)) is not None:
+        if name and (facts := _find_model(known, name)) is not None:
             return facts
         if len(known) == 1 and not (name and self._strict_names):
             return next(iter(known.values()))
@@ -247,7 +261,7 @@ class Fleet:
         self._failover.wake()
 
 
-def _named(known: dict[str, ModelFacts], name: str) -> ModelFacts | None:
+def _find_model(known: dict[str, ModelFacts], name: str) -> ModelFacts | None:
     if name in known:
         return known[name]
     return next((facts for facts in known.values() if name in facts.aliases), None)

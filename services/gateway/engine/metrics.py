@@ -1,6 +1,7 @@
-"""What ``/metrics`` shows of requests and gateways. (What schedulers report is in ``replica_metrics``.)
+"""Metrics of requests and gateways. Metrics that schedulers report are in ``replica_metrics``.
 
-Histograms are our own: a step brings the same gap for hundreds of samples, which is one observation with a weight here.
+The client library's histograms are not used: one step gives the same latency for hundreds of samples, which is one
+weighted observation here.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,7 @@ from services.common.metrics.registry import registry_of
 from services.gateway.engine.codec import FINISH_REASONS, Ending
 from services.gateway.engine.numbers import Numbers, counting_process
 
-# What can be wrong with a gateway's store; ``store.health`` says of each how an operator solves it.
+# Problems of a gateway's store. ``store.health`` has the advice for each.
 StoreProblem = Literal["damaged", "locked", "full", "read_only", "missing", "newer", "error"]
 
 _SECONDS = (
@@ -28,7 +29,7 @@ _SECONDS = (
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 _TOKENS = tuple(float(2**power) for power in range(18))
-# The bounds of what operators of vLLM know, under the names that it has there.
+# The bounds of vLLM's metrics, which are also exported under vLLM's names.
 _KNOWN_FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
@@ -45,14 +46,17 @@ _KNOWN_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _KNOWN_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 OTHER_ROUTE = "other"
 _STATUSES = range(100, 600)
-# Why a sample goes on at another scheduler, or at the same one again: the connection to it ended; it did not answer; it
-# drained; its worker was away for long; it said that it cannot take it, or not go on with it, now.
+# Reason of a failover: the connection to the scheduler ended; the scheduler did not answer; it drained; its worker was
+# unavailable for a long time; it refused the request or gave it up.
 FailoverReason = Literal["lost", "hung", "drained", "worker", "refused"]
 
 
 class Histogram:
-    """Counts of observed values by upper bound. ``known_as``: further names, under which only ``known_bounds`` are
-    shown, which are among ``bounds``."""
+    """Counts of observed values by upper bound.
+
+    The histogram is also exported under the names ``known_as``, with the bounds ``known_bounds``, a subset of
+    ``bounds``.
+    """
 
     def __init__(
         self,
@@ -66,22 +70,22 @@ class Histogram:
         self.name, self.documentation, self.bounds = name, documentation, bounds
         self.known_as, self._known_bounds = known_as, known_bounds
         numbers = numbers or Numbers()
-        self.counts = numbers.take(len(bounds) + 1)  # the last: beyond all bounds
+        self.counts = numbers.take(len(bounds) + 1)  # the last one counts values above all bounds
         self._total = numbers.take(1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """``times`` observations of ``value``."""
+        """Add ``times`` observations of ``value``."""
         self.counts[bisect_left(self.bounds, value)] += times
         self._total[0] += value * times
 
     def family(self) -> HistogramMetricFamily:
-        """As Prometheus wants it: cumulative."""
+        """Return the cumulative histogram."""
         family = HistogramMetricFamily(self.name, self.documentation)
         family.add_metric([], self._buckets(self.bounds), self._total[0])
         return family
 
     def known_families(self, model: str) -> Iterator[HistogramMetricFamily]:
-        """The same under its further names."""
+        """Yield the histogram under each name in ``known_as``."""
         for name in self.known_as:
             family = HistogramMetricFamily(name, self.documentation, labels=["model_name"])
             family.add_metric([model], self._buckets(self._known_bounds), self._total[0])
@@ -93,7 +97,7 @@ class Histogram:
 
 
 class RequestMetrics:
-    """Fed on the gateway's event loop. It keeps what it counts in ``numbers``."""
+    """Metrics of a gateway's requests, counted in ``numbers`` on the event loop."""
 
     def __init__(self, numbers: Numbers | None = None) -> None:
         numbers = numbers or Numbers()
@@ -112,25 +116,29 @@ class RequestMetrics:
             return histogram(name, documentation, _KNOWN_TOKENS, _TOKENS)
 
         self.first_token = histogram(
-            "time_to_first_token_seconds", "From the HTTP request to its first token", _KNOWN_FIRST_TOKEN
+            "time_to_first_token_seconds", "Time from the HTTP request to its first token", _KNOWN_FIRST_TOKEN
         )
         self.inter_token = histogram(
             "inter_token_latency_seconds",
-            "Between two tokens of a sample",
+            "Time between two tokens of a sample",
             _KNOWN_INTER_TOKEN,
             older=("vllm:time_per_output_token_seconds",),
         )
-        self.end_to_end = histogram("e2e_request_latency_seconds", "From the HTTP request to its last token")
-        self.queue_time = histogram("request_queue_time_seconds", "A sample's wait for its first plan")
-        self.prefill_time = histogram("request_prefill_time_seconds", "From a sample's first plan to first token")
-        self.decode_time = histogram("request_decode_time_seconds", "From a sample's first token to its last")
+        self.end_to_end = histogram("e2e_request_latency_seconds", "Time from the HTTP request to its last token")
+        self.queue_time = histogram("request_queue_time_seconds", "Time from a sample's arrival to its first plan")
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "Time from a sample's first plan to its first token"
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "Time from a sample's first token to its last token"
+        )
         self.inference_time = histogram(
-            "request_inference_time_seconds", "From a sample's first plan to its last token"
+            "request_inference_time_seconds", "Time from a sample's first plan to its last token"
         )
         self.prompt_tokens = tokens("request_prompt_tokens", "Tokens in a prompt")
         self.generation_tokens = tokens("request_generation_tokens", "Tokens in a sample's answer")
-        self.params_n = histogram("request_params_n", "Samples asked for of a prompt", _KNOWN_SAMPLES, _TOKENS[:15])
-        self.params_max_tokens = tokens("request_params_max_tokens", "Most tokens of an answer, as asked for")
+        self.params_n = histogram("request_params_n", "Samples requested per prompt", _KNOWN_SAMPLES, _TOKENS[:15])
+        self.params_max_tokens = tokens("request_params_max_tokens", "Requested limit of tokens per answer")
         self.preemptions = histogram(
             "request_num_preemptions", "Times a sample was preempted", _KNOWN_PREEMPTIONS, _KNOWN_PREEMPTIONS
         )
@@ -151,7 +159,7 @@ class RequestMetrics:
         return [route for route in self._responses if route != OTHER_ROUTE]
 
     def sample_finished(self, ending: Ending) -> None:
-        """A sample ended that somebody still waited for."""
+        """Count a sample that ended and was not cancelled."""
         self._finished[ending.reason][0] += 1
         if ending.error is None:
             self.queue_time.observe(ending.queued_s)
@@ -163,20 +171,20 @@ class RequestMetrics:
             self.preemptions.observe(ending.preemptions)
 
     def request_began(self, samples: int, max_tokens: int, prompts: int = 1) -> None:
-        """Count ``prompts`` that are sent to a scheduler. ``samples`` of each; ``max_tokens`` of each sample."""
+        """Count ``prompts`` that are sent to a scheduler, with ``samples`` per prompt and ``max_tokens`` per sample."""
         self.params_n.observe(samples, prompts)
         self.params_max_tokens.observe(max_tokens, prompts)
 
     def count_response(self, route: str, status: int) -> None:
-        """Count an HTTP response when it begins."""
+        """Count an HTTP response that begins."""
         self._responses.get(route, self._responses[OTHER_ROUTE])[status - _STATUSES.start] += 1
 
     def count_disconnect(self) -> None:
-        """A client went away before its answer was complete."""
+        """Count a client that disconnected before its response was complete."""
         self._disconnects[0] += 1
 
     def count_failovers(self, reason: FailoverReason, samples: int) -> None:
-        """Samples were sent again."""
+        """Count samples that were sent again."""
         self._failovers[reason][0] += samples
 
     def count_store_problem(self, problem: StoreProblem) -> None:
@@ -184,8 +192,10 @@ class RequestMetrics:
         self._store_problems[problem][0] += 1
 
     def families(self, model: str) -> Iterator[Metric]:
-        """What a scrape gets. ``model``: what is served; empty while it is not known, and then names that come with
-        their model are left out."""
+        """Yield the metrics of one scrape.
+
+        ``model`` is the name of the served model. While it is empty, metrics with a model label are omitted.
+        """
         for metric in vars(self).values():
             if isinstance(metric, Histogram):
                 yield metric.family()
@@ -198,7 +208,7 @@ class RequestMetrics:
         if model:
             known = CounterMetricFamily(
                 "vllm:request_success",
-                "Samples that ended; abort: requests whose client went away",
+                "Samples that ended. abort: requests whose client disconnected",
                 labels=["model_name", "finished_reason"],
             )
             for ended, count in (*self._finished.items(), ("abort", self._disconnects)):
@@ -210,16 +220,16 @@ class RequestMetrics:
                 responses.add_metric([route, str(_STATUSES[index])], counts[index])
         yield responses
         yield CounterMetricFamily(
-            "toka_http_disconnects", "Requests whose client went away", value=self._disconnects[0]
+            "toka_http_disconnects", "Requests whose client disconnected", value=self._disconnects[0]
         )
         failovers = CounterMetricFamily(
-            "toka_failovers", "Samples sent to a scheduler again, to go on where they were", labels=["reason"]
+            "toka_failovers", "Samples sent to a scheduler again, which continues them", labels=["reason"]
         )
         for reason, count in self._failovers.items():
             failovers.add_metric([reason], count[0])
         yield failovers
         problems = CounterMetricFamily(
-            "toka_store_errors", "Accesses to the store of files and batches that failed", labels=["problem"]
+            "toka_store_errors", "Failed accesses to the store of files and Batch jobs", labels=["problem"]
         )
         for problem, count in self._store_problems.items():
             problems.add_metric([problem], count[0])
@@ -227,25 +237,28 @@ class RequestMetrics:
 
 
 class OwnMetrics:
-    """A Prometheus collector over a gateway that is alone. ``model``: names what is served."""
+    """A Prometheus collector for a single gateway. ``model`` returns the name of the served model."""
 
     def __init__(self, metrics: RequestMetrics, model: Callable[[], str]) -> None:
         self._metrics, self._model = metrics, model
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape."""
+        """Yield the metrics of one scrape."""
         return self._metrics.families(self._model())
 
 
 class GatewayMetrics:
-    """A Prometheus collector over all gateways of a deployment, each of which counts in one of ``paths``: the sums of
-    their ``RequestMetrics``, and facts about each process. ``own``: those of the gateway that is asked."""
+    """A Prometheus collector for all gateways of a deployment, each of which counts in one of ``paths``.
+
+    It yields the sums of their ``RequestMetrics``, and metrics of each process. ``own``: metrics of the gateway that
+    serves the scrape.
+    """
 
     def __init__(self, own: RequestMetrics, paths: Sequence[Path], model: Callable[[], str]) -> None:
         self._own, self._paths, self._model = own, paths, model
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape."""
+        """Yield the metrics of one scrape."""
         total = RequestMetrics(Numbers.sum_of(self._paths))
         total.add_routes(self._own.routes)
         yield from total.families(self._model())
@@ -262,8 +275,11 @@ class GatewayMetrics:
 def make_registry(
     metrics: RequestMetrics, replicas: Collector, paths: Sequence[Path], model: Callable[[], str] = str
 ) -> CollectorRegistry:
-    """What ``/metrics`` shows. ``paths``: where the gateways of the deployment count, if there are several: whichever
-    of them is asked answers for all. ``model``: names what is served; empty while it is not known."""
+    """Return the registry behind ``/metrics``.
+
+    ``paths`` are the files in which the gateways of the deployment count, if there are several. Each of them shows the
+    metrics of all. ``model`` returns the name of the served model, or an empty string while it is not known.
+    """
     if not paths:
         return registry_of([replicas, OwnMetrics(metrics, model)])
     registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""One scheduler as this gateway knows it: connected again and again, with its model, its load, and why not ready."""
+"""Connection of a gateway to one scheduler: its sessions, model, load and readiness."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from services.common.errors import FailedPrecondition, TokaError, Unavailable
 from services.common.rpc.channel import Dialer
 from services.common.rpc.status import from_rpc_error
 from services.gateway.engine import codec
-from services.gateway.engine.generation import Call, Choice
+from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
 from services.gateway.engine.session import Session, SessionStream, Timings
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc, session_pb2
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_NO_WORKER = "NO_WORKER"  # a scheduler's reason to refuse sessions until its worker has loaded the model
-_HEALTH_TIMEOUT_S = 10.0  # of one Watch; the session is tried again behind it
-_BOOT_S = 10.0  # a scheduler that starts with the gateway listens by then; later its absence is a warning
-DRAINING = "draining"  # a scheduler's reason not to be ready: what it has goes on
+_NO_WORKER = "NO_WORKER"  # error reason of a scheduler whose worker has not loaded the model yet
+_HEALTH_TIMEOUT_S = 10.0  # of one Watch call. The session is opened again after it.
+_BOOT_S = 10.0  # a missing scheduler is logged as a warning only after this time, since both may start together
+DRAINING = "draining"  # not-ready reason of a scheduler that finishes its requests and accepts no others
 
 
-class Losses(Protocol):
-    """Where requests go that a replica cannot go on with: ``Failover``."""
+class LossHandler(Protocol):
+    """Receiver of samples and requests that a replica cannot continue. Implemented by ``Failover``."""
 
-    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError, reason: FailoverReason) -> None: ...
+    def lose(self, tokens: dict[ActiveSample, np.ndarray], error: TokaError, reason: FailoverReason) -> None: ...
 
-    def refused(self, call: Call, error: TokaError, by: str) -> None: ...
+    def refused(self, request: SchedulerRequest, error: TokaError, by: str) -> None: ...
 
 
 class Replica:
-    """Owned by the ``Fleet``, and the owner of one session at a time; runs on the gateway's event loop. ``run`` is a
-    task for the gateway's whole life.
+    """A scheduler, and the session to it. Owned by the ``Fleet``, on the gateway's event loop.
 
-    ``model`` and ``load`` are the last known ones; ``load`` is None while no session is open.
+    ``run`` is a task that runs as long as the gateway. ``model`` and ``load`` are the latest known values. ``load`` is
+    None while no session is open.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Replica:
         tokenizer_fingerprint: str,
         metrics: RequestMetrics,
         timings: Timings,
-        losses: Losses,
+        loss_handler: LossHandler,
         on_change: Callable[[], None],
         dialer: Dialer,
     ) -> None:
@@ -62,34 +62,34 @@ class Replica:
         self.model: codec.ModelFacts | None = None
         self.scheduler_id = ""
         self.load: observe_pb2.Load | None = None
-        self.known = asyncio.Event()  # whether it is ready, for the first time
+        self.state_known = asyncio.Event()  # set when it is first known whether the replica is ready
         self._client_id = client_id
         self._fingerprint = tokenizer_fingerprint
         self._metrics = metrics
         self._timings = timings
-        self._losses = losses
+        self._loss_handler = loss_handler
         self._on_change = on_change
         self._dialer = dialer
         self._session: Session | None = None
         self._stub: SchedulerServiceAsyncStub | None = None
         self._trouble = "not connected yet"
         self._started_at = 0.0
-        self._boots = False
+        self._booting = False
         self._stalled_since: float | None = None
 
     @property
     def ready(self) -> bool:
-        """Takes requests now."""
+        """True if the replica accepts requests."""
         return self._session is not None and self.load is not None and self.load.ready
 
     @property
     def can_resume(self) -> bool:
-        """Goes on with samples that have tokens of another scheduler's."""
+        """True if the replica can continue samples of another scheduler."""
         return self.model is not None and self.model.can_resume
 
     @property
     def trouble(self) -> str:
-        """Why it is not ready; empty when it is."""
+        """The reason why the replica is not ready, or an empty string if it is."""
         if self.ready:
             return ""
         if self._session is None:
@@ -98,65 +98,68 @@ class Replica:
 
     @property
     def expected(self) -> bool:
-        """It was ready once, or answers, and its worker is still to come."""
-        return self.model is not None or self._boots
+        """True if the replica was connected before, or its scheduler waits for a worker."""
+        return self.model is not None or self._booting
 
     @property
     def stalled_s(self) -> float:
-        """For how long it says that it does not go on with what it has; 0 when it does not say so."""
+        """Seconds since the scheduler reported that it cannot continue its requests, or 0 if it can."""
         return 0.0 if self._stalled_since is None else time.monotonic() - self._stalled_since
 
     @property
     def backlog(self) -> int:
-        """Messages to it that are not written yet."""
+        """Number of messages to the scheduler that are not written yet."""
         return 0 if self._session is None else self._session.backlog
 
     @property
     def outstanding_tokens(self) -> int:
-        """Work ahead of a new request: as reported, and what was sent since."""
+        """Tokens of work ahead of a new request: the reported ones, and those submitted since the report."""
         if self._session is None or self.load is None:
             return 0
         return self.load.outstanding_tokens + self._session.unreported_tokens
 
     @property
     def stub(self) -> "SchedulerServiceAsyncStub | None":
-        """For calls beside the session, on its connection and with ``metadata``; None while there is none."""
+        """Stub for RPCs beside the session, to call with ``metadata()``. None while no session is open."""
         return None if self._session is None else self._stub
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call to it says about its caller."""
+        """Return the gRPC metadata that authenticates the gateway."""
         return self._dialer.metadata()
 
-    def submit(self, call: Call) -> None:
-        """Send ``call``. Raises ``Unavailable`` or ``Overloaded``."""
+    def submit(self, request: SchedulerRequest) -> None:
+        """Send ``request``. Raises ``Unavailable`` or ``Overloaded``."""
         if self._session is None:
             raise Unavailable(f"scheduler {self.address} is not available: {self._trouble}")
-        self._session.submit(call)
+        self._session.submit(request)
 
     async def room(self) -> None:
-        """Wait while ``backlog`` is large, as long as there is a connection."""
+        """Wait while ``backlog`` is large and a session is open."""
         if self._session is not None:
             await self._session.room()
 
     def fail_all(self, error: TokaError) -> None:
-        """End every request here with ``error``."""
+        """Fail every request of this replica with ``error``."""
         if self._session is not None:
-            for generation in {choice.generation for choice in self._session.abandon()}:
-                generation.fail(error)
+            for active in {sample.request for sample in self._session.abandon()}:
+                active.fail(error)
 
-    def hand_over(self) -> None:
-        """It is stalled: what is here goes on elsewhere. But not what was lost before and has had no token since:
-        workers may die of it, and one scheduler alone finds that out."""
-        if self._session is not None and (tokens := self._session.abandon(all_of_it=False)):
+    def move_requests(self) -> None:
+        """Move requests of this stalled replica to others.
+
+        Samples that were lost before and have no token since stay: they may crash workers, and the scheduler that
+        keeps them finds out.
+        """
+        if self._session is not None and (tokens := self._session.abandon(include_lost=False)):
             error = Unavailable(f"the scheduler's worker was lost: {self.trouble}; send the request again")
-            self._losses.lose(tokens, error, "worker")
+            self._loss_handler.lose(tokens, error, "worker")
 
     # From the session.
 
     def loaded(self, load: observe_pb2.Load) -> None:
-        """The scheduler's own view of itself."""
+        """Record the load that the scheduler reported."""
         was_ready, self.load = self.ready, load
-        self.known.set()
+        self.state_known.set()
         if load.ready or load.not_ready_reason == DRAINING:
             self._stalled_since = None
         elif self._stalled_since is None:
@@ -166,29 +169,28 @@ class Replica:
             log.info("scheduler ready" if self.ready else "scheduler not ready", scheduler=self.address, **why)
             self._on_change()
 
-    def refused(self, call: Call, error: TokaError) -> None:
-        """Another replica may take it."""
-        self._losses.refused(call, error, self.address)
+    def refused(self, request: SchedulerRequest, error: TokaError) -> None:
+        """Queue the refused ``request`` for another replica."""
+        self._loss_handler.refused(request, error, self.address)
 
-    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError) -> None:
-        """Another replica may go on with them."""
-        self._losses.lose(tokens, error, "refused")
+    def lose(self, tokens: dict[ActiveSample, np.ndarray], error: TokaError) -> None:
+        """Queue samples that the scheduler gave up for another replica."""
+        self._loss_handler.lose(tokens, error, "refused")
 
     async def run(self) -> None:
-        """Connect, serve, and begin again with growing pauses; ends only by being cancelled, and takes no requests
-        then."""
+        """Keep a session open, with growing pauses between attempts, until the task is cancelled."""
         try:
-            await self._connect_again_and_again()
+            await self._reconnect_forever()
         finally:
             self._trouble = "the gateway is shutting down"
             self._drop_session(Unavailable(f"{self._trouble}; send the request again"), "lost")
 
-    async def _connect_again_and_again(self) -> None:
+    async def _reconnect_forever(self) -> None:
         pause = self._timings.first_backoff
         self._started_at = time.monotonic()
         while True:
             try:
-                async with self._dialer.open_aio(self.address) as channel:  # with the certificates of now
+                async with self._dialer.open_aio(self.address) as channel:  # reads the current certificates
                     await self._serve_sessions(channel)
             except TokaError as error:
                 trouble = error
@@ -197,26 +199,30 @@ class Replica:
                 trouble = Unavailable(f"internal error: {type(error).__name__}")
             if self._session is not None or trouble.reason == _NO_WORKER:
                 pause = self._timings.first_backoff
-            self._lost(trouble)
+            self._disconnected(trouble)
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, self._timings.last_backoff)
 
     async def _serve_sessions(self, channel: grpc.aio.Channel) -> None:
-        """Open a session and serve it. While the scheduler has no worker yet, open it again as soon as it has one.
-        Always raises the ``TokaError`` that ended the last session."""
+        """Serve sessions until one ends. Raises the ``TokaError`` that ended it.
+
+        While the scheduler has no worker, wait for one and open the session again.
+        """
         while True:
             try:
                 await self._serve_one_session(channel)
             except TokaError as error:
                 if error.reason != _NO_WORKER:
                     raise
-                self._lost(error)
-                if not await self._becomes_ready(channel):
+                self._disconnected(error)
+                if not await self._wait_serving(channel):
                     raise
 
-    async def _becomes_ready(self, channel: grpc.aio.Channel) -> bool:
-        """Wait until the scheduler's health turns to SERVING, for a bounded time. Returns False if it was SERVING
-        already or cannot be watched, so that the caller pauses before the next try."""
+    async def _wait_serving(self, channel: grpc.aio.Channel) -> bool:
+        """Wait for a bounded time until the scheduler's health changes to SERVING.
+
+        Return False if it was SERVING already or cannot be watched. The caller then pauses before the next attempt.
+        """
         stub: Any = health_pb2_grpc.HealthStub(channel)  # the types leave out its methods
         watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
         was_ready = True
@@ -250,7 +256,7 @@ class Replica:
         try:
             async with asyncio.timeout(self._timings.open_timeout):
                 await stream.write(codec.encode_open(self._client_id))
-                message: Any = await stream.read()  # a SessionResponse, or the end
+                message: Any = await stream.read()  # a SessionResponse, or EOF
         except TimeoutError as error:
             raise Unavailable(f"no answer within {self._timings.open_timeout:.0f} s") from error
         except grpc.RpcError as error:
@@ -275,33 +281,33 @@ class Replica:
                 f" ({self._fingerprint[:12]}...); start both with the same model= and tokenizer="
             )
 
-    def _lost(self, error: TokaError) -> None:
+    def _disconnected(self, error: TokaError) -> None:
         reason = error.message
         if reason != self._trouble or self._session is not None:
             starting = self.model is None and time.monotonic() < self._started_at + _BOOT_S
             write = log.info if starting or error.reason == _NO_WORKER else log.warning
             write("scheduler not available", scheduler=self.address, reason=reason)
-        self._trouble, self._boots = reason, error.reason == _NO_WORKER
+        self._trouble, self._booting = reason, error.reason == _NO_WORKER
         lost = Unavailable(f"the scheduler was lost: {reason}; send the request again")
         if error.reason == codec.MESSAGES_LOST:
             self._fail_incomplete(lost)
-        self._drop_session(lost, self._kind_of_loss(error))
+        self._drop_session(lost, self._loss_reason(error))
 
     def _fail_incomplete(self, error: TokaError) -> None:
-        """End the requests that have tokens of this session: tokens between them may be missing."""
+        """Fail the requests that have tokens of this session, since tokens may be missing."""
         if self._session is not None:
-            for generation in self._session.begun():
-                generation.fail(error)
+            for active in self._session.begun():
+                active.fail(error)
 
-    def _kind_of_loss(self, error: TokaError) -> FailoverReason:
+    def _loss_reason(self, error: TokaError) -> FailoverReason:
         if error.reason == "DRAINING" or (self.load is not None and self.load.not_ready_reason == DRAINING):
             return "drained"
         return "hung" if error.reason == "SCHEDULER_HUNG" else "lost"
 
     def _drop_session(self, error: TokaError, reason: FailoverReason) -> None:
         session, self._session, self.load, self._stalled_since = self._session, None, None, None
-        self.known.set()
+        self.state_known.set()
         if session is not None:
             self._on_change()
             if tokens := session.abandon():
-                self._losses.lose(tokens, error, reason)
+                self._loss_handler.lose(tokens, error, reason)

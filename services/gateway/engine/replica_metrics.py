@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of schedulers, one label ``replica`` (its address)."""
+"""Metrics that schedulers report, with the label ``replica`` (the address)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,13 +12,13 @@ class ReplicaMetrics:
     """A Prometheus collector over the replicas of this gateway."""
 
     def __init__(self, replicas: Sequence[Replica], *, figures: bool = True) -> None:
-        """``figures``: show what schedulers tell of themselves; else only which are ready."""
+        """Create the collector. If not ``figures``, show only which replicas are ready."""
         self._replicas = replicas
         self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape. A replica that never reported shows only that it is not ready."""
-        ready = GaugeMetricFamily("toka_replica_ready", "1: takes requests", labels=["replica"])
+        """Yield the metrics of one scrape. A replica without a report shows only that it is not ready."""
+        ready = GaugeMetricFamily("toka_replica_ready", "1 if the replica accepts requests, else 0", labels=["replica"])
         for replica in self._replicas:
             ready.add_metric([replica.address], float(replica.ready))
         yield ready

@@ -1,4 +1,4 @@
-"""Which replica gets a prompt: the one that has its prefix in cache, unless it has far more to do than another."""
+"""Choice of a replica for a prompt: one with the prefix in its cache, unless it has far more work than another."""
 
 import random
 from collections.abc import Sequence
@@ -8,41 +8,42 @@ import numpy as np
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 131_072  # a power of two
-# Work ahead that differs by less than this part of it is the same: prompts of one burst are never of one length.
-_ALIKE = 1 / 32
-# A warm prefix is worth a wait of the least loaded replica's work again and this many tokens, not more.
+# Loads that differ by less than this fraction count as equal, since prompts of a burst differ in length.
+_EQUAL_WITHIN = 1 / 32
+# A replica with the prefix may have at most twice the work of the least loaded one, plus this number of tokens.
 SLACK_TOKENS = 16_384
 
 
 class Target(Protocol):
-    """What routing needs to know about a replica."""
+    """The properties of a replica that routing uses."""
 
     address: str
 
     @property
     def outstanding_tokens(self) -> int:
-        """Work ahead of a new request."""
+        """Tokens of work ahead of a new request."""
 
 
 T = TypeVar("T", bound=Target)
 
 
 class PrefixRouter:
-    """Remembers which replica saw which prefix last: hashes of blocks of tokens, each chained to the one before.
+    """Routes prompts by their prefix. Records which replica last received each prefix.
 
-    A hint and no more: what a replica has evicted is merely computed again. A block has one place in a table of fixed
-    size, by its hash, which the last one that came there keeps: 8 bytes each, and as much from the begin as ever.
+    A prefix is a chain of hashes of token blocks. The record is only a hint: a replica that has evicted a prefix
+    computes it again. The table has a fixed size, one entry of 8 bytes per hash, and a later block overwrites an
+    earlier one.
 
-    Replicas with as much to do take turns. Several gateways know little of each other's requests, and a burst is over
-    before their schedulers tell: ``turn`` says with which one to begin, other than the next gateway does.
+    Replicas with equal load take turns. Gateways do not see each other's requests until schedulers report them, which
+    takes longer than a burst. ``turn`` is the index of the first replica to use, and should differ between gateways.
     """
 
     def __init__(self, turn: int | None = None) -> None:
         self._turn = random.randrange(2**16) if turn is None else turn
-        self._seen = np.full(MAX_BLOCKS, -1, np.int64)  # hash of a prefix, mixed with that of its replica's address
+        self._seen = np.full(MAX_BLOCKS, -1, np.int64)  # hash of a prefix, XOR the hash of the replica's address
 
     def choose(self, targets: Sequence[T], prompt_ids: np.ndarray, cache_salt: str = "") -> T:
-        """One of ``targets`` (at least one) for ``prompt_ids``, and remember it."""
+        """Choose one of ``targets`` (not empty) for ``prompt_ids``, and record the choice."""
         if len(targets) == 1:
             return targets[0]
         blocks = _block_hashes(prompt_ids, cache_salt)
@@ -55,13 +56,13 @@ class PrefixRouter:
         return chosen
 
     def _least(self, targets: Sequence[T]) -> T:
-        """The next one of those that have least to do."""
-        bound = (1 + _ALIKE) * min(target.outstanding_tokens for target in targets)
+        """Return the next target, in turn, among those with the least work."""
+        bound = (1 + _EQUAL_WITHIN) * min(target.outstanding_tokens for target in targets)
         turns = ((self._turn + i) % len(targets) for i in range(len(targets)))
         return next(targets[turn] for turn in turns if targets[turn].outstanding_tokens <= bound)
 
     def _warmest(self, targets: Sequence[T], blocks: np.ndarray) -> T | None:
-        """The one that saw most of the blocks."""
+        """Return the target that received the longest prefix, or None."""
         seen, warmest, most = self._seen[blocks % MAX_BLOCKS], None, 0
         for target in targets:
             known = np.flatnonzero(seen == blocks ^ hash(target.address))
@@ -71,7 +72,7 @@ class PrefixRouter:
 
 
 def _block_hashes(prompt_ids: np.ndarray, cache_salt: str) -> np.ndarray:
-    """Of each whole block and all before it: int64."""
+    """Return the hash (int64) of the prefix up to the end of each whole block."""
     hashes, chained = [], hash(cache_salt)
     for start in range(0, len(prompt_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         chained = hash((chained, prompt_ids[start : start + BLOCK_TOKENS].tobytes()))

@@ -14,15 +14,15 @@ from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unava
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.status import from_rpc_error, from_status
 from services.gateway.engine import codec
-from services.gateway.engine.generation import Call, Choice, Generation
+from services.gateway.engine.active_request import ActiveRequest, ActiveSample, SchedulerRequest
 from services.gateway.engine.metrics import RequestMetrics
-from services.gateway.engine.seats import Seats
+from services.gateway.engine.sample_slots import SampleSlots
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 
 MAX_OUTBOX = 65_536
-MOST_BACKLOG = 512  # messages to be written; with more, further requests wait
+MAX_BACKLOG = 512  # messages to be written; with more, further requests wait
 # Requests in one message. A larger message would delay heartbeats and cancellations.
-_MOST_TOGETHER, _MOST_BYTES_TOGETHER = 64, 64 * 1024
+_MAX_JOINED, _MAX_JOINED_BYTES = 64, 64 * 1024
 SessionStream: TypeAlias = grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]
 
 
@@ -32,7 +32,7 @@ class Timings:
 
     open_timeout: float = 10.0  # from the start of the stream to SessionOpened
     heartbeat_interval: float = 1.0
-    heartbeat_timeout: float = 10.0  # without an answer for this time, the scheduler counts as hung
+    heartbeat_timeout: float = 10.0  # without an answer for this time, the scheduler is considered hung
     first_backoff: float = 0.1
     last_backoff: float = 2.0
     wait_for_ready: float = 10.0  # a request waits at most this long for the first scheduler, or without failover
@@ -46,20 +46,20 @@ class Owner(Protocol):
     """The object that opened a session and receives its events."""
 
     def loaded(self, load: observe_pb2.Load) -> None:
-        """Take in the load of the scheduler."""
+        """Record the load that the scheduler reported."""
 
-    def refused(self, call: Call, error: TokaError) -> None:
-        """Take in that the scheduler refused ``call``."""
+    def refused(self, request: SchedulerRequest, error: TokaError) -> None:
+        """Handle ``request``, which the scheduler refused."""
 
-    def lose(self, tokens: dict[Choice, np.ndarray], error: TokaError) -> None:
-        """Take in unfinished choices that the scheduler gave up, with their tokens (uint32) of this session."""
+    def lose(self, tokens: dict[ActiveSample, np.ndarray], error: TokaError) -> None:
+        """Handle unfinished samples that the scheduler gave up, with their tokens (uint32) of this session."""
 
 
 class Session:
     """A stream of a ``Replica``, its ``owner``. All methods run on the gateway's event loop.
 
     ``run`` does not return: it raises the reason for the end of the stream. The session sends no events after that.
-    ``abandon`` returns the choices that were on it.
+    ``abandon`` returns the samples that were on it.
     """
 
     def __init__(
@@ -82,35 +82,35 @@ class Session:
         self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
         self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
         self._ended = False
-        self._samples: dict[int, Choice | None] = {}  # by handle, until its Finish; None: cancelled or abandoned
-        self._unaccepted: dict[int, Call] = {}  # by first handle
-        self._seats = Seats()
+        self._samples: dict[int, ActiveSample | None] = {}  # by handle, until its Finish; None: cancelled or abandoned
+        self._unaccepted: dict[int, SchedulerRequest] = {}  # by first handle
+        self._slots = SampleSlots()
         self._beats_answered = 0
         self._written = self._received = 1  # messages; both sides have sent their first
         self._last_step_at = -1.0
 
-    def submit(self, call: Call) -> None:
-        """Send ``call``. Its generation receives the acceptance, the tokens and the endings.
+    def submit(self, request: SchedulerRequest) -> None:
+        """Send ``request``. Its active request receives the acceptance, the tokens and the endings.
 
         Raises ``Overloaded``. Raises ``PayloadTooLarge`` for a message that the scheduler would not read, since such a
         message ends the session with all its requests.
         """
         if len(self._outbox) >= MAX_OUTBOX:
             raise Overloaded("too many requests are on their way to the scheduler; send it again", retry_after_s=1.0)
-        message = codec.encode_submit(call.part)
+        message = codec.encode_submit(request.submission)
         if (size := message.ByteSize()) > MAX_PUBLIC_MESSAGE_BYTES:
             raise PayloadTooLarge(f"the request is {size} bytes for the scheduler: at most {MAX_PUBLIC_MESSAGE_BYTES}")
-        handle = message.submit.handle = self._seats.take(len(call.choices), fed=call.generation.fed)
-        self._samples.update(enumerate(call.choices, handle))
-        self._unaccepted[handle] = call
-        call.holder, call.handle, call.sent = self, handle, call.choices
-        self.unreported_tokens += call.part.most_tokens
+        handle = message.submit.handle = self._slots.take(len(request.samples), per_token=request.parent.per_token)
+        self._samples.update(enumerate(request.samples, handle))
+        self._unaccepted[handle] = request
+        request.holder, request.handle, request.sent = self, handle, request.samples
+        self.unreported_tokens += request.submission.most_tokens
         self._outbox.append(message)
         self._has_mail.set()
 
     async def room(self) -> None:
-        """Wait until at most ``MOST_BACKLOG`` messages are to be written, or the session has ended."""
-        while len(self._outbox) > MOST_BACKLOG and not self._ended:
+        """Wait until at most ``MAX_BACKLOG`` messages are to be written, or the session has ended."""
+        while len(self._outbox) > MAX_BACKLOG and not self._ended:
             self._has_room.clear()
             await self._has_room.wait()
         await asyncio.sleep(0)  # the owner notices the end of its session
@@ -137,32 +137,34 @@ class Session:
         """Number of messages that are to be written."""
         return len(self._outbox)
 
-    def begun(self) -> set[Generation]:
-        """Return the generations that have tokens of this session."""
-        handles = {handle: choice for handle, choice in self._samples.items() if choice is not None}
-        return {choice.generation for handle, choice in handles.items() if len(self._seats.tokens(handle))}
+    def begun(self) -> set[ActiveRequest]:
+        """Return the active requests that have tokens of this session."""
+        handles = {handle: sample for handle, sample in self._samples.items() if sample is not None}
+        return {sample.request for handle, sample in handles.items() if len(self._slots.tokens(handle))}
 
-    def abandon(self, *, all_of_it: bool = True) -> dict[Choice, np.ndarray]:
-        """Give up all unfinished choices, and return them with their tokens (uint32).
+    def abandon(self, *, include_lost: bool = True) -> dict[ActiveSample, np.ndarray]:
+        """Give up all unfinished samples, and return them with their tokens (uint32).
 
-        If ``all_of_it`` is False, keep choices that were lost before and have received no token since.
+        If ``include_lost`` is False, keep samples that were lost before and have received no token since.
         """
-        unfinished = {handle: choice for handle, choice in self._samples.items() if choice is not None}
-        leaving = {handle: choice for handle, choice in unfinished.items() if all_of_it or not choice.setbacks}
+        unfinished = {handle: sample for handle, sample in self._samples.items() if sample is not None}
+        leaving = {handle: sample for handle, sample in unfinished.items() if include_lost or not sample.losses}
         self._cancel_samples(list(leaving))
-        return {choice: self._seats.tokens(handle) for handle, choice in leaving.items()}
+        return {sample: self._slots.tokens(handle) for handle, sample in leaving.items()}
 
-    def cancel(self, call: Call) -> None:
-        """End the choices of ``call`` that still run here."""
-        self._cancel_samples(self._running(call))
+    def cancel(self, request: SchedulerRequest) -> None:
+        """End the samples of ``request`` that still run here."""
+        self._cancel_samples(self._running(request))
 
-    def count_tokens(self, call: Call) -> int:
-        """Return the number of tokens that the running choices of ``call`` have received here."""
-        return sum(len(self._seats.tokens(handle)) for handle in self._running(call))
+    def count_tokens(self, request: SchedulerRequest) -> int:
+        """Return the number of tokens that the running samples of ``request`` have received here."""
+        return sum(len(self._slots.tokens(handle)) for handle in self._running(request))
 
-    def _running(self, call: Call) -> list[int]:
-        """Return the handles of the choices of ``call`` that have not ended, here or elsewhere."""
-        return [handle for handle, choice in enumerate(call.sent, call.handle) if self._samples.get(handle) is choice]
+    def _running(self, request: SchedulerRequest) -> list[int]:
+        """Return the handles of the samples of ``request`` that have not ended, here or elsewhere."""
+        return [
+            handle for handle, sample in enumerate(request.sent, request.handle) if self._samples.get(handle) is sample
+        ]
 
     def _cancel_samples(self, handles: Sequence[int]) -> None:
         """Cancel the samples of ``handles``, and ignore their further tokens."""
@@ -205,7 +207,7 @@ class Session:
             self._has_mail.clear()
             while self._outbox:
                 message = self._next()
-                if len(self._outbox) <= MOST_BACKLOG:
+                if len(self._outbox) <= MAX_BACKLOG:
                     self._has_room.set()
                 if message.HasField("heartbeat"):
                     message.heartbeat.messages_before = self._written
@@ -222,9 +224,9 @@ class Session:
         if not self._takes_submits or not first.HasField("submit"):
             return first
         requests, size = [first], first.ByteSize()
-        while self._outbox and len(requests) < _MOST_TOGETHER and self._outbox[0].HasField("submit"):
+        while self._outbox and len(requests) < _MAX_JOINED and self._outbox[0].HasField("submit"):
             size += self._outbox[0].ByteSize()
-            if size > _MOST_BYTES_TOGETHER:
+            if size > _MAX_JOINED_BYTES:
                 break
             requests.append(self._outbox.popleft())
         return codec.join_submits(requests)
@@ -232,107 +234,108 @@ class Session:
     async def _beat(self) -> None:
         """Send heartbeats. Raises ``Unavailable`` if the scheduler does not answer them.
 
-        Silence is counted in intervals, not in wall time, so a gateway that was suspended does not blame the scheduler.
+        The timeout is counted in intervals, not in wall time, so that a gateway that was suspended does not blame the
+        scheduler.
         """
-        sent, answered, silent_s = 0, 0, 0.0
-        while silent_s < self._timings.heartbeat_timeout:
+        sent, answered, waited_s = 0, 0, 0.0
+        while waited_s < self._timings.heartbeat_timeout:
             sent += 1
             self._outbox.appendleft(codec.encode_heartbeat(sent))  # before the requests, which may be thousands
             self._has_mail.set()
             await asyncio.sleep(self._timings.heartbeat_interval)
-            silent_s = 0.0 if self._beats_answered > answered else silent_s + self._timings.heartbeat_interval
+            waited_s = 0.0 if self._beats_answered > answered else waited_s + self._timings.heartbeat_interval
             answered = self._beats_answered
-        raise Unavailable(f"the scheduler has not answered for {silent_s:.0f} s", reason="SCHEDULER_HUNG")
+        raise Unavailable(f"the scheduler has not answered for {waited_s:.0f} s", reason="SCHEDULER_HUNG")
 
     # Events from the reader.
 
     def _on_acceptance(self, handle: int) -> None:
-        call = self._unaccepted.pop(handle, None)
-        if call is not None and not call.accepted and self._wanted(handle, call):
-            call.accepted = True
+        request = self._unaccepted.pop(handle, None)
+        if request is not None and not request.accepted and self._wanted(handle, request):
+            request.accepted = True
             try:
-                call.generation.accepted()
+                request.parent.on_accepted()
             except Exception as error:  # an error of one request must not end the session
-                call.generation.break_off("an acceptance could not be taken in", error)
+                request.parent.fail_internal("an acceptance could not be processed", error)
 
     def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
-        call = self._unaccepted.pop(rejection.handle, None)
-        if call is None:
+        request = self._unaccepted.pop(rejection.handle, None)
+        if request is None:
             return
-        wanted = self._wanted(rejection.handle, call)
-        for handle in range(rejection.handle, rejection.handle + len(call.choices)):
+        wanted = self._wanted(rejection.handle, request)
+        for handle in range(rejection.handle, rejection.handle + len(request.samples)):
             self._end(handle)
         if not wanted:
             return
         try:
-            self._owner.refused(call, from_status(rejection.status))
+            self._owner.refused(request, from_status(rejection.status))
         except Exception as error:
-            call.generation.break_off("a rejection could not be taken in", error)
+            request.parent.fail_internal("a rejection could not be processed", error)
 
-    def _wanted(self, first: int, call: Call) -> bool:
-        """Return whether ``call`` is neither closed nor abandoned."""
-        return self._samples.get(first) is call.choices[0]
+    def _wanted(self, first: int, request: SchedulerRequest) -> bool:
+        """Return whether ``request`` is neither closed nor abandoned."""
+        return self._samples.get(first) is request.samples[0]
 
     def _on_outputs(self, step: codec.StepTokens) -> None:
         for handle, scores in step.prompts:
-            choice = self._samples.get(handle)
-            if choice is None:
+            sample = self._samples.get(handle)
+            if sample is None:
                 continue
             try:
-                choice.generation.score(choice.prompt_index, scores)
+                sample.request.add_prompt_scores(sample.prompt_index, scores)
             except Exception as error:
-                choice.generation.break_off("log-probabilities of a prompt could not be taken in", error)
-        seats, handles = self._seats, step.handles
+                sample.request.fail_internal("log-probabilities of a prompt could not be processed", error)
+        slots, handles = self._slots, step.handles
         if len(handles):
-            if handles.max() >= len(seats.taken) or not seats.taken[handles].all():
+            if handles.max() >= len(slots.taken) or not slots.taken[handles].all():
                 raise Unavailable("the scheduler sent tokens for a handle that no sample has")
             self._note_times(handles, step.counts)
             self._store(step)
-            fed = seats.fed[handles]
-            if fed.any():
-                self._feed(step, fed)
-        lost: dict[Choice, np.ndarray] = {}
+            per_token = slots.per_token[handles]
+            if per_token.any():
+                self._pass_tokens(step, per_token)
+        lost: dict[ActiveSample, np.ndarray] = {}
         incomplete: Unavailable | None = None
         for handle, ending in step.endings:
-            choice, ids = self._end(handle)
-            if choice is None:
+            sample, ids = self._end(handle)
+            if sample is None:
                 continue
             if isinstance(ending.error, Unavailable):  # another scheduler may continue it
-                lost[choice], reason = ids, ending.error
+                lost[sample], reason = ids, ending.error
                 continue
-            if ending.error is None and ending.completion_tokens > (count := len(choice.held) + len(ids)):
+            if ending.error is None and ending.completion_tokens > (count := len(sample.earlier_ids) + len(ids)):
                 incomplete = Unavailable(
                     f"{count} of {ending.completion_tokens} tokens were received from the scheduler; send the request"
                     " again",
                     reason=codec.MESSAGES_LOST,
                 )
-                choice.generation.fail(incomplete)
+                sample.request.fail(incomplete)
                 continue
             try:
-                self._finish(choice, ids, ending)
+                self._finish(sample, ids, ending)
             except Exception as error:
-                choice.generation.break_off("an ending could not be taken in", error)
+                sample.request.fail_internal("an ending could not be processed", error)
         if lost:
             self._owner.lose(lost, reason)
         if incomplete is not None:
             raise incomplete
 
-    def _finish(self, choice: Choice, ids: np.ndarray, ending: codec.Ending) -> None:
-        if not choice.generation.fed:
-            choice.new_ids = np.concatenate((choice.held, ids)) if len(choice.held) else ids
+    def _finish(self, sample: ActiveSample, ids: np.ndarray, ending: codec.Ending) -> None:
+        if not sample.request.per_token:
+            sample.new_ids = np.concatenate((sample.earlier_ids, ids)) if len(sample.earlier_ids) else ids
         self._metrics.sample_finished(ending)
-        choice.generation.finish(choice, ending)
+        sample.request.finish(sample, ending)
 
-    def _end(self, handle: int) -> tuple[Choice | None, np.ndarray]:
-        """Free a handle. Return its choice, or None if that was cancelled, and the tokens stored for it."""
+    def _end(self, handle: int) -> tuple[ActiveSample | None, np.ndarray]:
+        """Free a handle. Return its sample, or None if that was cancelled, and the tokens stored for it."""
         self._cancels.pop(handle, None)  # a late cancel would end the handle's next sample
-        return self._samples.pop(handle, None), self._seats.give(handle)
+        return self._samples.pop(handle, None), self._slots.give(handle)
 
     def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
         """Observe latencies. Several tokens in one message count as evenly spaced."""
-        now, last_step_at, seats = time.perf_counter(), self._last_step_at, self._seats
-        last = seats.last_at[handles]
-        seats.last_at[handles] = now
+        now, last_step_at, slots = time.perf_counter(), self._last_step_at, self._slots
+        last = slots.last_at[handles]
+        slots.last_at[handles] = now
         self._last_step_at = now
         in_step = last == last_step_at
         if counts is not None:
@@ -345,40 +348,40 @@ class Session:
         tokens = np.ones(len(handles), np.int64) if counts is None else counts
         others = np.flatnonzero(~in_step)
         for handle, before, count in zip(*(a[others].tolist() for a in (handles, last, tokens)), strict=True):
-            choice = self._samples.get(handle)
-            if choice is None or not count:
+            sample = self._samples.get(handle)
+            if sample is None or not count:
                 continue
             if before:
                 self._metrics.inter_token.observe((now - before) / count, count)
                 continue
-            choice.setbacks = choice.strikes = 0
-            if choice.generation.first_token_at is None:
-                choice.generation.first_token_at = now
+            sample.losses = sample.sole_suspect_losses = 0
+            if sample.request.first_token_at is None:
+                sample.request.first_token_at = now
 
     def _store(self, step: codec.StepTokens) -> None:
         """Store all tokens. An answer that is not streamed consists of them, and failover continues from them."""
-        seats = self._seats
+        slots = self._slots
         if step.counts is None:
-            seats.store(step.handles, step.token_ids)
+            slots.store(step.handles, step.token_ids)
             return
         starts = np.cumsum(step.counts) - step.counts
         for index in range(int(step.counts.max())):  # each handle's first token, then each handle's second
             rows = step.counts > index
-            seats.store(step.handles[rows], step.token_ids[starts[rows] + index])
+            slots.store(step.handles[rows], step.token_ids[starts[rows] + index])
 
-    def _feed(self, step: codec.StepTokens, fed: np.ndarray) -> None:
-        """Pass the tokens of the handles in the mask ``fed`` to their generations, one sample after the other."""
+    def _pass_tokens(self, step: codec.StepTokens, per_token: np.ndarray) -> None:
+        """Pass the tokens of the handles in the mask ``per_token`` to their requests, one sample after the other."""
         ids, logprobs = step.token_ids.tolist(), step.logprobs
         counts = np.ones(len(step.handles), np.int64) if step.counts is None else step.counts
         ends = np.cumsum(counts)
-        rows = np.flatnonzero(fed)
+        rows = np.flatnonzero(per_token)
         columns = (step.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
         for handle, start, end in zip(*columns, strict=True):
-            choice = self._samples.get(handle)
-            if choice is None:
+            sample = self._samples.get(handle)
+            if sample is None:
                 continue
             entries = logprobs[start:end] if logprobs is not None else None
             try:
-                choice.generation.feed(choice, ids[start:end], entries)
+                sample.request.add_tokens(sample, ids[start:end], entries)
             except Exception as error:
-                choice.generation.break_off("tokens could not be taken in", error)
+                sample.request.fail_internal("tokens could not be processed", error)

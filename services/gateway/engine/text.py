@@ -1,4 +1,4 @@
-"""Prompts to token ids, off the event loop: small texts of many requests in one batch, large ones by themselves."""
+"""Tokenization off the event loop. Small texts of several requests share a batch. Large requests have their own."""
 
 import asyncio
 from collections import deque
@@ -12,16 +12,16 @@ from services.common.errors import InvalidRequest
 from services.common.text.encoder import AT_ONCE_BYTES, TextEncoder, check_unicode, context_exceeded, max_utf8_bytes
 from services.common.text.tokenizer import Tokenizer
 
-INLINE_BYTES = 64 * 1024  # work on more is for a thread: the event loop has streams to feed
-BATCH_CHARACTERS = 64 * 1024  # a larger request does not wait in, nor hold up, the common batch
-_TOKEN_TEXTS = 16_384  # kept, some 300 bytes each
+INLINE_BYTES = 64 * 1024  # more work than this runs in a thread, so as not to block the event loop
+BATCH_CHARACTERS = 64 * 1024  # a larger request does not join the shared batch
+_TOKEN_TEXTS = 16_384  # cached entries, about 300 bytes each
 
 R = TypeVar("R")
 _Waiting: TypeAlias = tuple[list[str], "asyncio.Future[list[list[int]]]"]
 
 
 class TextEngine:
-    """Owned by the gateway; called on its event loop, works in its encoder's threads."""
+    """The gateway's tokenizer. Its methods are called on the event loop, and run in threads of the encoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -35,8 +35,11 @@ class TextEngine:
     async def encode(
         self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text. ``InvalidRequest`` for one that cannot fit into ``max_tokens`` (None: it may be
-        longer, in bounds), found cheaply, and for one that is no Unicode."""
+        """Return the token ids of each text.
+
+        Raises ``InvalidRequest`` for a text that is not valid Unicode, or that certainly exceeds ``max_tokens`` (None:
+        only the encoder's own bounds apply).
+        """
         if not add_special_tokens or sum(map(len, texts)) > BATCH_CHARACTERS:
             return await self._encoder.encode(
                 texts, max_tokens=max_tokens, field=field, add_special_tokens=add_special_tokens
@@ -60,7 +63,7 @@ class TextEngine:
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Return text and token ids of a conversation under the model's template. Raises ``InvalidRequest``.
+        """Return text and token ids of a conversation in the model's chat template. Raises ``InvalidRequest``.
 
         ``messages`` is called in a thread, before ``variables`` are read.
         """
@@ -113,7 +116,7 @@ class TextEngine:
         return True
 
     def _token_text(self, token_id: int) -> tuple[str, bytes]:
-        """A token by itself, as logprobs show it: text (U+FFFD for half a character) and bytes."""
+        """Return text and bytes of a single token, for logprobs. Incomplete characters become U+FFFD in the text."""
         known = self.vocabulary.token_bytes[token_id] if token_id < self.vocabulary.size else b""
         if not known:
             known = self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
@@ -121,7 +124,7 @@ class TextEngine:
 
 
 def check_token_ids(prompt: np.ndarray, vocab_size: int, max_context_tokens: int, field: str) -> None:
-    """Refuse a prompt that is empty, too long, or has ids the model does not know."""
+    """Raise ``InvalidRequest`` if the prompt is empty, too long, or has ids outside the vocabulary."""
     if not len(prompt):
         raise InvalidRequest("the prompt has no tokens; give at least one", field=field, reason="EMPTY_PROMPT")
     if len(prompt) >= max_context_tokens:

@@ -1,4 +1,4 @@
-"""The span of an HTTP request, from its head to the end of its answer."""
+"""The span of an HTTP request, from its headers to the end of its response."""
 
 from types import TracebackType
 
@@ -7,29 +7,29 @@ from starlette.types import Scope
 
 from services.common.process.tracing import HEADER, Tracing, traceparent_of
 
-# In the scope of a request that is traced: what its spans elsewhere have as their parent.
+# Scope key of a traced request: the W3C trace context that is the parent of spans in other services.
 TRACEPARENT = "toka.traceparent"
-# In the scope of every request: its id.
+# Scope key of every request: its id.
 REQUEST_ID = "toka.request_id"
 
 
 class RequestSpan:
-    """A context around the answer to a POST. Owned by the request's task."""
+    """Context manager for the span of a POST request. Owned by the request's task."""
 
     def __init__(self, tracing: Tracing, scope: Scope) -> None:
         self._tracing, self._scope = tracing, scope
 
     def __enter__(self) -> "RequestSpan":
         path = self._scope["path"]
-        told = next((value for name, value in self._scope["headers"] if name == HEADER.encode()), b"")
-        parent = self._tracing.of_client(told.decode("latin-1"))
+        header = next((value for name, value in self._scope["headers"] if name == HEADER.encode()), b"")
+        parent = self._tracing.of_client(header.decode("latin-1"))
         attributes = {"http.request.method": "POST", "http.route": path, "url.path": path}
         self._span = self._tracing.start(f"POST {path}", parent, "server", attributes)
         self._scope[TRACEPARENT] = traceparent_of(self._span)
         return self
 
     def answers(self, response: Response) -> None:
-        """The response is about to be sent."""
+        """Record the status of the response, which is about to be sent."""
         self._span.set_attribute("http.response.status_code", response.status_code)
         if (request_id := self._scope.get(REQUEST_ID)) is not None:
             self._span.set_attribute("toka.request_id", request_id)

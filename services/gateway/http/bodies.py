@@ -1,4 +1,4 @@
-"""The bytes of all request bodies that a gateway holds, and their bound."""
+"""Limit of the memory that request bodies use."""
 
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
@@ -8,19 +8,19 @@ from typing import Any
 from services.common.errors import TooManyBodies
 from services.gateway.http.guard import KEY
 
-# In the scope of a request from outside: its ``HeldBody``.
+# Scope key of a request from a client: its ``HeldBody``.
 BODY = "toka.body"
 _RETRY_S = 1.0
 
 
 class HeldBodies:
-    """Counts the bytes of request bodies from their receipt to the end of their responses. On one event loop.
+    """Counts the bytes of request bodies from their receipt to the end of their responses. Runs on the event loop.
 
-    One API key may hold half of ``most`` bytes, and always the largest body.
+    An API key may use half of ``most`` bytes, or the size of the largest body if that is more.
     """
 
     def __init__(self, most: int, largest: int) -> None:
-        """``most``: bytes of all bodies. ``largest``: bytes of one."""
+        """Limit all bodies to ``most`` bytes. ``largest`` is the limit of a single body."""
         self._most, self._most_of_key = most, max(most // 2, largest)
         self.bytes = 0
         self._by_key: Counter[str] = Counter()
@@ -40,10 +40,10 @@ class HeldBodies:
         self.bytes += by
         if name:
             self._by_key[name] += by
-            self._by_key += Counter()  # forgets keys that hold nothing
+            self._by_key += Counter()  # removes keys with zero bytes
 
     def fits(self, name: str, more: int) -> bool:
-        """Return whether the key ``name``, or a caller without one, may hold ``more`` bytes."""
+        """Return whether the key ``name``, or a caller without a key, may use ``more`` bytes."""
         return self.bytes + more <= self._most and (not name or self._by_key[name] + more <= self._most_of_key)
 
 
@@ -55,17 +55,17 @@ class HeldBody:
         self._bytes = 0
 
     def resize(self, size: int) -> None:
-        """Hold ``size`` bytes from now on. Raises ``TooManyBodies`` if there is no room for them."""
+        """Change the counted size to ``size`` bytes. Raises ``TooManyBodies`` if that exceeds the limit."""
         self.check(size)
         self._bodies.change(self._name, size - self._bytes)
         self._bytes = size
 
     def check(self, size: int) -> None:
-        """Raise ``TooManyBodies`` if there is no room for ``size`` bytes."""
+        """Raise ``TooManyBodies`` if ``size`` bytes exceed the limit."""
         more = size - self._bytes
         if more > 0 and not self._bodies.fits(self._name, more):
             raise TooManyBodies(
-                "the server holds as many bytes of requests as it may (max_bodies_bytes=); send the request again"
-                " later, or a smaller one",
+                "request bodies use all the memory that max_bodies_bytes= allows; send the request again later, or a"
+                " smaller one",
                 retry_after_s=_RETRY_S,
             )

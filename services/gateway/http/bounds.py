@@ -1,4 +1,4 @@
-"""What one request may take: time, and tokens of its key."""
+"""The deadline and the token budget of one request."""
 
 import asyncio
 import time
@@ -6,47 +6,51 @@ from collections.abc import Sequence
 
 from services.common.errors import DeadlineExceeded
 from services.common.limits import UNSAID_TOKENS, Limits
-from services.gateway.engine.generation import Generation
-from services.gateway.engine.job import Job
+from services.gateway.engine.active_request import ActiveRequest
+from services.gateway.engine.request import PromptRequest
 from services.gateway.http.request import Caller
 
-# Schedulers keep deadlines; one that cannot be heard has so long to say so.
+# Schedulers enforce deadlines. The gateway fails a request this time later if its scheduler does not.
 _GRACE_S = 1.0
 
 
 class Bounds:
-    """Of one generation: reserved before it begins, settled when it has ended. On the event loop."""
+    """The deadline and the reserved tokens of one request. Runs on the event loop."""
 
-    def __init__(self, limits: Limits, caller: Caller, jobs: Sequence[Job]) -> None:
-        """Raises ``TokaError`` when there is no time, or the key has not so many tokens."""
-        self._deadline_ms = jobs[0].settings.deadline_ms
+    def __init__(self, limits: Limits, caller: Caller, prompts: Sequence[PromptRequest]) -> None:
+        """Reserve tokens before the request starts.
+
+        Raises ``TokaError`` if the deadline has passed or the key's budget is too small.
+        """
+        self._deadline_ms = prompts[0].settings.deadline_ms
         if self._deadline_ms is not None and _left_s(self._deadline_ms) <= 0:
             raise _overdue()
-        self._prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
-        most = self._prompt_tokens + sum(map(_answer_tokens, jobs))
+        self._prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
+        most = self._prompt_tokens + sum(map(_answer_tokens, prompts))
         self._reserved = limits.reserve(caller.key, most) if caller.line is None else caller.line.reserve(most)
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, generation: Generation) -> None:
-        """Watch over its time."""
+    def begin(self, request: ActiveRequest) -> None:
+        """Start the timer of the deadline."""
         if self._deadline_ms is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_left_s(self._deadline_ms) + _GRACE_S, generation.fail, _overdue())
+            self._timer = loop.call_later(_left_s(self._deadline_ms) + _GRACE_S, request.fail, _overdue())
 
-    def settle(self, generation: Generation) -> None:
-        """It has ended, with all its answers or without; to be called before it is closed. Of one that ended in the
-        middle nobody knows all that it took: it is taken to be what was reserved, or what came of it if that is more.
+    def settle(self, request: ActiveRequest) -> None:
+        """Charge the key for a request that has ended. Called before the request is closed.
+
+        If a sample did not finish, charge the larger of the reserved and the generated tokens.
         """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._reserved is not None:
-            took = self._prompt_tokens + generation.made_tokens
-            whole = all(choice.ending is not None for choice in generation.choices)
-            self._reserved.settle(took if whole else max(took, self._reserved.tokens))
+            used = self._prompt_tokens + request.generated_tokens
+            complete = all(sample.ending is not None for sample in request.samples)
+            self._reserved.settle(used if complete else max(used, self._reserved.tokens))
 
     def give_back(self) -> None:
-        """It came to nothing."""
+        """Return all reserved tokens of a request that was not run."""
         if self._reserved is not None:
             self._reserved.settle(0)
 
@@ -55,9 +59,9 @@ def _left_s(deadline_ms: int) -> float:
     return deadline_ms / 1000 - time.monotonic()
 
 
-def _answer_tokens(job: Job) -> int:
-    settings = job.settings
-    return settings.n * (min(job.max_tokens, UNSAID_TOKENS) if settings.open_ended else job.max_tokens)
+def _answer_tokens(prompt: PromptRequest) -> int:
+    settings = prompt.settings
+    return settings.n * (min(prompt.max_tokens, UNSAID_TOKENS) if settings.open_ended else prompt.max_tokens)
 
 
 def _overdue() -> DeadlineExceeded:

@@ -1,4 +1,4 @@
-"""One client's connection, and how long it may take over what it sends and what it is sent."""
+"""A client's connection, with limits on its requests and timeouts for slow clients."""
 
 import asyncio
 import sys
@@ -18,15 +18,15 @@ from services.gateway.http.reading import Backlog, Reading
 
 log = structlog.get_logger(__name__)
 
-_LEAST_BODY_BYTES = 16 * 1024  # of a body that goes on, in the time that a client has
-# Who closes under what a client still sends breaks the connection, and the client may not read why. So what comes
-# behind a refusal is thrown away for so long, of so many connections beyond those that may be open.
+_MIN_BODY_PROGRESS = 16 * 1024  # a body must grow by this number of bytes in each timeout
+# If the server closes while the client still sends, the connection is reset and the client may not read the error. So
+# further input is discarded for this time, on at most this number of connections beyond ``max_connections``.
 _LINGER_S = 2.0
-_MOST_LINGERING = 1024
+_MAX_LINGERING = 1024
 
 
-class Patience(NamedTuple):
-    """What a connection may cost. Times in seconds."""
+class ConnectionLimits(NamedTuple):
+    """Limits and timeouts (in seconds) of connections."""
 
     max_connections: int
     max_header_bytes: int
@@ -34,8 +34,8 @@ class Patience(NamedTuple):
     slow_client_s: float
 
     @classmethod
-    def of(cls, config: GatewayConfig) -> "Patience":
-        """Return the limits that the flags and the limit of open files set."""
+    def of(cls, config: GatewayConfig) -> "ConnectionLimits":
+        """Return the limits from the flags and from the limit of open files."""
         limit = current_limit()
         most = connections_within(limit, MOST_CONNECTIONS)
         if config.max_connections != "auto":
@@ -51,14 +51,16 @@ class Patience(NamedTuple):
 
 
 class Clock:
-    """Seconds in which the event loop turned. While it stands still, clients cannot be heard, and are not slow."""
+    """Seconds in which the event loop ran. While it is blocked, it reads nothing, so clients do not count as slow."""
 
     now = 0.0
 
 
 def framing_error(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str] | None:
-    """Return status, message and code for a head that RFC 9112 has a server refuse (3.2: Host; 6.1: the transfer
-    coding), or None. ``headers``: names in lower case."""
+    """Return status, message and code for headers that RFC 9112 requires a server to reject, or None.
+
+    The sections are 3.2 (Host) and 6.1 (Transfer-Encoding). Names in ``headers`` are in lower case.
+    """
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1 or (version == "1.1" and not hosts):
         return 400, f"the request has {hosts} Host headers; send one", "invalid_http"
@@ -72,31 +74,34 @@ def framing_error(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
 
 
 class Connection(HttpToolsProtocol):
-    """Lives on the event loop. ``sweep``, called now and then, ends it when its client is too slow: one that sends
-    gets 408, one that does not read is cut off, which cancels what runs for it."""
+    """An HTTP connection. Runs on the event loop.
 
-    def __init__(self, *args: Any, patience: Patience, clock: Clock, backlog: Backlog, **kwargs: Any) -> None:
+    ``sweep`` is called periodically and ends the connection if its client is too slow. A client that sends too slowly
+    gets 408. A client that reads too slowly is disconnected, which cancels its request.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, clock: Clock, backlog: Backlog, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._patience = patience
+        self._limits = limits
         self._clock = clock
         self._backlog = backlog
         self._refused = False
-        self._heard = False  # anything at all
+        self._received = False  # any bytes
         self._in_head = self._in_body = False
-        self._head_since: float | None = None  # a head is awaited
+        self._head_since: float | None = None  # start of waiting for headers
         self._head_bytes = 0
-        self._body_bytes = self._body_mark = 0  # received; of them when it last went on
-        self._body_since = 0.0  # it went on
-        self._framing_bytes = 0  # received since then: chunks' heads and trailers, of which the parser keeps all
-        self._resuming = False  # the parser is told again what it knew
+        self._body_bytes = self._body_mark = 0  # received, now and at ``_body_since``
+        self._body_since = 0.0  # time of the last sufficient progress
+        self._framing_bytes = 0  # received without body bytes: chunk headers and trailers, which the parser keeps
+        self._resuming = False  # a new parser is given the framing headers again
         self._reading = Reading()
-        # uvicorn tells the request that was parsed last that its client has left; an earlier one may still run.
+        # uvicorn reports a disconnect only to the request that was parsed last. An earlier one may still run.
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._head_since = self._clock.now
-        if len(self.connections) > self._patience.max_connections:
+        if len(self.connections) > self._limits.max_connections:
             self._refuse(503, "too many connections; try again later", "too_many_connections")
 
     def pause_writing(self) -> None:
@@ -116,7 +121,7 @@ class Connection(HttpToolsProtocol):
         self._backlog.connections.pop(self, None)
         self._unset_keepalive_if_required()
         if sys.version_info < (3, 12):
-            # Its own method: a circle, which later versions open themselves.
+            # A reference cycle that later versions break themselves.
             transport._read_ready_cb = None  # type: ignore[attr-defined]  # not of its interface
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -126,7 +131,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._heard = True
+        self._received = True
         if self._head_since is None and not self._in_body:
             self._head_since = self._clock.now
         in_head, in_body, body_bytes = self._in_head, self._in_body, self._body_bytes
@@ -135,19 +140,21 @@ class Connection(HttpToolsProtocol):
             self._parse(data)
         except httptools.HttpParserError:
             if not self._refused:
-                self._refuse(400, "this is no HTTP request that can be read", "invalid_http")
+                self._refuse(400, "this is not a valid HTTP request", "invalid_http")
             return
         if in_head and self._in_head:
             self._head_bytes += len(data)
         if in_body and self._in_body:
             self._framing_bytes = self._framing_bytes + len(data) if self._body_bytes == body_bytes else 0
-        if max(self._head_bytes if self._in_head else 0, self._framing_bytes) > self._patience.max_header_bytes:
+        if max(self._head_bytes if self._in_head else 0, self._framing_bytes) > self._limits.max_header_bytes:
             self._refuse_head()
 
     def _parse(self, data: bytes) -> None:
-        """A request that asks for another protocol is answered in this one, as if it had not asked. The parser takes
-        what comes behind its head for that protocol, body and all, so another parser goes on there: else the body
-        would be lost, or be the next request."""
+        """Parse ``data``. Ignore requests to upgrade to another protocol.
+
+        The parser stops after the headers of such a request and treats the body as data of that protocol. So a new
+        parser continues with the body, which would otherwise be lost or parsed as the next request.
+        """
         while data:
             try:
                 self.parser.feed_data(data)
@@ -161,11 +168,11 @@ class Connection(HttpToolsProtocol):
                 self._resuming = False
 
     def _framing(self) -> bytes:
-        """Of the request's head, what says where its body ends; empty: it has none."""
+        """Return the headers that frame the request's body, or an empty string if it has no body."""
         names = (b"content-length", b"transfer-encoding")
         return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in names)
 
-    # The parser calls these.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if self._resuming:
@@ -180,17 +187,14 @@ class Connection(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer, or known: who reads the request's headers takes them for the head's
+        if self._in_head:  # else a trailer, or a header that a new parser is given again
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._refused or self._resuming:
             return
         self._in_head, self._head_since = False, None
-        if (
-            len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            > self._patience.max_header_bytes
-        ):
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._limits.max_header_bytes:
             self._refuse_head()
             return
         if (refusal := framing_error(self.parser.get_http_version(), self.headers)) is not None:
@@ -206,54 +210,54 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refused or (self.parser.should_upgrade() and self._framing()):  # its body is still to come
+        if self._refused or (self.parser.should_upgrade() and self._framing()):  # its body has not been parsed yet
             return
         self._in_body = False
         super().on_message_complete()
-        if self.cycle.response_complete and self.timeout_keep_alive_task is None:  # it came before its request's end
+        if self.cycle.response_complete and self.timeout_keep_alive_task is None:  # the response ended first
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    # From the server, now and then.
+    # Called by the server, periodically.
 
     def sweep(self) -> None:
         """End the connection if its client is too slow."""
         now = self._clock.now
-        if self._reading.is_too_slow(now, self.transport, self._patience.slow_client_s):
+        if self._reading.is_too_slow(now, self.transport, self._limits.slow_client_s):
             self.transport.abort()
         if not self._refused:
             self._sweep_request(now)
 
     def _sweep_request(self, now: float) -> None:
-        limit = self._patience.slow_request_s
+        limit = self._limits.slow_request_s
         answering = self.cycle is not None and not self.cycle.response_complete and not self._in_body
-        if self.flow.read_paused or answering:  # we are the slow ones
+        if self.flow.read_paused or answering:  # the server is slow, not the client
             self._body_since = now
             self._head_since = None if self._head_since is None else now
         elif self._head_since is not None:
             if now - self._head_since > limit:
-                self._refuse(408, "the head of the request did not come in time", "request_timeout")
+                self._refuse(408, "the headers of the request did not arrive in time", "request_timeout")
         elif self._in_body:
-            answered = self.cycle.response_complete  # the rest is thrown away, for a while
-            if self._body_bytes - self._body_mark >= _LEAST_BODY_BYTES and not answered:
+            answered = self.cycle.response_complete  # the rest is discarded, for a limited time
+            if self._body_bytes - self._body_mark >= _MIN_BODY_PROGRESS and not answered:
                 self._body_mark, self._body_since = self._body_bytes, now
             elif now - self._body_since > limit:
-                self._refuse(408, "the body of the request did not come in time", "request_timeout")
+                self._refuse(408, "the body of the request did not arrive in time", "request_timeout")
 
     def _refuse_head(self) -> None:
-        most = self._patience.max_header_bytes
-        self._refuse(431, f"the head of the request has more than {most} bytes", "request_header_too_large")
+        most = self._limits.max_header_bytes
+        self._refuse(431, f"the headers of the request have more than {most} bytes", "request_header_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Say so, if nothing else is being said, and close when the client has read it."""
+        """Send an error unless a response is being sent, and close after the client has read it."""
         self._refused = True
         cycle = self.cycle
         idle = cycle is None or cycle.response_complete or (self._in_body and not cycle.response_started)
         if not idle or self.pipeline or (cycle is not None and cycle.response_complete and self._in_body):
             self.transport.abort()
             return
-        if self._heard or status == 503:
+        if self._received or status == 503:
             body = orjson.dumps(errors.body(message, "invalid_request_error", None, code))
             self.transport.write(
                 STATUS_LINE[status]
@@ -262,11 +266,11 @@ class Connection(HttpToolsProtocol):
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
-        lingering = min(_MOST_LINGERING, reserve_of(current_limit()))
-        if not self._heard and len(self.connections) > self._patience.max_connections + lingering:
+        lingering = min(_MAX_LINGERING, reserve_of(current_limit()))
+        if not self._received and len(self.connections) > self._limits.max_connections + lingering:
             self.transport.close()
             return
-        if cycle is not None:  # what its endpoint says now is not heard
+        if cycle is not None:  # discard the endpoint's response
             cycle.disconnected = True
             cycle.message_event.set()
         self.flow.resume_reading()

@@ -1,4 +1,4 @@
-"""Cross-origin requests: which web pages' scripts may call the API (``cors_origins=``)."""
+"""Cross-origin requests of scripts on other web pages (``cors_origins=``)."""
 
 from collections.abc import Sequence
 
@@ -7,24 +7,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.guard import CONSOLE
 
-# Headers of answers that a page's script may read.
+# Response headers that a script may read.
 _EXPOSED = (
     "request-id", "retry-after", "x-request-id", "x-should-retry", "x-toka-ignored-params",
     "x-ratelimit-limit-requests", "x-ratelimit-limit-tokens", "x-ratelimit-remaining-requests",
     "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens",
 )  # fmt: skip
-_PREFLIGHT_S = 600  # a browser asks again after this time
+_PREFLIGHT_S = 600  # lifetime of a preflight response in browsers
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Return ``app`` with CORS headers and preflight answers for ``origins``, or ``app`` itself if there are none."""
+    """Return ``app`` with CORS for ``origins``, or ``app`` itself if there are none."""
     return _CrossOrigin(app, origins) if origins else app
 
 
 class _CrossOrigin:
     """Lets pages of the allowed origins call everything but the console.
 
-    The console is a page of this server's own: another page could end requests through it.
+    Another page could cancel requests through the console.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:

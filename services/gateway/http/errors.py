@@ -1,4 +1,4 @@
-"""The error tree as OpenAI errors: ``{"error": {"message", "type", "param", "code"}}`` and a status."""
+"""OpenAI's JSON and HTTP status of errors: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from fastapi import Response
 
 from services.common import errors
 
-# Paths in the scheduler's contract -> the parameter that the caller wrote.
+# Field paths of the scheduler's contract, and the request parameters that they come from.
 _PARAMETERS = {
     "sampling.logit_bias_token_ids": "logit_bias",
     "sampling.logit_bias_values": "logit_bias",
@@ -31,7 +31,7 @@ class _Kind(NamedTuple):
     type: str
 
 
-# The first match counts: subclasses before their bases.
+# The first match counts, so subclasses come before their bases.
 _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.PayloadTooLarge, _Kind(413, "invalid_request_error")),
     (errors.UnsupportedMediaType, _Kind(415, "invalid_request_error")),
@@ -46,20 +46,20 @@ _KINDS: tuple[tuple[type[errors.TokaError], _Kind], ...] = (
     (errors.Overloaded, _Kind(429, "rate_limit_error")),
     (errors.Unavailable, _Kind(503, "service_unavailable_error")),
     (errors.DeadlineExceeded, _Kind(504, "timeout_error")),
-    (errors.Cancelled, _Kind(499, "cancelled_error")),  # as google.rpc.Code has it; no client begins it again
+    (errors.Cancelled, _Kind(499, "cancelled_error")),  # as in google.rpc.Code; clients do not retry it
     (errors.TokaError, _Kind(500, "server_error")),
 )
 _UNAVAILABLE_RETRY_S = 1
-_FATAL = frozenset({"QUARANTINED", "SCHEDULERS_LOST"})  # what processes died of
+_FATAL = frozenset({"QUARANTINED", "SCHEDULERS_LOST"})  # requests that crash workers or schedulers
 
 
 def body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON object of an error."""
+    """Return the JSON object of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def to_body(error: errors.TokaError) -> dict[str, Any]:
-    """The JSON object for ``error``: also the last event of a stream that breaks."""
+    """Return the JSON object for ``error``, which is also the last event of a failed stream."""
     return body(error.message, _kind(error).type, parameter_of(error) or None, error.reason.lower())
 
 
@@ -85,12 +85,12 @@ def headers_of(error: errors.TokaError) -> dict[str, str]:
     elif isinstance(error, errors.Unauthenticated):
         headers["www-authenticate"] = 'Bearer realm="tokasaurus"'
     elif isinstance(error, errors.DeadlineExceeded) or error.reason in _FATAL:
-        headers["x-should-retry"] = "false"  # OpenAI's clients would begin it again
+        headers["x-should-retry"] = "false"  # OpenAI's clients would retry it
     return headers
 
 
 def response(status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    """A JSON response."""
+    """Return a JSON response."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
@@ -99,7 +99,7 @@ def _kind(error: errors.TokaError) -> _Kind:
 
 
 def parameter_of(error: errors.TokaError) -> str:
-    """Return the parameter at fault as the caller wrote it. Empty if ``error`` has none."""
+    """Return the name of the invalid request parameter, or an empty string if ``error`` has none."""
     field: str = getattr(error, "field", "")
     known = _PARAMETERS.get(field.partition("[")[0])
     if known is not None:

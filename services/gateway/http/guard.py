@@ -1,4 +1,4 @@
-"""Authorisation of requests, before a byte of a body is read."""
+"""Authentication and authorization of requests, before their bodies are read."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -13,18 +13,20 @@ from services.common.limits import Limits
 
 log = structlog.get_logger(__name__)
 
-# Member of a request's ASGI scope: the ``Key`` that its headers present.
+# Scope key of an authenticated request: its ``Key``.
 KEY = "toka.key"
 CONSOLE = "/console"
 _AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"  # the second is Anthropic's
 
 
 class Guard:
-    """Authorises the requests of a gateway. Runs on its event loop."""
+    """Checks API keys and scopes. Runs on the gateway's event loop."""
 
     def __init__(self, config: GatewayConfig, gateways: int = 1) -> None:
-        """``gateways``: number of gateways that share the limits of a key. Raises InvalidRequest for a wrong file of
-        keys."""
+        """Load the keys. ``gateways`` processes share the limits of each key.
+
+        Raises ``InvalidRequest`` for an invalid file of keys.
+        """
         self._ring = None if config.api_keys_file is None else KeyRing.load(config.api_keys_file)
         for reason in exposure(config):
             log.warning("exposed", reason=reason)
@@ -33,8 +35,10 @@ class Guard:
         self.limits = Limits(gateways)
 
     def admit(self, scope: MutableMapping[str, Any], needed: str | None) -> None:
-        """Store the API key of a request in its ``scope``. The key must have the scope ``needed``; None: no key is
-        needed. Raises Unauthenticated or PermissionDenied."""
+        """Authenticate a request. Its key must have the scope ``needed``. None: the request needs no key.
+
+        Raises ``Unauthenticated`` or ``PermissionDenied``.
+        """
         if self._ring is None or needed is None:
             return
         key = _find(self._ring, scope)
@@ -51,7 +55,7 @@ class Guard:
         return self._ring is not None
 
     def tells_all(self, scope: MutableMapping[str, Any]) -> bool:
-        """Return whether a response on the public port may describe the replicas."""
+        """Return whether a request on the public port may see the state of the replicas."""
         if self._admin_elsewhere:
             return False
         if self._ring is None:
@@ -62,8 +66,10 @@ class Guard:
             return False
 
     def key_named(self, name: str) -> Key | None:
-        """Return the key whose limits count for work that its owner queued, or None if there are no keys. Raises
-        Unauthenticated or PermissionDenied if the key may not send requests any more."""
+        """Return the key ``name``, whose limits apply to deferred work, or None if authentication is off.
+
+        Raises ``Unauthenticated`` or ``PermissionDenied`` if a request with that key would be rejected now.
+        """
         if self._ring is None or not name:
             return None
         self._ring.refresh()
@@ -77,8 +83,10 @@ class Guard:
         return key
 
     def told(self, error: TokaError) -> TokaError:
-        """Return ``error`` as clients see it. With API keys, the state and the addresses of schedulers and of the store
-        are for operators only."""
+        """Return ``error`` as clients see it.
+
+        If authentication is on, only operators see the state and the addresses of schedulers and of the store.
+        """
         if self._ring is None or not isinstance(error, (Internal, Unavailable)):
             return error
         if isinstance(error, StoreUnavailable):
@@ -103,8 +111,10 @@ def _find(ring: KeyRing, scope: MutableMapping[str, Any]) -> Key:
 
 
 def presented_key(scope: MutableMapping[str, Any]) -> str:
-    """Return the API key in a request's headers: that of ``Authorization: Bearer``, or of ``x-api-key`` if there is no
-    ``Authorization``. Empty if there is none, or if a header comes twice."""
+    """Return the API key of ``Authorization: Bearer``, or of ``x-api-key`` if that header is missing.
+
+    Return an empty string if there is no key, or if a header occurs twice.
+    """
     for header, prefix in ((_AUTHORIZATION, "bearer "), (_API_KEY, "")):
         values = [value.decode("latin-1") for name, value in scope["headers"] if name == header]
         if values:
@@ -114,7 +124,7 @@ def presented_key(scope: MutableMapping[str, Any]) -> str:
 
 
 def exposure(config: GatewayConfig) -> list[str]:
-    """Return warnings about the addresses on which the gateway listens."""
+    """Return the reasons why the listening addresses are dangerous."""
     reasons = []
     if not is_loopback(config.host):
         if config.api_keys_file is None:

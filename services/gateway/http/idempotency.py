@@ -1,4 +1,4 @@
-"""``Idempotency-Key``: the same request, sent again by a client that does not know what became of it."""
+"""The header ``Idempotency-Key``, with which clients repeat a request safely."""
 
 import hashlib
 import re
@@ -13,11 +13,11 @@ _VISIBLE = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 def read_idempotency_key(headers: Headers) -> str:
-    """Empty without one. Raises ``InvalidRequest``."""
+    """Return the idempotency key, or an empty string if the header is missing. Raises InvalidRequest if malformed."""
     given = headers.get(_HEADER, "")
     if given and not _VISIBLE.fullmatch(given):
         raise InvalidRequest(
-            f"the header {_HEADER} has 1 to 255 visible ASCII characters; a UUID is right",
+            f"the header {_HEADER} must have 1 to 255 visible ASCII characters, for example a UUID",
             field=_HEADER,
             reason="INVALID_VALUE",
         )
@@ -25,7 +25,10 @@ def read_idempotency_key(headers: Headers) -> str:
 
 
 def fingerprint(*parts: str | Raw) -> str:
-    """Of a request: another for any other. Parts are told apart."""
+    """Return a hash of the request's parts.
+
+    Each part is length-prefixed, so moving a byte between parts changes the hash.
+    """
     digest = hashlib.sha256()
     for part in parts:
         part = part.encode(errors="surrogatepass") if isinstance(part, str) else part
@@ -35,5 +38,5 @@ def fingerprint(*parts: str | Raw) -> str:
 
 
 def seed_of_retries(owner: str, key: str, path: str, body: Raw) -> int:
-    """The seed of answers to this very request, so that a retry draws what its first try drew."""
+    """Return a seed that is the same for each retry of a request, so that its answers are the same."""
     return int(fingerprint(owner, key, path, body)[:16], 16)

@@ -1,4 +1,4 @@
-"""What lines of batches take of their keys' limits: the room that requests of the same key leave."""
+"""Rate limits of Batch job lines. They may only use what requests of the same key leave."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -10,53 +10,54 @@ from services.common.keys import Key
 from services.common.limits import Reservation
 from services.gateway.http.guard import Guard
 
-# Lines of a key that have begun and have no tokens yet.
+# Maximum of a key's lines that have started and have not reserved their tokens.
 MAX_UNFUNDED = 8
-_LOOK_S = 1.0  # how late a line that waits sees tokens that came back, and keys that changed
+_POLL_S = 1.0  # interval in which a waiting line checks for returned tokens and changed keys
 
 R = TypeVar("R")
 
 
 class Displaced(Exception):
-    """A request of the same key needed the line's place: it is to begin anew."""
+    """The line was cancelled in favour of a request of the same key, and has to be run again."""
 
 
 class Lines:
-    """Of a gateway. Lives on its event loop."""
+    """The Batch job lines of a gateway. Used on its event loop."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-        self.unfunded: Counter[str] = Counter()  # lines, by the name of their key
-        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # who gets tokens next, by the same
+        self.unfunded: Counter[str] = Counter()  # number of lines by key name
+        # By key name. Held by the line that gets tokens next.
+        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def begin_now(self, name: str) -> "Line | None":
-        """A line of the key ``name``; None: it has to wait."""
+        """Start a line of the key ``name``. Return None if it has to wait."""
         line = Line(self, name)
         return line if line.begin() else None
 
     async def begin(self, name: str) -> "Line":
-        """A line of the key ``name``, once there is room for it."""
+        """Wait for room within the key's limits, and start a line of the key ``name``."""
         while (line := self.begin_now(name)) is None:
-            await self.guard.limits.wait_for_room(name, _LOOK_S)
+            await self.guard.limits.wait_for_room(name, _POLL_S)
         return line
 
 
 class Line:
-    """One that runs. Whoever began it calls ``hold``, or ``end``."""
+    """A running line. The caller that started it calls ``hold`` or ``end``."""
 
     def __init__(self, lines: Lines, name: str) -> None:
-        self.refusal: TokaError | None = None  # its key may ask nothing any more
+        self.refusal: TokaError | None = None  # the key is no longer allowed
         self._lines, self._name = lines, name
-        self._key: Key | None = None  # None: nobody counts
-        self._task: asyncio.Task[Any] | None = None  # that runs it
+        self._key: Key | None = None  # None: no limits apply
+        self._task: asyncio.Task[Any] | None = None  # the task that runs the line
         self._displaced = False
         self._unfunded = False
-        self._wanted = 0  # tokens that it could not have yet
-        self._held: Reservation | None = None  # tokens that it waited for
-        self._spent: Reservation | None = None  # those of its last try
+        self._wanted = 0  # tokens for which the budget was too small
+        self._waited_for: Reservation | None = None  # reserved by ``wait_for_tokens``
+        self._spent: Reservation | None = None  # reserved for the last attempt
 
     def begin(self) -> bool:
-        """Whether there is room for it."""
+        """Start the line if its key's limits allow it. Return whether they do."""
         lines = self._lines
         try:
             self._key = lines.guard.key_named(self._name)
@@ -68,14 +69,14 @@ class Line:
         counted = self._key.tokens_per_minute is not None
         if counted and lines.unfunded[self._name] >= MAX_UNFUNDED:
             return False
-        if not lines.guard.limits.begin_behind(self._key, self._give_way):
+        if not lines.guard.limits.begin_behind(self._key, self._displace):
             return False
         self._unfunded = counted
         lines.unfunded[self._name] += counted
         return True
 
     async def hold(self, work: Callable[[], Awaitable[R]]) -> R:
-        """The result of ``work()``, which runs in the calling task. Raises ``Displaced``. It has ended then."""
+        """Run ``work()`` in the calling task and end the line. Raises ``Displaced`` if a request needed its place."""
         self._task = task = asyncio.current_task()
         assert task is not None  # this is a coroutine
         try:
@@ -84,7 +85,7 @@ class Line:
             return await work()
         except asyncio.CancelledError:
             if self._displaced and not task.uncancel():
-                if self._spent is not None:  # it pays for the try that ends well
+                if self._spent is not None:  # only the attempt that completes is charged
                     self._spent.settle(0)
                 raise Displaced from None
             raise
@@ -92,58 +93,61 @@ class Line:
             self.end()
 
     def end(self) -> None:
-        """It counts no more. May be called again."""
+        """Release the line's limits. Further calls do nothing."""
         self._task = None
-        if self._held is not None:
-            self._held.settle(0)
-            self._held = None
-        self._is_funded()
+        if self._waited_for is not None:
+            self._waited_for.settle(0)
+            self._waited_for = None
+        self._set_funded()
         if self._key is not None:
-            self._lines.guard.limits.end_behind(self._key, self._give_way)
+            self._lines.guard.limits.end_behind(self._key, self._displace)
             self._key = None
 
     def reserve(self, tokens: int) -> Reservation | None:
-        """``tokens`` for its request; None: nobody counts. Raises ``Overloaded`` when it has to ``wait_for_tokens``
-        first, and ``InvalidRequest`` when there never will be so many."""
-        held, self._held = self._held, None
-        if held is not None and held.tokens < tokens:
-            held.settle(0)
-            held = None
-        if held is None and self._key is not None and self._key.tokens_per_minute is not None:
+        """Reserve ``tokens`` for the line's request. Return None if no limit applies.
+
+        Raises ``Overloaded`` if the line has to ``wait_for_tokens`` first, and ``InvalidRequest`` if the number exceeds
+        the key's limit.
+        """
+        reserved, self._waited_for = self._waited_for, None
+        if reserved is not None and reserved.tokens < tokens:
+            reserved.settle(0)
+            reserved = None
+        if reserved is None and self._key is not None and self._key.tokens_per_minute is not None:
             limits = self._lines.guard.limits
-            if (late_s := limits.spare_in_s(self._key, tokens)) or self._lines.turns[self._name].locked():
+            if (wait_s := limits.spare_in_s(self._key, tokens)) or self._lines.turns[self._name].locked():
                 self._wanted = tokens
-                raise Overloaded("the line waits for its API key's tokens", retry_after_s=late_s)
-            held = limits.reserve(self._key, tokens)
-        self._is_funded()
-        self._spent = held
-        return held
+                raise Overloaded("the line waits for its API key's tokens", retry_after_s=wait_s)
+            reserved = limits.reserve(self._key, tokens)
+        self._set_funded()
+        self._spent = reserved
+        return reserved
 
     @property
     def wants_tokens(self) -> bool:
-        """It could not ``reserve`` them, and has not waited since."""
+        """True if ``reserve`` failed and the line has not waited since."""
         return self._wanted > 0
 
     async def wait_for_tokens(self) -> None:
-        """Until it has those that it could not ``reserve``. Raises what is wrong with its key."""
+        """Wait until the tokens that ``reserve`` lacked are reserved. Raises if the key is no longer allowed."""
         wanted, self._wanted = self._wanted, 0
         guard = self._lines.guard
         async with self._lines.turns[self._name]:
             while True:
-                self._key = key = guard.key_named(self._name)  # which may have other limits by now
+                self._key = key = guard.key_named(self._name)  # its limits may have changed
                 if key is None or key.tokens_per_minute is None:
                     return
-                if not (late_s := guard.limits.spare_in_s(key, wanted)):
-                    self._held = guard.limits.reserve(key, wanted)
+                if not (wait_s := guard.limits.spare_in_s(key, wanted)):
+                    self._waited_for = guard.limits.reserve(key, wanted)
                     return
-                await asyncio.sleep(min(late_s, _LOOK_S))
+                await asyncio.sleep(min(wait_s, _POLL_S))
 
-    def _give_way(self) -> None:
+    def _displace(self) -> None:
         self._displaced = True
         if self._task is not None:
             self._task.cancel()
 
-    def _is_funded(self) -> None:
+    def _set_funded(self) -> None:
         if self._unfunded:
             self._unfunded = False
             self._lines.unfunded[self._name] -= 1

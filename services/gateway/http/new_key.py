@@ -1,4 +1,4 @@
-"""``toka-key name=team-a >> keys.toml``: a new API key, shown once, and the entry for ``api_keys_file``."""
+"""``toka-key name=team-a >> keys.toml``: create an API key, print it once, and print its ``api_keys_file`` entry."""
 
 import json
 import sys
@@ -50,6 +50,7 @@ class NewKeyConfig(Config):
 
 
 def main() -> None:
+    """Create a key. Print its entry to standard output, and the key to standard error."""
     config = from_command_line(NewKeyConfig)
     key = new_key()
     print(entry(config, key), end="")
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def entry(config: NewKeyConfig, key: str) -> str:
-    """TOML, to be appended to the file."""
+    """Return the TOML entry of the key."""
     lines = ["[[keys]]", f'name = "{config.name}"', f'hash = "{hash_of(key)}"']
     lines.append(f"scopes = {json.dumps(list(config.scopes))}")
     for name in ("max_concurrent", "tokens_per_minute", "expires"):

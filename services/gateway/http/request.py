@@ -1,4 +1,4 @@
-"""What every endpoint does with HTTP itself: read a bounded body, know the caller, stop when the client has gone."""
+"""HTTP functions that all endpoints share: read a body, identify the caller, cancel on disconnect."""
 
 import asyncio
 import hashlib
@@ -24,14 +24,14 @@ from services.gateway.http.lines import Line
 
 log = structlog.get_logger(__name__)
 
-# A client that is still sending may not look for the answer: so much more is read and thrown away first.
+# A client may read the error only after it has sent its body. So this multiple of the limit is read and discarded.
 _DISCARD_FACTOR = 4
-_COPIED_BYTES = 64 * 1024  # of a body; a larger one is not copied once more
+_COPIED_BYTES = 64 * 1024  # a larger body is not copied to ``bytes``
 
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _FAIRNESS_KEY_DIGITS = 16
-# In the scope of a request: the id that its client gave it, of visible ASCII characters.
+# Scope key: the request id that the client gave, of visible ASCII characters.
 _CLIENT_REQUEST_ID = "toka.client_request_id"
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/v1/responses": "resp"}
@@ -53,11 +53,11 @@ class Posted(NamedTuple):
 
 
 async def read_body(request: Request, limit: int) -> Raw:
-    """Return the JSON body of a request, of at most ``limit`` bytes, whether announced or sent in chunks.
+    """Return the JSON body of a request, of at most ``limit`` bytes.
 
-    Raises ``UnsupportedMediaType`` if the request does not say that its body is JSON, ``PayloadTooLarge``,
-    ``TooManyBodies`` if the gateway has no room for it, and ``ClientDisconnect`` if the client left before its end. The
-    type matters to browsers: they send other types across origins without asking first.
+    Raises ``UnsupportedMediaType`` if the content type is not JSON, ``PayloadTooLarge``, ``TooManyBodies`` if the
+    gateway has no memory for it, and ``ClientDisconnect`` if the client disconnects. The content type is checked
+    because browsers send other types across origins without a preflight request.
     """
     kind = request.headers.get("content-type", "")
     if not _JSON_TYPE.fullmatch(kind.partition(";")[0].strip().lower()):
@@ -94,7 +94,7 @@ async def read_body(request: Request, limit: int) -> Raw:
 
 
 def _no_room(held: HeldBody, size: int) -> TokaError | None:
-    """Count ``size`` bytes as held. Return the error if there is no room for them."""
+    """Count ``size`` bytes of body. Return the error if they exceed the limit."""
     try:
         held.resize(size)
     except TooManyBodies as error:
@@ -105,25 +105,25 @@ def _no_room(held: HeldBody, size: int) -> TokaError | None:
 def name_request(scope: MutableMapping[str, Any]) -> str:
     """Return the id of a request, a new one at the first call.
 
-    It is in the request's answer, at schedulers, and in the log lines that this task writes from now on. Those lines
-    also have the ``client_request_id`` that the request's header ``x-request-id`` gives, if there is one.
+    The id is sent in the response and to schedulers, and is added to further log lines of this task. Those lines also
+    have the ``client_request_id`` from the header ``x-request-id``, if the request has one.
     """
     if (known := scope.get(REQUEST_ID)) is None:
         prefix = _ID_PREFIXES.get(scope["path"], "req")
         known = scope[REQUEST_ID] = f"{prefix}-{secrets.token_hex(16)}"
         structlog.contextvars.bind_contextvars(request_id=known)
-        if theirs := _client_id(scope):
-            scope[_CLIENT_REQUEST_ID] = theirs
-            structlog.contextvars.bind_contextvars(client_request_id=theirs)
+        if client_id := _client_id(scope):
+            scope[_CLIENT_REQUEST_ID] = client_id
+            structlog.contextvars.bind_contextvars(client_request_id=client_id)
             log.info("request with an id of its client")
     return known
 
 
 def id_in_header(scope: MutableMapping[str, Any]) -> str:
-    """Return the value of ``x-request-id`` in the answer: the client's own id if it sent one, else ``name_request``."""
+    """Return the ``x-request-id`` of the response: the client's id if it sent one, else that of ``name_request``."""
     known = name_request(scope)
-    theirs: str = scope.get(_CLIENT_REQUEST_ID, known)
-    return theirs
+    client_id: str = scope.get(_CLIENT_REQUEST_ID, known)
+    return client_id
 
 
 def _client_id(scope: MutableMapping[str, Any]) -> str:
@@ -136,22 +136,22 @@ def _client_id(scope: MutableMapping[str, Any]) -> str:
 
 
 class Caller(NamedTuple):
-    """What a request's headers say about who sent it, and when that was."""
+    """The sender of a request, as its headers show, and the time of the request."""
 
     traceparent: str  # W3C trace context (Trace Context level 1, section 3.2); empty when none or malformed
-    fairness_key: str  # of the API key; empty without one
-    owner: str = ""  # the key's name: whose files, batches and stored responses are meant; empty without keys
-    key: Key | None = None  # whose limits count
-    isolated: bool = False  # from the cached prefixes of other owners
-    idempotency_key: str = ""  # empty without one
-    retry_seed: int | None = None  # of answers without a seed, where a request may be sent again
+    fairness_key: str  # from the API key; empty without a key
+    owner: str = ""  # name of the key, which owns files, Batch jobs and stored responses; empty without keys
+    key: Key | None = None  # its limits apply
+    isolated: bool = False  # does not share cached prefixes with other owners
+    idempotency_key: str = ""  # empty if the request has none
+    retry_seed: int | None = None  # seed for a request with an idempotency key and without a seed
     asked_at: float | None = None  # seconds of the monotonic clock; None: now
-    line: Line | None = None  # of a batch, which waits where a request is refused
-    request_id: str = ""
+    line: Line | None = None  # of a Batch job, which waits where a request is rejected
+    request_id: str = ""  # id of the current request
     started_at: float = 0.0  # when the gateway began to read the request, by ``time.perf_counter``
 
     def cache_salt(self, asked: str) -> str:
-        """What stands for the salt that was ``asked`` for."""
+        """Return the cache salt to use for the requested salt ``asked``."""
         return salted(self.owner, asked) if self.isolated else asked
 
     def deadline_ms(self, timeout_s: float | None) -> int | None:
@@ -161,22 +161,24 @@ class Caller(NamedTuple):
 
 
 def read_caller(request: Request, body: Raw = b"", started_at: float = 0.0) -> Caller:
-    """Return the caller of ``request``, with the name of its API key, or with a digest of the key if the server has no
-    keys. Raises InvalidRequest for a malformed idempotency key."""
+    """Return the sender of ``request``. Raises ``InvalidRequest`` for a malformed idempotency key.
+
+    The API key itself is not passed on. Callers are identified by its name, or by a digest if authentication is off.
+    """
     request_id = name_request(request.scope)
     trace = request.scope.get(TRACEPARENT) or request.headers.get(HEADER, "")
     trace = trace if _TRACEPARENT.fullmatch(trace) else ""
     key: Key | None = request.scope.get(KEY)
     owner = "" if key is None else key.name
-    again = read_idempotency_key(request.headers)
+    idempotency_key = read_idempotency_key(request.headers)
     return Caller(
         trace,
         owner or _digest(request),
         owner,
         key,
         key is not None and request.app.state.gateway.guard.isolates,
-        again,
-        seed_of_retries(owner, again, request.scope["path"], body) if again else None,
+        idempotency_key,
+        seed_of_retries(owner, idempotency_key, request.scope["path"], body) if idempotency_key else None,
         time.monotonic(),
         request_id=request_id,
         started_at=started_at,
@@ -189,9 +191,9 @@ def _digest(request: Request) -> str:
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
-    """The result of ``work``, which is cancelled when the client goes away: ``ClientDisconnect`` then.
+    """Return the result of ``work``. Cancel it and raise ``ClientDisconnect`` if the client disconnects.
 
-    The request's body must have been read. ``work`` runs in the calling task: a second one only watches the client.
+    The request's body must have been read. ``work`` runs in the calling task. A second task watches the client.
     """
     task = asyncio.current_task()
     assert task is not None  # this is a coroutine

@@ -16,19 +16,22 @@ from uvicorn.server import ServerState
 from services.common.config import GatewayConfig
 from services.common.process.acceptor import Acceptor
 from services.common.process.handover import BACKLOG
-from services.gateway.http.connection import Clock, Connection, Patience
+from services.gateway.http.connection import Clock, Connection, ConnectionLimits
 from services.gateway.http.reading import Backlog
 from services.gateway.http.tls import Certificate
 
-_TICKS = 10  # of uvicorn, one each 0.1 s: every open connection is swept once in this number of ticks
+_TICKS = 10  # uvicorn ticks of 0.1 s in which every open connection is swept once
 _LONGEST_TICK_S = 0.2
-_LAST_ANSWERS_S = 1.0  # for operators, whose answers are short, at the very end
+_ADMIN_DRAIN_S = 1.0  # time for the last responses on the admin port, which are short
 
 
 class Server(uvicorn.Server):
-    """Serves ``app`` on the sockets given to ``serve``, by TLS where the flags say so, and ``admin`` on
-    ``admin_sockets``, without. Says when it listens, and leaves signals to ``run_service``. While requests of ``app``
-    still run at its end, it takes no more of them, and ``admin`` answers on."""
+    """Serves ``app`` on the sockets given to ``serve``, and ``admin`` on ``admin_sockets``.
+
+    ``app`` uses TLS if the flags name a certificate. ``admin`` does not. ``on_listening`` is called when the server
+    listens. ``run_service`` handles signals. While the server drains, it accepts no more connections for ``app``, and
+    ``admin`` continues to respond.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Server(uvicorn.Server):
         on_listening: Callable[[], None],
     ) -> None:
         self._clock, self._ticked_at, self._backlog = Clock(), time.monotonic(), Backlog()
-        patience = Patience.of(config)
+        limits = ConnectionLimits.of(config)
         settings: dict[str, Any] = {
             "ws": "none",
             "loop": "none",
@@ -60,10 +63,10 @@ class Server(uvicorn.Server):
             certificate = Certificate(config.http_cert, config.http_key)
             tls["ssl_context_factory"] = lambda *_: certificate.context
         shared: dict[str, Any] = {"clock": self._clock, "backlog": self._backlog}
-        protocol: Any = partial(Connection, patience=patience, **shared)  # for uvicorn, a class of protocols
+        protocol: Any = partial(Connection, limits=limits, **shared)  # for uvicorn, a class of protocols
         super().__init__(uvicorn.Config(app, http=protocol, **settings, **tls))
-        # Clients that take all places do not shut out operators and probes.
-        protocol = partial(Connection, patience=patience._replace(max_connections=sys.maxsize), **shared)
+        # Clients that use all connections must not lock out operators and probes.
+        protocol = partial(Connection, limits=limits._replace(max_connections=sys.maxsize), **shared)
         self._admin = uvicorn.Config(admin, http=protocol, **settings)
         self._admin_state = ServerState()
         self._make_admin = partial(protocol, self._admin, self._admin_state, {})
@@ -73,6 +76,7 @@ class Server(uvicorn.Server):
         self._unswept: list[Connection] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, and call ``on_listening``."""
         await super().startup([])
         protocol: Any = self.config.http_protocol_class  # a partial of ``Connection``
         make_connection = partial(protocol, self.config, self.server_state, self.lifespan.state)
@@ -88,23 +92,25 @@ class Server(uvicorn.Server):
             self._on_listening()
 
     def leave_admin_port(self) -> None:
-        """Other gateways answer there from now on; on its unix socket this one still does."""
+        """Stop listening on the admin port, where other gateways respond, but not on the Unix socket."""
         for server in self._admin_servers:
             if any(each.family != socket.AF_UNIX for each in server.sockets):
                 server.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain ``app``, then ``admin``."""
         await super().shutdown(sockets)
         for server in self._admin_servers:
             server.close()
         for connection in list(self._admin_state.connections):
             connection.shutdown()
         if tasks := set(self._admin_state.tasks):
-            await asyncio.wait(tasks, timeout=_LAST_ANSWERS_S)
+            await asyncio.wait(tasks, timeout=_ADMIN_DRAIN_S)
         for task in self._admin_state.tasks:
             task.cancel()
 
     async def on_tick(self, counter: int) -> bool:
+        """Sweep slow connections. Return whether the server should stop."""
         now = time.monotonic()
         self._clock.now += min(now - self._ticked_at, _LONGEST_TICK_S)
         self._ticked_at = now
@@ -115,8 +121,10 @@ class Server(uvicorn.Server):
         return over
 
     def _sweep_some(self) -> None:
-        """Sweep a tenth of the open connections, so that a tick stays short and each connection is swept about once a
-        second. Connections that have closed since the round began do not count, else they would delay the others."""
+        """Sweep a tenth of the open connections, so that each is swept about once a second and ticks stay short.
+
+        Connections that have closed since do not count, since they would delay the others.
+        """
         connections = [self.server_state.connections, self._admin_state.connections]
         if not self._unswept:
             self._unswept = [each for some in connections for each in some if isinstance(each, Connection)]
@@ -129,4 +137,5 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals to ``run_service``."""
         yield

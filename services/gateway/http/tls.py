@@ -13,25 +13,25 @@ log = structlog.get_logger(__name__)
 
 
 class Certificate:
-    """Used on the event loop. Each handshake looks whether the files changed; connections that are open go on."""
+    """A certificate that is loaded again when its files change. Open connections are not affected."""
 
     def __init__(self, certificate: str, key: str) -> None:
-        """Raises ``InvalidRequest`` for files that are none, or do not belong together."""
+        """Load the files. Raises ``InvalidRequest`` if they are invalid or do not match."""
         self._files = [Path(file).expanduser() for file in (certificate, key)]
         self._watched = Watched(self._files)
         self._current = self._load()
-        self.context = self._load()  # what a server is given
+        self.context = self._load()  # given to the server
         self.context.sni_callback = self._choose
         warn_if_open("http_key", key)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """For a handshake that begins, whether it names a host or not."""
+        """Use the current certificate for a handshake. Load it again if its files have changed."""
         if self._watched.changed():
             try:
                 self._current = self._load()
-                log.info("certificate read again")
+                log.info("certificate reloaded")
             except InvalidRequest as error:
-                log.error("the certificate stays as it was", reason=error.message)
+                log.error("certificate not reloaded", reason=error.message)
         connection.context = self._current
 
     def _load(self) -> ssl.SSLContext:
@@ -39,7 +39,7 @@ class Certificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # Without a password it would ask on the terminal.
+            # Without this argument, OpenSSL would prompt for a password on the terminal.
             context.load_cert_chain(self._files[0], self._files[1], password="")
         except (OSError, ssl.SSLError) as error:
             raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""Which requests of web pages a port without keys serves.
+"""Protection of ports without API keys from requests of foreign web pages.
 
-A browser sends requests for any page that its user opens, to addresses that only the user's machine reaches. Where a
-key is required, the page does not have it. Where none is, the request's headers have to show whose page it is.
+A page can make its visitor's browser send requests to addresses that only the visitor's host can reach. If a key is
+required, the page does not have it. Otherwise the request's headers must show that the page may send it.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -12,21 +12,21 @@ from services.common.config import GatewayConfig
 from services.common.errors import PermissionDenied
 from services.gateway.http.guard import CONSOLE
 
-# The constant answers of supervisors' probes: a missing name in a flag must not make one restart the process.
+# Probes with constant responses. A host name that is missing in a flag must not make a supervisor restart the process.
 _UNCHECKED = frozenset({"/health", "/ping"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# Sec-Fetch-Site, which browsers send to HTTPS and loopback addresses: the page has the server's origin, or the
-# request is the user's and not a page's.
+# Values of Sec-Fetch-Site, which browsers send to HTTPS and loopback addresses. The first means that the page has the
+# server's origin, the second that the user sent the request.
 _OWN_SITE = (b"same-origin", b"none")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-_SHOWN = 100  # characters of a header in an error
+_MAX_SHOWN = 100  # characters of a header in an error message
 
 
 class WebPages:
-    """Refuses requests that a foreign web page makes a browser send."""
+    """Rejects requests that a foreign web page makes a browser send."""
 
     def __init__(self, hosts: AllowedHosts | None, origins: Sequence[str] = ()) -> None:
-        """``hosts`` of None: the certificate of HTTPS is proof of the name. ``origins`` is ``cors_origins``."""
+        """Create the check. ``origins`` is ``cors_origins``. ``hosts`` is None with HTTPS, which proves the name."""
         self._hosts = hosts
         self._origins = frozenset(origins)
 
@@ -44,8 +44,10 @@ class WebPages:
         return cls(AllowedHosts(config.admin_host, config.allowed_hosts))
 
     def check(self, scope: MutableMapping[str, Any]) -> None:
-        """Raise PermissionDenied for a request to a foreign name, and for one of a foreign page that changes something
-        or asks the console."""
+        """Raise PermissionDenied for a foreign host name, or for a request of a foreign page.
+
+        A foreign page may send GET, HEAD and OPTIONS, but not to the console.
+        """
         path, headers = scope["path"], scope["headers"]
         if path in _UNCHECKED:
             return
@@ -59,15 +61,14 @@ class WebPages:
             self._check_page(dict(headers), hosts, safe=safe, console=console)
 
     def _check_page(self, sent: dict[bytes, bytes], hosts: Sequence[str], *, safe: bool, console: bool) -> None:
-        """Raise PermissionDenied if the headers ``sent`` are those of a page that is neither the server's own nor of a
-        listed origin."""
+        """Raise PermissionDenied unless the headers ``sent`` are from the server's own page or from a listed origin."""
         origin, site = sent.get(b"origin", b"").decode("latin-1"), sent.get(b"sec-fetch-site", b"")
         if not (origin or site) or site in _OWN_SITE:
             return
         if origin:
             listed = not console and not self._origins.isdisjoint(("*", origin))
             foreign = not listed and not _is_own(origin, hosts)
-        else:  # the page that has a link cannot read what the link leads to
+        else:  # a page with a link cannot read the response
             foreign = not (safe and sent.get(b"sec-fetch-mode") == b"navigate")
         if foreign:
             raise _foreign_page(origin, console=console)
@@ -81,7 +82,7 @@ def _is_own(origin: str, hosts: Sequence[str]) -> bool:
 
 
 def _foreign_host(host: str) -> PermissionDenied:
-    name = host[:_SHOWN].rpartition(":")[0] or host[:_SHOWN]
+    name = host[:_MAX_SHOWN].rpartition(":")[0] or host[:_MAX_SHOWN]
     return PermissionDenied(
         f"this server is not known as {name!r}, so the request may come from a web page that took over its address; if"
         f" this is a name of the server, start it with allowed_hosts={name}, or with api_keys_file=",
@@ -90,7 +91,7 @@ def _foreign_host(host: str) -> PermissionDenied:
 
 
 def _foreign_page(origin: str, *, console: bool) -> PermissionDenied:
-    page = f"a web page of {origin[:_SHOWN]!r}" if origin else "a web page of another site"
+    page = f"a web page of {origin[:_MAX_SHOWN]!r}" if origin else "a web page of another site"
     if console:
         fix = "only the console's own page may; a proxy in front of the server must pass the Host header on"
     else:

@@ -11,8 +11,8 @@ from fastapi import Response
 from services.common.errors import DeadlineExceeded, InvalidRequest, TokaError
 from services.common.process.turn import Turn
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.engine.generation import Choice, Generation
-from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.active_request import ActiveRequest, ActiveSample
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.http.bounds import Bounds
 from services.gateway.http.request import Caller
 from services.gateway.openai.gateway import Gateway
@@ -37,7 +37,7 @@ class Answer:
     """One request on its way to an answer."""
 
     gateway: Gateway
-    jobs: Sequence[Job]
+    jobs: Sequence[PromptRequest]
     shape: Shape
     headers: dict[str, str]
     caller: Caller
@@ -82,11 +82,11 @@ class Answer:
                 )
             written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
             self._measure(generation)
-            await self.shape.settle(generation.choices)
-            if len(generation.choices) > _INLINE_CHOICES:
-                body = await self.gateway.text.in_thread(self.shape.whole, generation.choices, written)
+            await self.shape.settle(generation.samples)
+            if len(generation.samples) > _INLINE_CHOICES:
+                body = await self.gateway.text.in_thread(self.shape.whole, generation.samples, written)
             else:
-                body = self.shape.whole(generation.choices, written)
+                body = self.shape.whole(generation.samples, written)
             return Response(body, headers=headers, media_type="application/json")
         except InvalidRequest as error:
             raise self._in_callers_words(error) from None
@@ -94,12 +94,12 @@ class Answer:
             if not handed_over:
                 self._end(generation, bounds)
 
-    async def _write_all(self, generation: Generation) -> list[bytes]:
+    async def _write_all(self, generation: ActiveRequest) -> list[bytes]:
         """Every choice as JSON, written soon after it ended: little is left to do after the last one."""
-        written = [b""] * len(generation.choices)
+        written = [b""] * len(generation.samples)
         scored = self._settings.prompt_logprobs is not None
         most = _INLINE_LOGPROBS if generation.logprobs or scored else _INLINE_TOKENS
-        while ended := await generation.ended():
+        while ended := await generation.wait_ended():
             if sum(self._prompt_work(choice) + choice.outcome.completion_tokens for choice in ended) > most:
                 texts = await self.gateway.text.in_thread(self._write, ended)
             else:
@@ -108,22 +108,22 @@ class Answer:
                 written[choice.index] = text
         return written
 
-    async def _write_best(self, generation: Generation) -> list[bytes]:
+    async def _write_best(self, generation: ActiveRequest) -> list[bytes]:
         """The choices whose tokens are most likely on average, as JSON; best first, prompt after prompt."""
-        while await generation.ended():
+        while await generation.wait_ended():
             pass
         kept, samples = [], self._settings.n
-        for first in range(0, len(generation.choices), samples):
-            ranked = sorted(generation.choices[first : first + samples], key=mean_logprob, reverse=True)
+        for first in range(0, len(generation.samples), samples):
+            ranked = sorted(generation.samples[first : first + samples], key=mean_logprob, reverse=True)
             kept += ranked[: self.best]
         for index, choice in enumerate(kept):
             choice.index = index
         return await self.gateway.text.in_thread(self._write, kept)
 
-    def _write(self, choices: Sequence[Choice]) -> list[bytes]:
+    def _write(self, choices: Sequence[ActiveSample]) -> list[bytes]:
         return [self.shape.choice(choice, self._piece(choice)) for choice in choices]
 
-    def _piece(self, choice: Choice) -> Piece:
+    def _piece(self, choice: ActiveSample) -> Piece:
         token_ids = self._token_ids(choice)
         packed = None
         if self._settings.packed_logprobs:
@@ -154,14 +154,14 @@ class Answer:
             return error
         return explain(error, grammar)
 
-    async def _events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def _events(self, generation: ActiveRequest) -> AsyncIterator[bytes]:
         shape = self.shape
         transcripts: dict[int, Transcript] = {}
         if beginning := shape.beginning():
             yield beginning
-        turn, many = Turn(), len(generation.choices) > _FEW_CHOICES
+        turn, many = Turn(), len(generation.samples) > _FEW_CHOICES
         told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
-        while news := await generation.news():
+        while news := await generation.wait_updated():
             chunks = []
             for choice in news:
                 if many and turn.is_over:
@@ -196,10 +196,10 @@ class Answer:
             if chunks:
                 yield b"".join(chunks)
         self._measure(generation)
-        await shape.settle(generation.choices)
-        yield shape.ending(generation.choices)
+        await shape.settle(generation.samples)
+        yield shape.ending(generation.samples)
 
-    def _transcript(self, choice: Choice) -> Transcript:
+    def _transcript(self, choice: ActiveSample) -> Transcript:
         behind = len(self.echo[choice.prompt_index]) if self.echo else 0
         return Transcript(self._vocabulary, self._settings.stop_strings, behind=behind)
 
@@ -212,34 +212,34 @@ class Answer:
         vocabulary = self.gateway.text.vocabulary
         return vocabulary.with_specials if self._settings.special_tokens else vocabulary
 
-    def _token_ids(self, choice: Choice) -> list[int] | None:
+    def _token_ids(self, choice: ActiveSample) -> list[int] | None:
         """Those that nobody has taken yet, a stop token included."""
         return list(map(int, choice.new_ids)) if self._settings.return_token_ids else None
 
-    def _behind_prompt(self, choice: Choice, piece: Piece) -> Piece:
+    def _behind_prompt(self, choice: ActiveSample, piece: Piece) -> Piece:
         """A choice's first piece, or its only one, behind its prompt if that is to be told as well."""
         settings, number = self._settings, choice.prompt_index
         if settings.prompt_logprobs is None:
             return piece._replace(text=self.echo[number] + piece.text) if self.echo else piece
-        prompt, scores = self.jobs[number].prompt_ids, choice.generation.prompt_scores[number]
-        if settings.told_prompt_logprobs is not None:
-            top, token_text = settings.told_prompt_logprobs, self.gateway.text.token_text
+        prompt, scores = self.jobs[number].prompt_ids, choice.request.prompt_scores[number]
+        if settings.requested_prompt_logprobs is not None:
+            top, token_text = settings.requested_prompt_logprobs, self.gateway.text.token_text
             start = settings.prompt_logprobs_start
             piece = piece._replace(prompt_logprobs=prompt_logprobs(prompt, scores, top, token_text, start))
         if not self.echo:
             return piece
         return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)
 
-    def _prompt_work(self, choice: Choice) -> int:
+    def _prompt_work(self, choice: ActiveSample) -> int:
         """Tokens of the prompt whose log-probabilities are told with a choice."""
         return 0 if self._settings.prompt_logprobs is None else len(self.jobs[choice.prompt_index].prompt_ids)
 
-    def _close(self, generation: Generation, bounds: Bounds, disconnected: bool) -> None:
+    def _close(self, generation: ActiveRequest, bounds: Bounds, disconnected: bool) -> None:
         self._end(generation, bounds)
         if disconnected:
             self.gateway.metrics.count_disconnect()
 
-    def _end(self, generation: Generation, bounds: Bounds) -> None:
+    def _end(self, generation: ActiveRequest, bounds: Bounds) -> None:
         bounds.settle(generation)
         generation.close()
         if self._log is not None:
@@ -249,11 +249,11 @@ class Answer:
     def _log(self) -> PromptLog | None:
         return PromptLog(self.shape.request_id) if self.gateway.config.log_prompts else None
 
-    def _note(self, choice: Choice, text: str) -> None:
+    def _note(self, choice: ActiveSample, text: str) -> None:
         if self._log is not None:
             self._log.answered(choice.index, text)
 
-    def _measure(self, generation: Generation) -> None:
+    def _measure(self, generation: ActiveRequest) -> None:
         metrics = self.gateway.metrics
         metrics.end_to_end.observe(time.perf_counter() - self.caller.started_at)
         if generation.first_token_at is not None:

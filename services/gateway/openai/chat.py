@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fastapi import Response
 
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
     request_id: str
     facts: ModelFacts
-    jobs: list[Job]
+    jobs: list[PromptRequest]
     make_reader: MakeReader
     unknown: list[str]  # parameters that the model's template does not know
 

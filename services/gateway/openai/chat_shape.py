@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 
 from services.common.text.vocabulary import TokenIds
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.generation import Choice
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, Reasoning, parts_of
 from services.gateway.openai.output.reader import OutputReader
@@ -112,13 +112,13 @@ class ChatShape(Shape):
         told: dict[str, Any] = {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
         return told if self._prompt_logprobs is None else told | {"prompt_logprobs": self._prompt_logprobs}
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _usage(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
         usage = super()._usage(choices)
         if reasoning := self._readers.reasoning_tokens:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return usage
 
-    def _content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str]:
+    def _content(self, choice: ActiveSample, text: str) -> tuple[dict[str, Any], str]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         deltas = self._readers.read(choice.index, text, last=True)
         if deltas is not None:

@@ -10,7 +10,7 @@ import orjson
 import structlog
 
 from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
-from services.gateway.engine.generation import Choice
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.chat_shape import ChatShape
@@ -96,11 +96,11 @@ class StoredChatShape(ChatShape):
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
         return self._chunks.push(super().chunk(index, piece, reason))
 
-    def choice(self, choice: Choice, piece: Piece) -> bytes:
+    def choice(self, choice: ActiveSample, piece: Piece) -> bytes:
         self._written[choice.index] = written = super().choice(choice, piece)
         return written
 
-    async def settle(self, choices: Sequence[Choice]) -> None:
+    async def settle(self, choices: Sequence[ActiveSample]) -> None:
         if self._chunks.choices:
             extras = {"choices": self._chunks.told(), "usage": self._usage(choices)}
             self._whole = orjson.dumps(self._head | extras | self._whole_extras())
@@ -109,7 +109,7 @@ class StoredChatShape(ChatShape):
         if not await self._keeper.keep(self._whole, str(self._head["model"])):
             self._whole = self._whole[:-1] + b',"store":false}'
 
-    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
+    def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
         return self._whole
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.request import Caller
 from services.gateway.openai.chat_shape import MakeReader
@@ -133,7 +133,7 @@ class Compiler(NamedTuple):
         field: str,
         seed: int | None,
         thoughts: Thoughts | None = None,
-    ) -> list[Job]:
+    ) -> list[PromptRequest]:
         """Return a job for each prompt. Raises InvalidRequest. Takes some 10 us for each prompt.
 
         ``thoughts``: what the answer begins with; None = as the tokens of each prompt say.

@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import Response
 
 from services.common.text.vocabulary import TokenIds
-from services.gateway.engine.job import Job
+from services.gateway.engine.request import PromptRequest
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.compiler import Compiler
@@ -67,7 +67,7 @@ def _are_texts(prompts: list[str] | list[np.ndarray]) -> "TypeIs[list[str]]":
     return isinstance(prompts[0], str)
 
 
-def _echo(gateway: Gateway, body: CompletionBody, jobs: Sequence[Job]) -> list[str]:
+def _echo(gateway: Gateway, body: CompletionBody, jobs: Sequence[PromptRequest]) -> list[str]:
     """Return the text of each prompt: as it was given, unless it was given as token ids or is truncated."""
     if _are_texts(body.prompt) and body.truncate_prompt_tokens is None:
         return body.prompt

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from services.common.errors import InvalidRequest
 from services.common.text.thinking import BEGINS, ENDS
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.engine.job import Grammar
+from services.gateway.engine.request import Grammar
 from services.gateway.engine.text import TextEngine
 from services.gateway.openai.grammar.answer import Thoughts, compose
 from services.gateway.openai.grammar.calls import CallRules

@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Job, Settings
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.text import check_token_ids
 
 _U64 = 2**64
@@ -24,7 +24,7 @@ def make_jobs(
     field: str,
     max_tokens: int | None,
     seed: int | None,
-) -> list[Job]:
+) -> list[PromptRequest]:
     """Return a job for each prompt. Raises InvalidRequest.
 
     ``max_tokens``: most tokens of each answer. None: the rest of the context. 0: only the prompt is scored.
@@ -43,7 +43,7 @@ def make_jobs(
         room = facts.max_context_tokens - len(ids)
         _check_min_tokens(settings.min_tokens, max_tokens, room)
         jobs.append(
-            Job(
+            PromptRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 model=facts.id,
                 prompt_ids=ids,

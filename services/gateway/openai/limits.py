@@ -6,7 +6,7 @@ from typing import NamedTuple
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
 from services.common.text.vocabulary import TokenIds
-from services.gateway.engine.job import Grammar
+from services.gateway.engine.request import Grammar
 from services.gateway.openai.schemas import GenerationBody
 
 # Memory that schedulers and workers use for the grammar of one request. Each sample has a copy.

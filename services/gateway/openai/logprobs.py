@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.gateway.engine.generation import Choice
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.openai.transcript import TokenEntry
 
 TokenText = Callable[[int], tuple[str, bytes]]
@@ -12,7 +12,7 @@ TokenText = Callable[[int], tuple[str, bytes]]
 LOWEST = -9999.0
 
 
-def mean_logprob(choice: Choice) -> float:
+def mean_logprob(choice: ActiveSample) -> float:
     """Of all tokens of a choice that has ended and that nobody has taken yet."""
     return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.new_logprobs))
 

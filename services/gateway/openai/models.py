@@ -13,13 +13,13 @@ from services.gateway.openai.gateway import Gateway
 async def list_models(request: Request) -> Response:
     """List every model that a scheduler serves; wait for the first."""
     gateway: Gateway = request.app.state.gateway
-    return response(200, {"object": "list", "data": [_describe(facts) for facts in await gateway.fleet.listed()]})
+    return response(200, {"object": "list", "data": [_describe(facts) for facts in await gateway.fleet.list_models()]})
 
 
 async def get_model(request: Request, model_id: str) -> Response:
     """Return a model by its id or an alias. Raises ``NotFound``."""
     gateway: Gateway = request.app.state.gateway
-    facts = gateway.fleet.named(model_id)
+    facts = gateway.fleet.find_model(model_id)
     if facts is None:
         raise NotFound(f"the model {model_id[:200]!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
     return response(200, _describe(facts))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import structlog
 
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.engine.job import Job
+from services.gateway.engine.request import PromptRequest
 
 _MOST_CHARACTERS = 4096  # of a prompt, and of an answer
 _MOST_TEXTS = 16  # prompts, and answers, of one request
@@ -21,7 +21,7 @@ class PromptLog:
         self._request_id = request_id
         self._answers: dict[int, str] = {}
 
-    def asked(self, jobs: Sequence[Job], vocabulary: Vocabulary) -> None:
+    def asked(self, jobs: Sequence[PromptRequest], vocabulary: Vocabulary) -> None:
         """Its prompts, as the model sees them."""
         heads = [job.prompt_ids[: _MOST_CHARACTERS + 1] for job in jobs[:_MOST_TEXTS]]
         prompts = [_cut(vocabulary.text_bytes(head).decode(errors="replace")) for head in heads]

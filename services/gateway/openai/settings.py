@@ -5,7 +5,7 @@ import re
 from services.common.errors import InvalidRequest
 from services.common.logprobs_mode import PROCESSED
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Grammar, Priority, Settings
+from services.gateway.engine.request import Grammar, Priority, Settings
 from services.gateway.http.request import Caller
 from services.gateway.openai.schemas import GenerationBody
 
@@ -65,9 +65,9 @@ def make_settings(
         special_tokens=body.skip_special_tokens is False,
         return_token_ids=bool(body.return_token_ids),
         packed_logprobs=bool(body.logprobs_in_fingerprint),
-        told_prompt_logprobs=body.prompt_logprobs,
+        requested_prompt_logprobs=body.prompt_logprobs,
         open_ended=body.most_tokens is None,
-        silent=body.most_tokens == 0,
+        discard_output=body.most_tokens == 0,
     )
 
 

@@ -11,9 +11,9 @@ import orjson
 
 from services.common.errors import TokaError
 from services.common.text.vocabulary import TokenIds
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.generation import Choice
-from services.gateway.engine.job import Job
+from services.gateway.engine.request import PromptRequest
 from services.gateway.openai.logprobs import TokenText, completion_logprobs
 from services.gateway.openai.packed_logprobs import Packed, fingerprint
 from services.gateway.openai.sse import DONE, Template, error_event, event
@@ -76,18 +76,18 @@ class Shape(ABC):
     def _chunk_head(self) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object}
 
-    def tell_prompts(self, jobs: Sequence[Job]) -> None:
+    def tell_prompts(self, jobs: Sequence[PromptRequest]) -> None:
         """Token ids were asked for: those of prompts are told as well."""
         self._prompt_ids = [job.prompt_ids.tolist() for job in jobs]
         by_choice = [ids for job, ids in zip(jobs, self._prompt_ids, strict=True) for _ in range(job.settings.n)]
         self._untold = dict(enumerate(by_choice))
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[PromptRequest]) -> None:
         """Take note of the requests before the first chunk."""
         if self._running_usage:
             self._prompt_lengths = [len(job.prompt_ids) for job in jobs for _ in range(job.settings.n)]
 
-    async def settle(self, choices: Sequence[Choice]) -> None:  # noqa: B027 (most have nothing to do)
+    async def settle(self, choices: Sequence[ActiveSample]) -> None:  # noqa: B027 (most have nothing to do)
         """Everything of the answer is there, and ``whole`` or ``ending`` comes next."""
 
     def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -98,7 +98,7 @@ class Shape(ABC):
         """Return the last event of a stream that ends with ``error``."""
         return error_event(error)
 
-    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
+    def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
         """The body of an answer that is not streamed. ``written``: what ``choice`` made of each."""
         fragments = [orjson.Fragment(text) for text in written]
         if self._packed:
@@ -110,7 +110,7 @@ class Shape(ABC):
         """What comes before all choices."""
         return b""
 
-    def ending(self, choices: Sequence[Choice]) -> bytes:
+    def ending(self, choices: Sequence[ActiveSample]) -> bytes:
         """What comes behind all choices."""
         return self.usage_chunk(choices) + DONE
 
@@ -141,13 +141,13 @@ class Shape(ABC):
             choice = choice[:-2] + b"," + orjson.dumps(extras)[1:-1] + choice[-2:]
         return self._fill(self._template, index, choice)
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
+    def usage_chunk(self, choices: Sequence[ActiveSample]) -> bytes:
         """The chunk after the last, when ``stream_options.include_usage`` asked for it."""
         if not self._include_usage:
             return b""
         return event(self._chunk_head | {"choices": [], "usage": self._usage(choices)})
 
-    def choice(self, choice: Choice, piece: Piece) -> bytes:
+    def choice(self, choice: ActiveSample, piece: Piece) -> bytes:
         """Return one whole choice as JSON."""
         logprobs = None if self._token_text is None else self._logprobs(piece.entries, self._token_text)
         content, reason = self._content(choice, piece.text)
@@ -162,7 +162,7 @@ class Shape(ABC):
             told |= self._scores()
         return b"%b" % orjson.dumps(told)  # a copy: orjson returns buffers of 4 KiB, and thousands of choices are kept
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _usage(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
         """``usage`` of the answer."""
         return usage_of(choices)
 
@@ -170,7 +170,7 @@ class Shape(ABC):
         """What an answer holds beside its choices."""
         return {}
 
-    def _choice_extras(self, choice: Choice) -> dict[str, Any]:
+    def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
         """What a whole choice holds beside its token ids."""
         return {}
 
@@ -183,7 +183,7 @@ class Shape(ABC):
         return {}
 
     @abstractmethod
-    def _content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str]:
+    def _content(self, choice: ActiveSample, text: str) -> tuple[dict[str, Any], str]:
         """What a whole choice holds its text in, and its finish reason."""
 
     @abstractmethod
@@ -200,10 +200,10 @@ class CompletionShape(Shape):
 
     whole_object = chunk_object = "text_completion"
 
-    def _content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str]:
+    def _content(self, choice: ActiveSample, text: str) -> tuple[dict[str, Any], str]:
         return {"text": text}, choice.outcome.reason
 
-    def _choice_extras(self, choice: Choice) -> dict[str, Any]:
+    def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompt_ids[choice.prompt_index]}
 
     def _scores(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from services.common.errors import InvalidRequest
 from services.common.text.thinking import BEGINS, ENDS
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.job import Settings
+from services.gateway.engine.request import Settings
 from services.gateway.openai.grammar.answer import Thoughts
 from services.gateway.openai.output.formats import OutputFormats
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import Ending
-from services.gateway.engine.generation import Choice
 
 
-def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
+def usage_of(choices: Sequence[ActiveSample]) -> dict[str, Any]:
     """Over all choices of a request, each with its ending. A prompt counts once, however many samples it has."""
     prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (tokens, cached tokens)
     completion = 0

@@ -1,4 +1,4 @@
 """The store: files, Batch jobs, responses, conversations and chat completions that several gateways may share.
 
-Threads: the event loop. ``blobs_N`` reads and writes files; SQLite's statements run on ``_connection_worker_thread``.
+Threads: the event loop. ``blobs_N`` reads and writes files. SQLite statements run on ``_connection_worker_thread``.
 """

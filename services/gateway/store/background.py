@@ -1,7 +1,7 @@
-"""Background responses of one gateway: they run without their client, under leases in the store.
+"""Background responses of one gateway, which are generated without a connected client, under leases in the store.
 
-A lease is a gateway's name and a time in the response's row, which heartbeats extend. If a gateway ends without notice,
-another one finds that the lease has passed and marks the response as failed.
+A lease is a gateway's name and a time in the response's row. Heartbeats extend it. If a gateway ends without notice,
+another gateway finds the expired lease and marks the response as failed.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from services.gateway.store.tables import FAILED
 log = structlog.get_logger(__name__)
 
 MAX_RUNNING = 1024  # background responses of a gateway
-MAX_RUNNING_OF_KEY = 256  # of them, those of one API key
-MAX_EVENT_BYTES = 256 * 1024 * 1024  # of events that a gateway holds for streams of background responses
-_TICK_S = 0.5  # how often events are written to the store
-_LOOK_S = 0.25  # how often a stream looks for events that another gateway wrote
-_RETRY_S = 1.0  # after the store did not answer
-_GRACE_S = 1.0  # timeout of a gateway that ends, for responses whose generation has failed to be stored
+MAX_RUNNING_OF_KEY = 256  # background responses of one API key
+MAX_EVENT_BYTES = 256 * 1024 * 1024  # events of background responses that a gateway keeps in memory for streams
+_TICK_S = 0.5  # interval of writes of events to the store
+_POLL_S = 0.25  # interval in which a stream reads events that another gateway writes
+_RETRY_S = 1.0  # pause after an error of the store
+_GRACE_S = 1.0  # time in which a stopping gateway waits for its responses to be stored
 _END = b"\n\n"  # of an event
 
 R = TypeVar("R")
@@ -40,15 +40,15 @@ class Running:
         self.body = body
         self.key_name = key_name
         self.streamed = streamed
-        self.events: list[bytes] = []  # by number; the last one is not among them
+        self.events: list[bytes] = []  # by number, without the last event
         self.written = 0  # number of events that are in the store
         self.ended = False
-        self.changed = asyncio.Event()  # set, and replaced, when there are new events or the response has ended
+        self.changed = asyncio.Event()  # set and replaced at new events and at the end
         self.task: asyncio.Task[None] | None = None
-        self.held = contextlib.ExitStack()  # what is given back when it has ended
+        self.resources = contextlib.ExitStack()  # released when the response has ended
 
     def push(self, data: bytes) -> int:
-        """Append the events in ``data``. Returns their bytes."""
+        """Append the events in ``data``. Return their size in bytes."""
         if not self.streamed:
             return 0
         self.events += [event + _END for event in data.split(_END)[:-1]]
@@ -61,14 +61,14 @@ class Running:
         self.changed = asyncio.Event()
 
     def unwritten(self) -> tuple[str, int, bytes] | None:
-        """Return the events that are not in the store, as ``Responses.add_events`` takes them."""
+        """Return the events that are not in the store, as an element for ``Responses.add_events``."""
         if self.written == len(self.events):
             return None
         return self.body["id"], self.written, b"".join(self.events[self.written :])
 
 
 class Background:
-    """The background responses of one gateway. Lives on its event loop between ``start`` and ``stop``."""
+    """The background responses of one gateway. Runs on its event loop between ``start`` and ``stop``."""
 
     def __init__(self, records: Responses) -> None:
         self._records = records
@@ -78,12 +78,12 @@ class Background:
         self._writing = asyncio.Lock()  # events of one response are written in order
 
     def start(self) -> None:
-        """Begin to extend leases, and to look for those that have passed."""
+        """Start to extend leases and to look for expired ones."""
         self._tick = asyncio.create_task(self._tick_forever(), name="background responses")
 
     def check_room(self, key_name: str) -> None:
-        """Raise ``Overloaded`` if the gateway generates as many background responses as it may."""
-        of_key = Counter(one.key_name for one in self._running.values())[key_name]
+        """Raise ``Overloaded`` if the gateway or the key has the maximum of background responses."""
+        of_key = Counter(running.key_name for running in self._running.values())[key_name]
         if len(self._running) >= MAX_RUNNING or of_key >= MAX_RUNNING_OF_KEY:
             raise Overloaded(
                 f"{of_key} background responses of this caller and {len(self._running)} in all are running, of at most"
@@ -91,91 +91,103 @@ class Background:
                 retry_after_s=1.0,
             )
         if self._event_bytes > MAX_EVENT_BYTES:
-            raise Overloaded(f"{self._event_bytes} bytes of events of background responses are held", retry_after_s=1.0)
+            raise Overloaded(
+                f"{self._event_bytes} bytes of events of background responses are in memory", retry_after_s=1.0
+            )
 
-    async def begin(self, one: Running, items: bytes, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        """Keep the new response ``one`` in the store, and generate it. ``events``: its events, of which the first are
-        those of its beginning. ``close`` is called at the end. Raises ``AlreadyExists``, and the store's errors.
+    async def begin(
+        self, running: Running, items: bytes, events: AsyncIterator[bytes], close: Callable[[], None]
+    ) -> None:
+        """Store the new response ``running``, and generate it.
+
+        The first element of ``events`` has the response's first events. ``close`` is called at the end. Raises
+        ``AlreadyExists``, and the store's errors.
         """
         try:
-            size = one.push(await anext(events))
-            one.written = len(one.events)
-            await self._records.begin(one.body, items, one.key_name, b"".join(one.events))
+            size = running.push(await anext(events))
+            running.written = len(running.events)
+            await self._records.begin(running.body, items, running.key_name, b"".join(running.events))
         except BaseException:
             close()
-            one.held.close()
+            running.resources.close()
             raise
         self._event_bytes += size
-        self._running[one.body["id"]] = one
-        one.task = asyncio.create_task(self._run(one, events, close), name=f"background {one.body['id']}")
+        self._running[running.body["id"]] = running
+        running.task = asyncio.create_task(self._run(running, events, close), name=f"background {running.body['id']}")
 
-    async def progress(self, one: Running, body: dict[str, Any]) -> None:
-        """Keep a new state of ``one``. The answer does not wait for a store that does not answer."""
-        one.body = body
+    async def progress(self, running: Running, body: dict[str, Any]) -> None:
+        """Store a new state of ``running``. Errors of the store are only logged."""
+        running.body = body
         try:
-            if not await to_its_end(self._records.progress(body)):
+            if not await finish_shielded(self._records.progress(body)):
                 raise LeaseLost
         except TokaError as error:
             log.warning("state of a background response not stored", id=body["id"], reason=error.message)
 
-    async def end(self, one: Running, body: dict[str, Any], addition: Addition | None) -> None:
-        """Keep the final state of ``one``, however long the store takes. Raises ``LeaseLost`` if it was cancelled,
-        deleted, or marked as failed."""
+    async def end(self, running: Running, body: dict[str, Any], addition: Addition | None) -> None:
+        """Store the final state of ``running``. Retry until the store is available.
+
+        Raises ``LeaseLost`` if the response was cancelled, deleted, or marked as failed.
+        """
         while True:
             try:
-                await to_its_end(self._write_events([one]))
+                await finish_shielded(self._write_events([running]))
                 try:
-                    kept = await to_its_end(self._records.end(body, one.key_name, addition))
+                    kept = await finish_shielded(self._records.end(body, running.key_name, addition))
                 except NotFound:  # the conversation was deleted
                     addition, body["conversation"] = None, None
                     continue
             except TokaError as error:
-                if not isinstance(error, StoreUnavailable):  # which the log has
+                if not isinstance(error, StoreUnavailable):  # logged by the health
                     log.warning("background response waits for the store", id=body["id"], reason=error.message)
                 await asyncio.sleep(_RETRY_S)
                 continue
             if not kept:
                 raise LeaseLost
-            one.body = body
+            running.body = body
             return
 
     def drop(self, response_id: str) -> None:
-        """Stop to generate a response that was cancelled or deleted, if this gateway generates it."""
-        one = self._running.get(response_id)
-        if one is not None and one.task is not None:
-            one.task.cancel()
+        """Stop generating a response that was cancelled or deleted, if this gateway generates it."""
+        running = self._running.get(response_id)
+        if running is not None and running.task is not None:
+            running.task.cancel()
 
     async def idle(self) -> None:
         """Wait until this gateway generates no background response."""
         while self._running:
-            await asyncio.wait([one.task for one in self._running.values() if one.task is not None])
+            await asyncio.wait([running.task for running in self._running.values() if running.task is not None])
 
     async def stop(self) -> None:
-        """End, and mark the responses that still run as failed."""
+        """Stop, and mark the responses that still run as failed."""
         if self._tick is not None:
             self._tick.cancel()
             await asyncio.gather(self._tick, return_exceptions=True)
         left = list(self._running.values())
-        tasks = [one.task for one in left if one.task is not None]
+        tasks = [running.task for running in left if running.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=_GRACE_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for one in left:
-            if one.body["status"] in RUNNING:
+        for running in left:
+            if running.body["status"] in RUNNING:
                 with contextlib.suppress(TokaError):
-                    await self._records.end(_failed(one.body, ABANDONED), one.key_name, None)
+                    await self._records.end(_failed(running.body, ABANDONED), running.key_name, None)
 
     async def follow(self, response_id: str, key_name: str, number: int) -> AsyncIterator[bytes]:
-        """Yield the events of a streamed background response from ``number`` on, as they come, to the last one.
+        """Yield the events of a streamed background response, from event ``number`` to its end.
 
         Raises ``NotFound`` if the response is deleted meanwhile.
         """
-        while (one := self._running.get(response_id)) is not None and one.key_name == key_name and not one.ended:
-            changed = one.changed
-            if number < len(one.events):
-                new, number = one.events[number:], len(one.events)
+        while (
+            (running := self._running.get(response_id)) is not None
+            and running.key_name == key_name
+            and not running.ended
+        ):
+            changed = running.changed
+            if number < len(running.events):
+                new, number = running.events[number:], len(running.events)
                 yield b"".join(new)
             else:
                 await changed.wait()
@@ -189,33 +201,33 @@ class Background:
             if kept.status not in RUNNING:
                 yield last_event(orjson.loads(kept.body), number)
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
-    async def _run(self, one: Running, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        with one.held:
+    async def _run(self, running: Running, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        with running.resources:
             try:
                 async for data in events:
-                    if one.body["status"] in RUNNING:  # the last event is made of the stored response
-                        self._event_bytes += one.push(data)
+                    if running.body["status"] in RUNNING:  # the last event is built from the stored response
+                        self._event_bytes += running.push(data)
             except LeaseLost:
-                log.info("background response given up", id=one.body["id"])
+                log.info("background response given up", id=running.body["id"])
             except Exception:
-                log.exception("background response failed", id=one.body["id"])
-                await self._fail(one)
+                log.exception("background response failed", id=running.body["id"])
+                await self._fail(running)
             finally:
                 close()
-                del self._running[one.body["id"]]
-                self._event_bytes -= sum(map(len, one.events))
-                one.ended = True
-                one.wake()
+                del self._running[running.body["id"]]
+                self._event_bytes -= sum(map(len, running.events))
+                running.ended = True
+                running.wake()
 
-    async def _fail(self, one: Running) -> None:
+    async def _fail(self, running: Running) -> None:
         try:
-            await self.end(one, _failed(one.body, Internal.logged().message), None)
+            await self.end(running, _failed(running.body, Internal.logged().message), None)
         except LeaseLost:
-            log.info("background response given up", id=one.body["id"])
-        except Exception:  # its lease will pass
-            log.exception("background response not stored", id=one.body["id"])
+            log.info("background response given up", id=running.body["id"])
+        except Exception:  # its lease will expire
+            log.exception("background response not stored", id=running.body["id"])
 
     async def _tick_forever(self) -> None:
         beat_at = 0.0
@@ -227,11 +239,11 @@ class Background:
                     await self._beat()
                 await self._write_events(list(self._running.values()))
             except StoreUnavailable:
-                pass  # the log has it
+                pass  # logged by the health
             except TokaError as error:
                 log.warning("background responses wait for the store", reason=error.message)
             except Exception:
-                log.exception("background responses cannot be kept up")
+                log.exception("heartbeat of background responses failed")
             await asyncio.sleep(_TICK_S)
 
     async def _beat(self) -> None:
@@ -245,15 +257,17 @@ class Background:
 
     async def _write_events(self, some: list[Running]) -> None:
         async with self._writing:
-            new = [(one, len(one.events), rows) for one in some if (rows := one.unwritten()) is not None]
+            new = [
+                (running, len(running.events), rows) for running in some if (rows := running.unwritten()) is not None
+            ]
             if new:
                 await self._records.add_events([rows for _, _, rows in new])
-            for one, count, _ in new:
-                one.written = count
+            for running, count, _ in new:
+                running.written = count
 
 
-async def to_its_end(work: Coroutine[Any, Any, R]) -> R:
-    """Await ``work``, which goes on if the caller is cancelled, so that no transaction is cut in the middle."""
+async def finish_shielded(work: Coroutine[Any, Any, R]) -> R:
+    """Await ``work`` in its own task, so that a cancelled caller does not interrupt a transaction."""
     return await asyncio.shield(asyncio.create_task(work))
 
 

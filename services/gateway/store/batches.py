@@ -1,4 +1,4 @@
-"""Records of batches: made, shown, cancelled. What is done about them is in ``leases``."""
+"""Records of Batch jobs: create, read, list, cancel. Work on them is in ``leases``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from services.gateway.store.tables import (
     StoredBatch,
 )
 
-MAX_UNFINISHED = 10_000  # batches of a key; ``work.MAX_ACTIVE_OF_KEY`` of them are in progress
+MAX_UNFINISHED = 10_000  # Batch jobs of a key, of which ``work.MAX_ACTIVE_OF_KEY`` are in progress
 COUNTS = ("completed", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
 
 class Counts(NamedTuple):
-    """Of a batch, now."""
+    """Current counts of a Batch job."""
 
     total: int = 0
     completed: int = 0
@@ -34,11 +34,11 @@ class Counts(NamedTuple):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    reasoning_tokens: int = 0  # of the completion's
+    reasoning_tokens: int = 0  # included in completion_tokens
 
 
 class Shown(NamedTuple):
-    """A batch with what is counted elsewhere while it runs."""
+    """A Batch job with its counts and forecast, which are computed from its chunks while it runs."""
 
     batch: StoredBatch
     counts: Counts
@@ -46,14 +46,17 @@ class Shown(NamedTuple):
 
 
 class Batches:
-    """The records in ``store``."""
+    """The records of Batch jobs in ``store``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def create(self, batch: StoredBatch) -> Shown:
-        """Add ``batch``. Raises ``NotFound`` or ``InvalidRequest`` for its input file, ``AlreadyExists`` if there is a
-        batch with its id, and ``Overloaded`` if its key has ``MAX_UNFINISHED`` batches."""
+        """Add ``batch``.
+
+        Raises ``NotFound`` or ``InvalidRequest`` for its input file, ``AlreadyExists`` if its id is in use, and
+        ``Overloaded`` if its key has ``MAX_UNFINISHED`` Batch jobs.
+        """
         try:
             await self._add(batch)
         except IntegrityError:
@@ -76,13 +79,13 @@ class Batches:
             session.add(batch)
 
     async def get(self, batch_id: str, key_name: str) -> Shown:
-        """Raises ``NotFound``, also for one that another key made."""
+        """Return a Batch job. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
             [shown] = await _shown(session, [await _find(session, batch_id, key_name)])
             return shown
 
     async def page(self, *, key_name: str, after: str | None, limit: int) -> tuple[Sequence[Shown], bool]:
-        """At most ``limit`` batches of a key behind ``after``, the newest first, and whether there are more."""
+        """Return at most ``limit`` Batch jobs of a key after ``after``, newest first, and whether there are more."""
         own = StoredBatch.key_name == key_name
         query = select(StoredBatch).where(own).order_by(StoredBatch.seq.desc()).limit(limit + 1)
         async with self._store.reading() as session:
@@ -95,7 +98,7 @@ class Batches:
             return await _shown(session, found[:limit]), len(found) > limit
 
     async def cancel(self, batch_id: str, key_name: str) -> Shown:
-        """Let no more of its lines begin. Raises ``NotFound``, or ``FailedPrecondition`` when it is too late."""
+        """Start no further lines of a Batch job. Raises ``NotFound``, and ``FailedPrecondition`` if it has ended."""
         async with self._store.writing() as session:
             batch = await _find(session, batch_id, key_name, locked=True)
             if batch.status in (VALIDATING, IN_PROGRESS):
@@ -112,7 +115,7 @@ class Batches:
 
 
 async def _check_room(session: AsyncSession, key: str) -> None:
-    """Raise ``Overloaded`` if the fairness key has as many unfinished batches as it may have."""
+    """Raise ``Overloaded`` if the fairness key has ``MAX_UNFINISHED`` Batch jobs."""
     unfinished = StoredBatch.fairness_key == key, StoredBatch.status.in_(ACTIVE)
     some = select(StoredBatch.seq).where(*unfinished).limit(MAX_UNFINISHED).subquery()
     if await session.scalar(select(func.count()).select_from(some)) == MAX_UNFINISHED:
@@ -129,7 +132,7 @@ async def counts_of(session: AsyncSession, batch: StoredBatch) -> Counts:
 
 
 async def _counts(session: AsyncSession, batches: Sequence[StoredBatch]) -> dict[int, Counts]:
-    """Return the counts of each batch, by ``seq``. Of active ones the chunks have them."""
+    """Return the counts of each Batch job by ``seq``. Counts of active ones are the sums over their chunks."""
     counts = {batch.seq: Counts(batch.total, *(getattr(batch, name) for name in COUNTS)) for batch in batches}
     active = {batch.seq: batch for batch in batches if batch.status in ACTIVE}
     if active:
@@ -145,11 +148,11 @@ async def _shown(session: AsyncSession, batches: Sequence[StoredBatch]) -> list[
     counts = await _counts(session, batches)
     recent: dict[int, list[tuple[int, float]]] = {batch.seq: [] for batch in batches if batch.status == IN_PROGRESS}
     if recent:
-        place = func.row_number().over(partition_by=Chunk.batch_seq, order_by=Chunk.done_at.desc()).label("place")
+        rank = func.row_number().over(partition_by=Chunk.batch_seq, order_by=Chunk.done_at.desc()).label("rank")
         done = Chunk.batch_seq.in_(recent), Chunk.done.is_(True), Chunk.done_at.is_not(None)
-        found = select(Chunk.batch_seq, Chunk.count, Chunk.done_at, place).where(*done).subquery()
-        query = select(found.c.batch_seq, found.c.count, found.c.done_at).where(found.c.place <= RECENT_CHUNKS)
-        for seq, count, at in await session.execute(query.order_by(found.c.batch_seq, found.c.place)):
+        found = select(Chunk.batch_seq, Chunk.count, Chunk.done_at, rank).where(*done).subquery()
+        query = select(found.c.batch_seq, found.c.count, found.c.done_at).where(found.c.rank <= RECENT_CHUNKS)
+        for seq, count, at in await session.execute(query.order_by(found.c.batch_seq, found.c.rank)):
             recent[seq].append((count, at))
     return [Shown(batch, counts[batch.seq], _forecast(batch, counts[batch.seq], recent)) for batch in batches]
 

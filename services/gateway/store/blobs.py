@@ -1,4 +1,4 @@
-"""Contents of files: on this host's disk, or wherever fsspec reaches."""
+"""Contents of files, on a local disk or on any storage that fsspec supports."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class Blobs:
-    """Blobs by name. Blocking work is done in threads of its own. Methods raise ``StoreUnavailable``."""
+    """Blobs by name. Blocking work runs in a thread pool. Methods raise ``StoreUnavailable``."""
 
     def __init__(self, url: str, health: StoreHealth | None = None) -> None:
         """Open the directory or the fsspec URL ``url``. Raises ``StoreUnavailable`` if it cannot be written."""
@@ -44,15 +44,15 @@ class Blobs:
         except (OSError, ValueError, ImportError) as error:
             problem = _problem_of(error) if isinstance(error, OSError) else "error"
             message = f"nothing can be written to store_dir={url}: {error}"
-            raise self._health.failed("files", problem, message, writing=True) from error
+            raise self._health.record_problem("files", problem, message, writing=True) from error
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blobs")
 
     async def create(self, name: str) -> "BlobWriter":
-        """Return a writer of a new blob, which can be read when the writer is closed."""
+        """Return a writer for a new blob. The blob can be read after the writer is closed."""
         return BlobWriter(self, await self.in_thread(self._create, name, writing=True))
 
     async def stream(self, name: str, block_bytes: int = BLOCK_BYTES) -> AsyncGenerator[bytes, None]:
-        """Yield the content in blocks of ``block_bytes``. The next one is read when it is asked for."""
+        """Yield the content in blocks of ``block_bytes``, each read on demand."""
         file = await self.in_thread(self._open, name)
         try:
             while block := await self.in_thread(file.read, block_bytes):
@@ -65,7 +65,7 @@ class Blobs:
         return await self.in_thread(self._read_ranges, name, ranges)
 
     async def delete(self, name: str) -> None:
-        """Whether it is there or not."""
+        """Delete a blob. Do nothing if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             await self.in_thread(self._fs.rm_file, self._path(name))
 
@@ -77,12 +77,12 @@ class Blobs:
             raise
         except OSError as error:
             message = f"the store's files cannot be read or written ({error}); see store_dir={self._root}"
-            raise self._health.failed("files", _problem_of(error), message, writing=writing) from error
-        self._health.worked("files", writing=writing)
+            raise self._health.record_problem("files", _problem_of(error), message, writing=writing) from error
+        self._health.record_success("files", writing=writing)
         return done
 
     def stop(self) -> None:
-        """Let the threads go."""
+        """Stop the thread pool without waiting."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _path(self, name: str) -> str:
@@ -104,7 +104,7 @@ class Blobs:
 
     def _gone(self) -> StoreUnavailable:
         message = f"the directory {self._root} is gone; put it back, or start the gateway again with an empty store"
-        return self._health.failed("files", "missing", message, writing=False)
+        return self._health.record_problem("files", "missing", message, writing=False)
 
     def _read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         with self._open(name) as file:
@@ -116,41 +116,41 @@ class Blobs:
 
 
 class BlobWriter:
-    """Collects what is written, so that a thread is asked once for a block."""
+    """A buffered writer of a blob. Each block is written by one call in a thread."""
 
     def __init__(self, blobs: Blobs, file: Any) -> None:
         self.bytes = 0
         self._blobs = blobs
         self._file = file
         self._parts: list[bytes] = []
-        self._held = 0
+        self._buffered = 0
 
     async def write(self, data: bytes) -> None:
         """Append ``data``."""
         self._parts.append(data)
-        self._held += len(data)
+        self._buffered += len(data)
         self.bytes += len(data)
-        if self._held >= BLOCK_BYTES:
+        if self._buffered >= BLOCK_BYTES:
             await self._flush()
 
     async def close(self) -> None:
-        """Write the rest; from then on it outlives this host's power, too."""
+        """Write the rest, and sync it to disk so that it survives a power failure."""
         await self._flush()
         await self._blobs.in_thread(self._sync_and_close, writing=True)
 
     async def abandon(self) -> None:
-        """Close it as it is: nobody will read it."""
+        """Close an incomplete blob without writing the rest."""
         self._parts.clear()
         with contextlib.suppress(Exception):
             await self._blobs.in_thread(self._file.close)
 
     async def _flush(self) -> None:
-        block, self._parts, self._held = b"".join(self._parts), [], 0
+        block, self._parts, self._buffered = b"".join(self._parts), [], 0
         await self._blobs.in_thread(self._file.write, block, writing=True)
 
     def _sync_and_close(self) -> None:
         self._file.flush()
-        with contextlib.suppress(AttributeError, OSError):  # remote files have no number
+        with contextlib.suppress(AttributeError, OSError):  # remote files have no file descriptor
             os.fsync(self._file.fileno())
         self._file.close()
 

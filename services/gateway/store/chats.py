@@ -1,4 +1,4 @@
-"""Chat completions in the store: those that were asked for with ``store: true``."""
+"""Stored chat completions, which are created with ``store: true``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ChatFilter:
 
 
 class Chats:
-    """The chat completions in ``store``. One is visible to the API key that made it only."""
+    """The chat completions in ``store``. Each is visible only to the API key that created it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,8 +35,11 @@ class Chats:
     async def keep(
         self, chat_id: str, body: bytes, messages: bytes, model: str, labels: dict[str, str] | None, key_name: str
     ) -> None:
-        """Keep a chat completion. ``body``, ``messages``: its JSON, and that of the messages it answers. Raises
-        ``AlreadyExists``, ``Overloaded`` if too much waits for the store, and the store's errors."""
+        """Store a chat completion.
+
+        ``body`` is its JSON and ``messages`` the JSON of the messages it answers. Raises ``AlreadyExists``,
+        ``Overloaded`` if too many bytes wait for the store, and the store's errors.
+        """
         created_at = now()
         row = {
             "id": chat_id,
@@ -72,8 +75,10 @@ class Chats:
     async def page(
         self, key_name: str, wanted: ChatFilter, *, after: str | None, limit: int, newest_first: bool
     ) -> tuple[Sequence[StoredChat], bool]:
-        """Return at most ``limit`` chat completions behind ``after``, and whether there are more. Raises
-        ``InvalidRequest`` if there is no chat completion ``after``."""
+        """Return at most ``limit`` chat completions after ``after``, and whether there are more.
+
+        Raises ``InvalidRequest`` if there is no chat completion ``after``.
+        """
         query = select(StoredChat).where(StoredChat.key_name == key_name, StoredChat.expires_at > now())
         if wanted.model is not None:
             query = query.where(StoredChat.model == wanted.model)
@@ -90,7 +95,7 @@ class Chats:
             return found[:limit], len(found) > limit
 
     async def forget_expired(self) -> bool:
-        """Delete some of the chat completions that have expired. Returns whether there may be more."""
+        """Delete a number of expired chat completions. Return whether there may be more."""
         async with self._store.writing() as session:
             return await delete_some(session, StoredChat, StoredChat.seq, StoredChat.expires_at <= now())
 

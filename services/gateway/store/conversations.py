@@ -1,4 +1,4 @@
-"""Conversations in the store: their items, in order, which responses read and add to."""
+"""Stored conversations: ordered items that responses read and append to."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,21 +15,21 @@ from services.gateway.store.tables import StoredConversation, StoredItem
 
 CONVERSATIONS_EXPIRE_S = 30 * 24 * 3600  # after the last change
 MAX_ITEMS = 65_536  # of a conversation
-MAX_BYTES = 4 * 1024 * 1024  # of their JSON
-_LONGEST_ID = 64
-_FORGOTTEN_AT_ONCE = 100
+MAX_BYTES = 4 * 1024 * 1024  # of JSON in a conversation
+_MAX_ID_LENGTH = 64
+_DELETED_AT_ONCE = 100
 _ASKED_AT_ONCE = 500  # ids in a statement
 
 
 class Addition(NamedTuple):
-    """The items that a response adds to its conversation: those of its input and of its output."""
+    """The items that a response appends to its conversation: its input and its output."""
 
     conversation_id: str
     items: Sequence[dict[str, Any]]
 
 
 class Conversations:
-    """The conversations in ``store``. A conversation is visible to the API key that made it only."""
+    """The conversations in ``store``. Each is visible only to the API key that created it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -69,13 +69,13 @@ class Conversations:
             await _delete(session, [conversation.seq])
 
     async def add(self, conversation_id: str, items: Sequence[dict[str, Any]], key_name: str) -> list[dict[str, Any]]:
-        """Append items. Returns them with the ids they have now. Raises ``NotFound`` and ``InvalidRequest``."""
+        """Append items. Return them with their stored ids. Raises ``NotFound`` and ``InvalidRequest``."""
         async with self._store.writing() as session:
             conversation = await _find(session, conversation_id, key_name, locked=True)
             return await _add(session, conversation, items, bounded=True)
 
     async def append(self, addition: Addition, key_name: str) -> None:
-        """Add the items of a response that is not stored itself. Raises ``NotFound``."""
+        """Append the items of a response that is not stored itself. Raises ``NotFound``."""
         async with self._store.writing() as session:
             await append(session, addition, key_name)
 
@@ -89,8 +89,10 @@ class Conversations:
     async def page(
         self, conversation_id: str, key_name: str, *, after: str | None, limit: int, newest_first: bool
     ) -> tuple[list[bytes], bool]:
-        """Return the JSON of at most ``limit`` items behind ``after``, and whether there are more. Raises ``NotFound``,
-        and ``InvalidRequest`` if there is no item ``after``."""
+        """Return the JSON of at most ``limit`` items after ``after``, and whether there are more.
+
+        Raises ``NotFound``, and ``InvalidRequest`` if there is no item ``after``.
+        """
         async with self._store.reading() as session:
             conversation = await _find(session, conversation_id, key_name)
             query = select(StoredItem.body).where(StoredItem.conversation_seq == conversation.seq)
@@ -113,7 +115,7 @@ class Conversations:
             return item.body
 
     async def delete_item(self, conversation_id: str, item_id: str, key_name: str) -> StoredConversation:
-        """Delete an item. Returns its conversation. Raises ``NotFound``."""
+        """Delete an item. Return its conversation. Raises ``NotFound``."""
         async with self._store.writing() as session:
             conversation = await _find(session, conversation_id, key_name, locked=True)
             item = await session.scalar(_item(conversation, item_id))
@@ -126,22 +128,22 @@ class Conversations:
             return conversation
 
     async def forget_expired(self) -> bool:
-        """Delete some of the conversations that have expired, and of their items. Returns whether there may be more."""
+        """Delete a number of expired conversations, with their items. Return whether there may be more."""
         expired = select(StoredConversation.seq).where(StoredConversation.expires_at <= now())
         async with self._store.writing() as session:
-            found = (await session.scalars(expired.limit(_FORGOTTEN_AT_ONCE).with_for_update())).all()
+            found = (await session.scalars(expired.limit(_DELETED_AT_ONCE).with_for_update())).all()
             if not found:
                 return False
             if await delete_some(session, StoredItem, StoredItem.seq, StoredItem.conversation_seq.in_(found)):
                 return True
             await _delete(session, found)
-        return len(found) == _FORGOTTEN_AT_ONCE
+        return len(found) == _DELETED_AT_ONCE
 
 
 async def append(session: AsyncSession, addition: Addition, key_name: str) -> None:
-    """Add the items of a response to its conversation. Raises ``NotFound`` if it was deleted.
+    """Append the items of a response to its conversation. Raises ``NotFound`` if the conversation was deleted.
 
-    The bounds are not checked: they were before the response was generated.
+    The limits are not checked here. They were checked before the response was generated.
     """
     conversation = await _find(session, addition.conversation_id, key_name, locked=True)
     await _add(session, conversation, addition.items, bounded=False)
@@ -180,7 +182,7 @@ async def _add(
 
 
 def _fits(name: str) -> bool:
-    return len(name) <= _LONGEST_ID and "\0" not in name
+    return len(name) <= _MAX_ID_LENGTH and "\0" not in name
 
 
 def _postpone(conversation: StoredConversation) -> None:
@@ -212,4 +214,4 @@ async def _find(
 
 
 def _no_item(item_id: str) -> NotFound:
-    return NotFound(f"there is no item {item_id[:100]!r} in it", field="item_id", reason="ITEM_NOT_FOUND")
+    return NotFound(f"there is no item {item_id[:100]!r} in the conversation", field="item_id", reason="ITEM_NOT_FOUND")

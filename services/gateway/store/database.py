@@ -1,4 +1,4 @@
-"""The database of files, batches and stored responses: its schema, its migrations and its transactions."""
+"""The database of the store: schema, migrations and transactions."""
 
 import asyncio
 import os
@@ -30,8 +30,8 @@ from services.gateway.store.tables import (
     StoredTry,
 )
 
-# SQL states of errors that may pass: lost connections, deadlocks, a full or stopping server.
-_PASSING = ("08", "40", "53", "57")
+# SQL states of transient errors: lost connections, deadlocks, a full or stopping server.
+_TRANSIENT = ("08", "40", "53", "57")
 MIGRATION_LOCK = 0x746F6B61  # number of the advisory lock of PostgreSQL that a migration holds
 
 
@@ -40,7 +40,7 @@ def _version_1(connection: Connection) -> None:
 
 
 def _version_2(connection: Connection) -> None:
-    StoredResponse.__table__.create(connection, checkfirst=True)  # a new store has it
+    StoredResponse.__table__.create(connection, checkfirst=True)  # a new store has the table
 
 
 def _version_3(connection: Connection) -> None:
@@ -94,7 +94,7 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
 
 
 class Store:
-    """A database that is open. ``open`` creates it. All methods run on the gateway's event loop."""
+    """An open database, created by ``open``. All methods run on the gateway's event loop."""
 
     def __init__(self, url: str, engine: AsyncEngine, health: StoreHealth) -> None:
         self._url = url
@@ -103,7 +103,7 @@ class Store:
         self._path = _path_of(engine)
         self._file: tuple[int, int] | None = None  # identity of the file at ``_path``, once it is open
         self._reopening = asyncio.Lock()
-        # SQLite has one writer at a time, and a second one polls. Writers of this process queue instead.
+        # SQLite has one writer at a time, and a second one polls. Writers of this process wait for this lock instead.
         self._writer_lock = asyncio.Lock() if engine.dialect.name == "sqlite" else None
         self._read = async_sessionmaker(engine, expire_on_commit=False)
         self._write = async_sessionmaker(engine.execution_options(toka_writes=True), expire_on_commit=False)
@@ -112,7 +112,7 @@ class Store:
     async def open(cls, url: str, health: StoreHealth | None = None) -> "Store":
         """Open the database at ``url`` and migrate its schema. Several processes may do so at once.
 
-        Raises StoreUnavailable for an error that may pass, and other TokaErrors for a database that can never be used.
+        Raises StoreUnavailable for a transient error, and other TokaErrors for a database that cannot be used.
         """
         health = health or StoreHealth()
         store = cls(url, make_engine(url, health), health)
@@ -162,7 +162,7 @@ class Store:
             try:
                 await connection.run_sync(_migrate)
             except FailedPrecondition as error:
-                self._health.failed("database", "newer", error.message, writing=True)
+                self._health.record_problem("database", "newer", error.message, writing=True)
                 raise
         self._file = opened
 
@@ -176,7 +176,7 @@ class Store:
         self._file = None  # the next file may have the same inode
         await self._engine.dispose()
         if _identity(self._path) is None:
-            raise self._health.failed(
+            raise self._health.record_problem(
                 "database",
                 "missing",
                 f"the database {self._path} is gone; put it back, or start the gateway again with an empty store",
@@ -188,11 +188,11 @@ class Store:
                     await self._migrate()
                 except FailedPrecondition as error:
                     raise StoreUnavailable(error.message) from error
-                self._health.replaced()
+                self._health.record_replacement()
 
     @asynccontextmanager
     async def _watched(self, *, writing: bool) -> AsyncIterator[None]:
-        """Raise an error of the database as StoreUnavailable, if it may pass or an operator can solve it.
+        """Raise an error of the database as StoreUnavailable, if it is transient or an operator can solve it.
 
         Records failures and successes in the health.
         """
@@ -201,13 +201,13 @@ class Store:
         except (PoolTimeout, TimeoutError, OSError, sqlite3.Error, DBAPIError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             found = None if self._path is None or cause is None else diagnose(cause, self._path)
-            if found is None and not _may_pass(error):
+            if found is None and not _is_transient(error):
                 raise
             problem, message = found or ("error", f"the store does not answer: {str(cause) or 'it takes too long'}")
             if problem == "damaged":
                 await self._engine.dispose()  # the next connections open the file that replaces it
-            raise self._health.failed("database", problem, message, writing=writing) from error
-        self._health.worked("database", writing=writing)
+            raise self._health.record_problem("database", problem, message, writing=writing) from error
+        self._health.record_success("database", writing=writing)
 
     @asynccontextmanager
     async def _writer(self) -> AsyncIterator[None]:
@@ -235,7 +235,7 @@ async def rows_changed(session: AsyncSession, statement: UpdateBase) -> int:
 def _is_current(connection: Connection) -> bool:
     """Return whether the schema has this program's version.
 
-    Locks the version's row, so that a server that takes no writes fails here and not at the first write.
+    Locks the version's row, so that a read-only server fails here and not at the first write.
     """
     if not inspect(connection).has_table(SchemaVersion.__tablename__):
         return False
@@ -261,12 +261,12 @@ def _migrate(connection: Connection) -> None:
     connection.execute(update(SchemaVersion).values(version=len(MIGRATIONS)))
 
 
-def _may_pass(error: Exception) -> bool:
-    """Return whether the same statement may succeed when it is run again."""
+def _is_transient(error: Exception) -> bool:
+    """Return whether the same statement may succeed if it is repeated."""
     if not isinstance(error, DBAPIError):
         return isinstance(error, (PoolTimeout, OSError, sqlite3.OperationalError))
-    passing = str(getattr(error.orig, "sqlstate", "")).startswith(_PASSING)
-    return passing or error.connection_invalidated or isinstance(error, (InterfaceError, OperationalError))
+    transient = str(getattr(error.orig, "sqlstate", "")).startswith(_TRANSIENT)
+    return transient or error.connection_invalidated or isinstance(error, (InterfaceError, OperationalError))
 
 
 def _path_of(engine: AsyncEngine) -> str | None:

@@ -1,4 +1,4 @@
-"""SQLAlchemy engines of the store: drivers, timeouts, and how broken connections are replaced."""
+"""SQLAlchemy engines of the store: drivers, timeouts, and replacement of broken connections."""
 
 import asyncio
 from pathlib import Path
@@ -13,17 +13,16 @@ from services.common.errors import InvalidRequest
 from services.gateway.store.health import StoreHealth
 
 LOCK_TIMEOUT_S = 30  # SQLite has one writer at a time
-# By driver, in seconds: to connect, and for one statement. With 100,000 rows of each kind the slowest statement took
-# 0.1 s. A statement whose result is lost holds its connection until this timeout, so it must be less than the 15 s
-# in which a gateway has to be ready after a broken link.
+# Seconds by driver, to connect and for one statement. The slowest statement took 0.1 s with 100,000 rows per table. A
+# statement whose result is lost holds its connection until this timeout, so it must be less than the 15 s in which a
+# gateway has to be ready after a broken link.
 TIMEOUTS: dict[str, dict[str, float]] = {"asyncpg": {"timeout": 10.0, "command_timeout": 10.0}}
 # Seconds for one statement of a migration: it may build an index, or wait for the migration of another gateway.
 MIGRATION_TIMEOUT_S = 600.0
-# Seconds for the reply that shows that an idle connection works. It takes the server no time, and without it the cost
-# is one new connection.
+# Seconds for the reply to a ping of an idle connection. A timeout costs only a new connection.
 PING_TIMEOUT_S = 3.0
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
-_STATEMENTS = 32  # prepared statements kept by each connection: lists have one for each length, of 10 KB
+_STATEMENTS = 32  # prepared statements cached per connection, 10 KB each. Lists need one for each length.
 _FRESH = "toka_fresh"  # marks a connection that has run no statement
 
 
@@ -48,9 +47,9 @@ def make_engine(url: str, health: StoreHealth | None = None, *, migrating: bool 
         ) from error
     except OSError as error:
         message = (
-            f"the directory of the database cannot be made ({error}); make it, or name another one with store_dir="
+            f"the directory of the database cannot be created ({error}); create it, or name another one with store_dir="
         )
-        raise (health or StoreHealth()).failed("database", "missing", message, writing=True) from error
+        raise (health or StoreHealth()).record_problem("database", "missing", message, writing=True) from error
 
 
 def _make_server_engine(url: URL, *, migrating: bool) -> AsyncEngine:

@@ -1,4 +1,4 @@
-"""Records that are deleted when they have expired."""
+"""Deletion of expired records."""
 
 from typing import Any, Protocol
 
@@ -7,14 +7,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.gateway.store.tables import Base
 
-AT_ONCE = 500  # rows that one transaction deletes: others wait for it
+AT_ONCE = 500  # rows per transaction, so that other writers do not wait for long
 
 
 class Expiring(Protocol):
     """Records of one kind."""
 
     async def forget_expired(self) -> bool:
-        """Delete some of those that have expired. Returns whether there may be more."""
+        """Delete a number of expired records. Return whether there may be more."""
 
 
 class ExpiringTogether:
@@ -24,14 +24,14 @@ class ExpiringTogether:
         self._kinds = kinds
 
     async def forget_expired(self) -> bool:
-        """Delete some of those that have expired, of each kind. Returns whether there may be more."""
+        """Delete a number of expired records of each kind. Return whether there may be more."""
         return any([await kind.forget_expired() for kind in self._kinds])
 
 
 async def delete_some(session: AsyncSession, table: type[Base], name: Any, condition: ColumnElement[bool]) -> bool:
-    """Delete at most ``AT_ONCE`` rows of ``table`` that fulfil ``condition``. ``name``: the columns of its primary key.
+    """Delete at most ``AT_ONCE`` rows of ``table`` that match ``condition``. Return whether there may be more.
 
-    Returns whether there may be more.
+    ``name`` has the columns of the primary key.
     """
     columns = list(name.clauses) if hasattr(name, "clauses") else [name]
     found = (await session.execute(select(*columns).where(condition).limit(AT_ONCE))).all()

@@ -1,4 +1,4 @@
-"""Records of files: made, listed, deleted, and what became of those that nobody will ask for again."""
+"""Records of files: upload, list, delete, expire."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ from services.gateway.store.ids import new_id, now
 from services.gateway.store.tables import ACTIVE, DELETED, PROCESSED, UPLOADING, StoredBatch, StoredFile
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
-# What a client may upload. Only batches are worked on; the rest is kept for those who ask for it.
+# Purposes that a client may give. Only files for Batch jobs are processed; the others are only stored.
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-# As OpenAI keeps what batches read and write, unless told otherwise.
+# Default lifetime of input and output files of Batch jobs, as at OpenAI.
 BATCH_FILES_EXPIRE_S = 30 * 24 * 3600
-_UPLOAD_MAY_TAKE_S = 24 * 3600
-_DELETED_KEPT_S = 3600  # a deleted file's place in lists, for who turns pages
+_UPLOAD_TIMEOUT_S = 24 * 3600
+_DELETED_KEPT_S = 3600  # a deleted file stays valid as ``after`` of a list for this time
 
 
 def new_file(
     filename: str, purpose: str, *, blob: str, size: int, expires_after: int | None, key_name: str
 ) -> StoredFile:
-    """A record that is complete, to be added."""
+    """Return the record of a complete file, which is not in the store yet."""
     created_at = now()
     if expires_after is None and purpose in (BATCH, BATCH_OUTPUT):
         expires_after = BATCH_FILES_EXPIRE_S
@@ -41,27 +41,27 @@ def new_file(
 
 
 class Files:
-    """The records in ``store``."""
+    """The records of files in ``store``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def begin_upload(self) -> StoredFile:
-        """A record for a blob that is about to be written: whatever happens, it can be found and deleted."""
-        record = new_file("", "", blob=new_id("blob-"), size=0, expires_after=_UPLOAD_MAY_TAKE_S, key_name="")
+        """Add a record for a blob before it is written, so that an interrupted upload expires."""
+        record = new_file("", "", blob=new_id("blob-"), size=0, expires_after=_UPLOAD_TIMEOUT_S, key_name="")
         record.status = UPLOADING
         async with self._store.writing() as session:
             session.add(record)
         return record
 
     async def finish_upload(self, record: StoredFile, done: StoredFile) -> StoredFile:
-        """``record`` becomes what ``done`` says; it keeps its blob. Raises ``AlreadyExists`` when there is a file with
-        the id of ``done``."""
+        """Copy ``done`` to ``record``, except for the blob. Raises ``AlreadyExists`` if the id is in use."""
         names = ("id", "filename", "purpose", "bytes", "created_at", "expires_at", "key_name")
         values = {name: getattr(done, name) for name in names}
         try:
             async with self._store.writing() as session:
-                gone = StoredFile.id == done.id, StoredFile.status == DELETED  # which an earlier try had made
+                # An earlier attempt with the same idempotency key may have created the file.
+                gone = StoredFile.id == done.id, StoredFile.status == DELETED
                 await session.execute(delete(StoredFile).where(*gone))
                 await session.execute(
                     update(StoredFile).where(StoredFile.id == record.id).values(**values, status=PROCESSED)
@@ -71,15 +71,17 @@ class Files:
         return await self.get(done.id, done.key_name)
 
     async def get(self, file_id: str, key_name: str) -> StoredFile:
-        """Raises ``NotFound``, also for one that another key made."""
+        """Return a file. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
             return await find_file(session, file_id, key_name)
 
     async def page(
         self, *, key_name: str, after: str | None, limit: int, order: str, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool]:
-        """At most ``limit`` files of a key behind ``after``, which may have been deleted since, and whether there are
-        more. ``order``: asc or desc."""
+        """Return at most ``limit`` files of a key after ``after``, and whether there are more.
+
+        The file ``after`` may have been deleted. ``order`` is ``asc`` or ``desc``.
+        """
         query = select(StoredFile).where(_visible(), StoredFile.key_name == key_name)
         if purpose is not None:
             query = query.where(StoredFile.purpose == purpose)
@@ -95,7 +97,7 @@ class Files:
         return found[:limit], len(found) > limit
 
     async def delete(self, file_id: str, key_name: str) -> str:
-        """Forget the file; returns its blob. Raises ``NotFound``, or ``FailedPrecondition`` while a batch reads it."""
+        """Delete a file. Return its blob. Raises ``NotFound``, and ``FailedPrecondition`` if a Batch job reads it."""
         async with self._store.writing() as session:
             file = await find_file(session, file_id, key_name, locked=True)
             reader = await session.scalar(select(StoredBatch.id).where(_reads(file_id)).limit(1))
@@ -108,19 +110,19 @@ class Files:
         return file.blob
 
     async def discard(self, record: StoredFile) -> None:
-        """Forget an upload that came to nothing."""
+        """Delete the record of a failed upload."""
         async with self._store.writing() as session:
             await session.execute(delete(StoredFile).where(StoredFile.id == record.id))
 
     async def forget_expired(self) -> list[str]:
-        """Forget files whose time is over, and that no batch still reads; returns their blobs."""
+        """Delete expired files that no Batch job reads. Return their blobs."""
         in_use = select(StoredBatch.input_file_id).where(StoredBatch.status.in_(ACTIVE))
         expired = select(StoredFile.seq, StoredFile.blob).where(
             StoredFile.expires_at <= now(), StoredFile.id.not_in(in_use)
         )
         async with self._store.writing() as session:
             locked = (await session.execute(expired.limit(1000).with_for_update(skip_locked=True))).all()
-            # Again, now that no batch can begin to read them: one may have done so just before they were locked.
+            # Query again under the locks: a Batch job may have started to read a file just before it was locked.
             over = (await session.execute(expired.where(StoredFile.seq.in_([seq for seq, _ in locked])))).all()
             await session.execute(delete(StoredFile).where(StoredFile.seq.in_([seq for seq, _ in over])))
         return [blob for _, blob in over]
@@ -135,8 +137,11 @@ async def find_file(
     locked: bool = False,
     shared: bool = False,
 ) -> StoredFile:
-    """In a transaction of the caller, until whose end it may be ``locked``: ``shared`` with others, but nobody deletes
-    it. Raises ``NotFound``, which names the ``field`` that the client sent."""
+    """Return a file, in the caller's transaction. Raises ``NotFound``, which names the client's ``field``.
+
+    If ``locked``, no other transaction can delete the file until this one ends. A ``shared`` lock allows others to
+    lock it, too.
+    """
     own = StoredFile.id == file_id, StoredFile.key_name == key_name
     query = select(StoredFile).where(*own, _visible())
     file = await session.scalar(query.with_for_update(read=shared) if locked else query)

@@ -1,4 +1,4 @@
-"""Problems of the store: what each one is, how an operator solves it, and whether the log has it already."""
+"""Problems of the store: diagnosis, advice for the operator, and a log without repetitions."""
 
 import sqlite3
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from services.gateway.engine.metrics import StoreProblem
 
 log = structlog.get_logger(__name__)
 
-Part = Literal["database", "files"]
+StorePart = Literal["database", "files"]
 
 _PRIMARY_CODE = 0xFF  # of SQLite's extended result codes
 
@@ -57,24 +57,26 @@ _BY_CODE = {  # SQLite's primary result codes
 
 
 class _Problem(NamedTuple):
-    part: Part
+    part: StorePart
     problem: StoreProblem
-    writing: bool  # whether it was found by writing: reading may work nevertheless
+    writing: bool  # found by a write: reads may still work
 
 
 class StoreHealth:
-    """Logs each problem of the store once, and again after the store has worked meanwhile.
+    """Logs each problem of the store once, and again if it returns after the store has worked.
 
-    Damage counts as solved only when the file is another one, since most of a damaged database can still be read.
-    ``count`` is called with each problem, as often as it is met.
+    Damage counts as solved only when the file is replaced, since most of a damaged database can still be read.
+    ``count`` is called for every occurrence of a problem.
     """
 
     def __init__(self, count: Callable[[StoreProblem], None] = lambda _: None) -> None:
         self._count = count
         self._logged: dict[_Problem, str] = {}
 
-    def failed(self, part: Part, problem: StoreProblem, message: str, *, writing: bool) -> StoreUnavailable:
-        """Record a problem. Returns the error to raise."""
+    def record_problem(
+        self, part: StorePart, problem: StoreProblem, message: str, *, writing: bool
+    ) -> StoreUnavailable:
+        """Record a problem. Return the error to raise."""
         self._count(problem)
         found = _Problem(part, problem, writing)
         if not any(each.part == part and each.problem == problem for each in self._logged):
@@ -82,13 +84,13 @@ class StoreHealth:
             self._logged[found] = message
         return StoreUnavailable(message)
 
-    def worked(self, part: Part, *, writing: bool) -> None:
+    def record_success(self, part: StorePart, *, writing: bool) -> None:
         """Record that the store was read or written."""
         if self._logged:
             self._solve(lambda each: each.part == part and each.problem != "damaged" and writing >= each.writing)
 
-    def replaced(self) -> None:
-        """Record that the database is another file now."""
+    def record_replacement(self) -> None:
+        """Record that the database file was replaced."""
         self._solve(lambda each: each.part == "database")
 
     def _solve(self, is_solved: Callable[[_Problem], bool]) -> None:
@@ -98,7 +100,7 @@ class StoreHealth:
 
 
 def diagnose(error: BaseException, path: str) -> tuple[StoreProblem, str] | None:
-    """Return the problem that an error of SQLite shows, and a sentence about it, or None for other errors."""
+    """Return the problem behind an error of SQLite, and a sentence about it, or None for other errors."""
     code = getattr(error, "sqlite_errorcode", None)
     found = None if code is None else _BY_CODE.get(code & _PRIMARY_CODE)
     return None if found is None else (found.problem, found.sentence.format(path=path, error=error))

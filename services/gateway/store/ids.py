@@ -1,14 +1,14 @@
-"""Names of new things, and what time it is."""
+"""New ids, and the current time."""
 
 import secrets
 import time
 
 
 def new_id(prefix: str) -> str:
-    """``prefix`` and 128 random bits."""
+    """Return ``prefix`` with 128 random bits in hexadecimal."""
     return prefix + secrets.token_hex(16)
 
 
 def now() -> int:
-    """Unix time in whole seconds."""
+    """Return the Unix time in whole seconds."""
     return int(time.time())

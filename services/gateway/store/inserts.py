@@ -1,4 +1,4 @@
-"""Grouped inserts: rows that arrive while a transaction runs share the next one, so a burst leaves time to others."""
+"""Grouped inserts: rows that arrive while a transaction runs share the next one, so that a burst needs few."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ _INSERTED_AT_ONCE = 256  # rows of a transaction
 
 
 class Inserts:
-    """Inserts rows into one table. Lives on the gateway's event loop."""
+    """Inserts rows into one table, on the gateway's event loop."""
 
     def __init__(self, store: Store, table: type[StoredResponse | StoredChat]) -> None:
         self._store = store
         self._table = table
-        self._waiting: dict[asyncio.Future[None], dict[str, Any]] = {}  # rows by the future that their caller awaits
-        self._waiting_bytes = 0  # of all rows that a caller waits for
+        self._waiting: dict[asyncio.Future[None], dict[str, Any]] = {}  # rows by the future that the caller awaits
+        self._waiting_bytes = 0  # size of all rows whose callers wait
         self._writer: asyncio.Task[None] | None = None
 
     async def add(self, row: dict[str, Any], size: int, most_waiting: int) -> None:
-        """Insert ``row`` of ``size`` bytes. If the caller is cancelled, the row is not kept.
+        """Insert ``row`` of ``size`` bytes. If the caller is cancelled, the row is deleted.
 
-        Raises ``AlreadyExists`` if there is a row with its id, ``Overloaded`` if more than ``most_waiting`` bytes would
-        wait for the store, and the store's errors.
+        Raises ``AlreadyExists`` if the id is in use, ``Overloaded`` if more than ``most_waiting`` bytes would wait for
+        the store, and the store's errors.
         """
         if self._waiting_bytes and self._waiting_bytes + size > most_waiting:
             raise Overloaded(f"{self._waiting_bytes} bytes already wait for the store", retry_after_s=1.0)
@@ -58,7 +58,7 @@ class Inserts:
             self._writer = None
 
     async def _write(self, some: Mapping[asyncio.Future[None], dict[str, Any]]) -> None:
-        """Insert the rows together, or one by one if the store refuses them together."""
+        """Insert the rows together, or one by one if that fails."""
         problem = await self._insert(list(some.values()))
         problems: dict[asyncio.Future[None], Exception | None] = dict.fromkeys(some, problem)
         if problem is not None and len(some) > 1 and not isinstance(problem, Unavailable):
@@ -72,7 +72,7 @@ class Inserts:
             await self._take_back(unwanted)
 
     async def _insert(self, rows: list[dict[str, Any]]) -> Exception | None:
-        """Insert ``rows`` in one transaction. Returns the error instead of raising it."""
+        """Insert ``rows`` in one transaction. Return the error instead of raising it."""
         try:
             async with self._store.writing() as session:
                 await session.execute(insert(self._table), rows)
@@ -83,7 +83,7 @@ class Inserts:
         return None
 
     async def _exists(self, rows: list[dict[str, Any]]) -> Exception | None:
-        """Return ``AlreadyExists`` if a single row was refused because its owner has one with its id."""
+        """Return ``AlreadyExists`` if a single row failed because its owner has a row with the same id."""
         if len(rows) > 1:
             return None
         own = self._table.id == rows[0]["id"], self._table.key_name == rows[0]["key_name"]
@@ -95,9 +95,9 @@ class Inserts:
         return None if found is None else AlreadyExists("an object with this id is stored already")
 
     async def _take_back(self, ids: Sequence[str]) -> None:
-        """Delete rows whose callers were cancelled while they were written."""
+        """Delete rows whose callers were cancelled during the insert."""
         try:
             async with self._store.writing() as session:
                 await session.execute(delete(self._table).where(self._table.id.in_(ids)))
         except Exception:
-            log.exception("rows stay in the store that should not", table=self._table.__tablename__, ids=len(ids))
+            log.exception("rows of cancelled requests were not deleted", table=self._table.__tablename__, ids=len(ids))

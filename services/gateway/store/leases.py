@@ -1,7 +1,7 @@
-"""Who works on what: batches to validate or finish, and chunks of lines to run, leased for a time.
+"""Leases of work on Batch jobs: validation, finishing, and chunks of lines to run.
 
-A lease is a name and a time in the row itself, extended by heartbeats. Whoever finds it expired may take it. Whatever
-the former owner still writes names him as the owner, and has no effect: no result is written twice or by two.
+A lease is an owner and a time in the row itself. Heartbeats extend it. Any gateway may take an expired lease. Writes
+name their owner, so those of a former owner have no effect, and no result is written twice.
 """
 
 import time
@@ -17,6 +17,7 @@ from services.common.portions import portions
 from services.gateway.store.batches import COUNTS, Counts, counts_of
 from services.gateway.store.database import Store
 from services.gateway.store.ids import now
+from services.gateway.store.round_robin import RoundRobin
 from services.gateway.store.tables import (
     ACTIVE,
     CANCELLED,
@@ -28,22 +29,21 @@ from services.gateway.store.tables import (
     StoredBatch,
     StoredFile,
 )
-from services.gateway.store.turns import Turns
 from services.gateway.store.work import Candidate, ChunkKey, candidates, free, runnable, work_to_do
 
 LEASE_S = 10.0
 HEARTBEAT_S = 3.0
 _PURGED_AT_ONCE = 500  # results, chunks, or batches without any
-_WRITTEN_AT_ONCE = 8 << 20  # bytes of results: a statement has its time
+_WRITTEN_AT_ONCE = 8 << 20  # bytes of results per statement, since statements have a timeout
 
 
 class LeaseLost(Exception):
-    """Somebody else has it now, or nobody needs it any more."""
+    """The lease was taken by another gateway, or the work is no longer needed."""
 
 
 @dataclass(frozen=True)
 class ChunkLease:
-    """Lines to run: those of the chunk that have no result yet. ``lines``: int64 [n, 3] as in ``Chunk``."""
+    """A lease of the lines of a chunk that have no result yet. ``lines``: int64 [n, 3] as in ``Chunk``."""
 
     batch: StoredBatch
     number: int
@@ -51,11 +51,12 @@ class ChunkLease:
 
     @property
     def key(self) -> ChunkKey:
+        """The chunk's primary key."""
         return self.batch.seq, self.number
 
 
 class Outcome(NamedTuple):
-    """What became of a line."""
+    """The result of a line."""
 
     line: int
     ok: bool
@@ -67,23 +68,27 @@ class Outcome(NamedTuple):
 
 
 class Leases:
-    """Those of one process, which calls itself ``owner``, on the batches of ``pool``, and to finish those that nobody
-    else does."""
+    """The leases of the process ``owner``.
+
+    It works on Batch jobs of ``pool``. It also finishes those of other pools that no gateway has finished in time.
+    """
 
     def __init__(self, store: Store, *, owner: str, pool: str) -> None:
         self._store = store
         self._owner = owner
         self._pool = pool
-        self._phase_turns, self._chunk_turns = Turns(), Turns()
+        self._batch_order, self._chunk_order = RoundRobin(), RoundRobin()
 
-    # Batches.
+    # Batch jobs.
 
     async def claim_batch(self, wanted: Callable[[Candidate], bool] = lambda _: True) -> StoredBatch | None:
-        """Lease a batch to validate (its status says so) or else to finish, of the ``wanted`` ones. Returns None if
-        there is none. Keys take turns."""
+        """Lease one of the ``wanted`` Batch jobs to validate or to finish it, or return None. Keys take turns.
+
+        The status is ``validating`` if the Batch job is to be validated.
+        """
         async with self._store.reading() as session:
             found = await self._candidates(session)
-        order = self._phase_turns.order((each.key, each.seq) for each in found if wanted(each))
+        order = self._batch_order.order((each.key, each.seq) for each in found if wanted(each))
         if not order:
             return None
         async with self._store.writing() as session:
@@ -97,42 +102,42 @@ class Leases:
                         setattr(batch, name, value)
                     batch.owner, batch.lease_until = self._owner, time.time() + LEASE_S
                     batch.attempt += 1
-                    self._phase_turns.served(batch.fairness_key, seq)
+                    self._batch_order.served(batch.fairness_key, seq)
                     return batch
         return None
 
     async def _candidates(self, session: AsyncSession) -> list[Candidate]:
-        """Return what seems to need work, without a lock."""
+        """Return Batch jobs that may need work. They are not locked."""
         return await candidates(session, self._pool)
 
     async def give_back(self, batch: StoredBatch) -> None:
-        """Others may validate or finish ``batch`` at once."""
+        """Release the lease of ``batch``."""
         async with self._store.writing() as session:
-            mine = _held(batch, self._owner)
+            mine = _own_lease(batch, self._owner)
             await session.execute(update(StoredBatch).where(mine).values(owner=None, lease_until=0.0))
 
     async def begin_validation(self, batch: StoredBatch) -> None:
-        """Forget what an earlier attempt has left. Raises ``LeaseLost``."""
+        """Delete the chunks of an earlier attempt. Raises ``LeaseLost``."""
         async with self._store.writing() as session:
-            await self._still_mine(session, batch, VALIDATING)
+            await self._check_lease(session, batch, VALIDATING)
             await session.execute(delete(Chunk).where(Chunk.batch_seq == batch.seq))
 
     async def add_chunks(self, batch: StoredBatch, first: int, chunks: Sequence[np.ndarray]) -> None:
-        """Chunks with numbers from ``first``. Raises ``LeaseLost``."""
+        """Add chunks, numbered from ``first``. Raises ``LeaseLost``."""
         rows = [
             {"batch_seq": batch.seq, "number": number, "lines": lines.astype(np.int64).tobytes(), "count": len(lines)}
             for number, lines in enumerate(chunks, first)
         ]
         async with self._store.writing() as session:
-            await self._still_mine(session, batch, VALIDATING)
+            await self._check_lease(session, batch, VALIDATING)
             await session.execute(insert(Chunk), rows)
 
     async def end_validation(
         self, batch: StoredBatch, *, total: int, model: str | None, errors: list[dict[str, Any]] | None
     ) -> None:
-        """The lines may run, or there are ``errors`` and none ever will. Raises ``LeaseLost``."""
+        """Start the lines of ``batch``, or fail it if there are ``errors``. Raises ``LeaseLost``."""
         async with self._store.writing() as session:
-            await self._still_mine(session, batch, VALIDATING)
+            await self._check_lease(session, batch, VALIDATING)
             values: dict[str, Any] = {"total": total, "model": model, "owner": None, "lease_until": 0.0}
             if errors:
                 values |= {"status": FAILED, "failed_at": now(), "errors": errors}
@@ -141,7 +146,7 @@ class Leases:
             await session.execute(update(StoredBatch).where(StoredBatch.seq == batch.seq).values(**values))
 
     async def fail(self, batch_seq: int, message: str) -> None:
-        """The batch cannot go on, whoever works on it."""
+        """Fail a Batch job that cannot continue, regardless of its lease."""
         values = {"status": FAILED, "failed_at": now(), "ending": None, "owner": None, "lease_until": 0.0}
         errors = [{"code": "server_error", "message": message, "line": None, "param": None}]
         active = (StoredBatch.seq == batch_seq) & StoredBatch.status.in_(ACTIVE)
@@ -149,9 +154,9 @@ class Leases:
             await session.execute(update(StoredBatch).where(active).values(**values, errors=errors))
 
     async def close_chunks(self, batch: StoredBatch) -> Counts:
-        """From now on no result of ``batch`` is taken any more; what there is. Raises ``LeaseLost``."""
+        """Accept no further results of ``batch``. Return its final counts. Raises ``LeaseLost``."""
         async with self._store.writing() as session:
-            await self._still_mine(session, batch)
+            await self._check_lease(session, batch)
             await session.execute(
                 update(Chunk)
                 .where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
@@ -162,9 +167,9 @@ class Leases:
     async def finish(
         self, batch: StoredBatch, counts: Counts, output: StoredFile | None, error: StoredFile | None
     ) -> None:
-        """The batch ends, with its files. Raises ``LeaseLost``."""
+        """End ``batch`` with its files. Raises ``LeaseLost``."""
         async with self._store.writing() as session:
-            await self._still_mine(session, batch)
+            await self._check_lease(session, batch)
             session.add_all(file for file in (output, error) if file is not None)
             ending = batch.ending or CANCELLED
             values = {"status": ending, f"{ending}_at": now(), "ending": None, "owner": None, "lease_until": 0.0}
@@ -176,7 +181,7 @@ class Leases:
             await session.execute(update(StoredBatch).where(StoredBatch.seq == batch.seq).values(**values))
 
     async def results(self, batch: StoredBatch, after: int, limit: int) -> list[tuple[int, bool, bytes]]:
-        """(line, ok, body) of lines behind ``after``, in order."""
+        """Return (line, ok, body) of at most ``limit`` lines after ``after``, in order."""
         query = select(LineResult.line, LineResult.ok, LineResult.body).where(
             LineResult.batch_seq == batch.seq, LineResult.line > after
         )
@@ -185,7 +190,7 @@ class Leases:
             return [(line, ok, body) for line, ok, body in rows]
 
     async def purge(self) -> bool:
-        """Delete chunks and results of some batches that have ended. Returns whether there may be more."""
+        """Delete a number of chunks and results of Batch jobs that have ended. Return whether there may be more."""
         ended = StoredBatch.status.not_in(ACTIVE) & StoredBatch.purged.is_(False)
         async with self._store.writing() as session:
             seqs = (await session.scalars(select(StoredBatch.seq).where(ended).limit(_PURGED_AT_ONCE))).all()
@@ -204,17 +209,22 @@ class Leases:
     # Chunks.
 
     async def runnable(self, without: Collection[str] = (), held: Collection[ChunkKey] = ()) -> list[int]:
-        """Return batches with lines that nobody runs, in the order in which to lease chunks of them: keys take turns,
-        and so do the batches of a key. Leaves out the fairness keys ``without``. ``held``: as in ``lease_chunk``."""
+        """Return Batch jobs with free chunks, in the order in which to lease them.
+
+        Keys take turns, and so do the Batch jobs of a key. The fairness keys ``without`` are left out. ``held`` is as
+        in ``lease_chunk``.
+        """
         async with self._store.reading() as session:
             found = await runnable(session, self._pool, without, held)
-        return self._chunk_turns.order(found)
+        return self._chunk_order.order(found)
 
     async def lease_chunk(self, batch_seq: int, held: Collection[ChunkKey] = ()) -> ChunkLease | None:
-        """The first that nobody has; None if there is none (any more). ``held``: chunks that we run, and that are ours
-        until somebody else takes them, however old their leases are."""
+        """Lease the first free chunk of a Batch job, or return None.
+
+        ``held`` are the chunks that this process runs. They are not leased again, even if their leases have expired.
+        """
         async with self._store.writing() as session:
-            # Shared with others who lease; whoever ends the batch waits for us, or we see that it has ended.
+            # A shared lock: several gateways may lease at once, but the batch cannot end meanwhile.
             batch = await session.scalar(
                 select(StoredBatch)
                 .where(StoredBatch.seq == batch_seq, StoredBatch.status == IN_PROGRESS)
@@ -232,19 +242,21 @@ class Leases:
             if chunk is None:
                 return None
             chunk.owner, chunk.lease_until = self._owner, time.time() + LEASE_S
-            self._chunk_turns.served(batch.fairness_key, batch_seq)
+            self._chunk_order.served(batch.fairness_key, batch_seq)
             lines = np.frombuffer(chunk.lines, np.int64).reshape(-1, 3)
             if chunk.completed + chunk.failed:
                 lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
             return ChunkLease(batch, chunk.number, lines)
 
     async def commit(self, outcomes: Mapping[ChunkKey, Sequence[Outcome]]) -> set[ChunkKey]:
-        """Keep the outcomes of lines of some chunks, by chunk; returns the chunks that are not ours any more, of which
-        nothing was kept. What a line has stays: an earlier call may have had its effect though it failed, and who
-        leases a chunk again may still hear of the lines that he ran before."""
+        """Store outcomes of lines, by chunk. Return the chunks whose lease is lost. Their outcomes are not stored.
+
+        A line that has a result keeps it: an earlier call may have been committed although it failed, or the process
+        may have run the line under an earlier lease of the chunk.
+        """
         lost = set()
         async with self._store.writing() as session:
-            for key in sorted(outcomes):  # everybody locks in this order
+            for key in sorted(outcomes):  # all processes lock in this order
                 at_key = (Chunk.batch_seq == key[0], Chunk.number == key[1])
                 mine = (Chunk.owner == self._owner, Chunk.done.is_(False))
                 chunk = await session.scalar(select(Chunk).where(*at_key, *mine).with_for_update())
@@ -263,13 +275,17 @@ class Leases:
     async def beat(
         self, batches: Sequence[StoredBatch], chunks: Collection[ChunkKey]
     ) -> tuple[dict[int, str], set[ChunkKey]]:
-        """Extend our leases of ``chunks``, and of ``batches``; what else was ours is others' when its time is over.
-        Returns those chunks that are ours, and the status of each of their batches. (Whoever validates or finishes a
-        batch that is not his any more hears it when he writes.)"""
+        """Extend the leases of ``batches`` and ``chunks``. Other leases of this process expire.
+
+        Return the status of each Batch job of the chunks that are still leased, and these chunks. A lost lease of a
+        Batch job is noticed at the next write, which raises ``LeaseLost``.
+        """
         until = time.time() + LEASE_S
         async with self._store.writing() as session:
             for batch in sorted(batches, key=lambda batch: batch.seq):
-                await session.execute(update(StoredBatch).where(_held(batch, self._owner)).values(lease_until=until))
+                await session.execute(
+                    update(StoredBatch).where(_own_lease(batch, self._owner)).values(lease_until=until)
+                )
             mine = (
                 Chunk.owner == self._owner,
                 Chunk.done.is_(False),
@@ -282,7 +298,7 @@ class Leases:
             return {row.seq: row.status for row in await session.execute(query)}, ours
 
     async def release(self, batch_seq: int | None = None) -> None:
-        """Others may run what we have leased: of one batch, or (None) everything."""
+        """Release the leases of the chunks of one Batch job, or (None) all leases."""
         async with self._store.writing() as session:
             chunks = update(Chunk).where(Chunk.owner == self._owner, Chunk.done.is_(False))
             if batch_seq is not None:
@@ -292,20 +308,20 @@ class Leases:
                 batches = update(StoredBatch).where(StoredBatch.status.in_(ACTIVE), StoredBatch.owner == self._owner)
                 await session.execute(batches.values(owner=None, lease_until=0.0))
 
-    async def _still_mine(self, session: AsyncSession, batch: StoredBatch, status: str | None = None) -> None:
-        mine = _held(batch, self._owner)
+    async def _check_lease(self, session: AsyncSession, batch: StoredBatch, status: str | None = None) -> None:
+        mine = _own_lease(batch, self._owner)
         query = select(StoredBatch.seq).where(mine, StoredBatch.status == (status or batch.status)).with_for_update()
         if await session.scalar(query) is None:
             raise LeaseLost
 
 
-def _held(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
-    """An attempt's own lease: the same owner may have lost it and taken it again."""
+def _own_lease(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
+    """Return the condition that this attempt has the lease. The same owner may have lost it and leased it again."""
     return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
 
 
 def _count(chunk: Chunk, outcomes: Collection[Outcome]) -> None:
-    """Add ``outcomes`` to the counts of a chunk of ours, which ends it with its last line."""
+    """Add ``outcomes`` to the counts of a leased chunk. The last line completes the chunk."""
     ok = sum(outcome.ok for outcome in outcomes)
     chunk.lease_until = time.time() + LEASE_S
     chunk.completed += ok

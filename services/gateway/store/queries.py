@@ -1,4 +1,4 @@
-"""Parameters in a URL, checked; whatever is wrong with them as ``InvalidRequest`` naming the parameter."""
+"""Validation of URL query parameters. Raises ``InvalidRequest``, which names the parameter."""
 
 import re
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ _NUMBER = re.compile(r"[0-9]{1,12}")
 
 
 class Query:
-    """Those of one request."""
+    """The query parameters of one request."""
 
     def __init__(self, request: Request) -> None:
         self._values = request.query_params
 
     def text(self, name: str) -> str | None:
-        """None when it is left out, or empty."""
+        """Return a parameter, or None if it is missing or empty."""
         value = self._values.get(name) or None
-        if value is not None and "\0" in value:  # PostgreSQL takes none
+        if value is not None and "\0" in value:  # PostgreSQL rejects NUL
             raise InvalidRequest(
                 f"invalid value for {name!r}: it has a NUL character; leave that out",
                 field=name,
@@ -28,12 +28,12 @@ class Query:
         return value
 
     def number(self, name: str, default: int, least: int, most: int) -> int:
-        """A whole number from ``least`` to ``most``."""
+        """Return a whole number from ``least`` to ``most``."""
         value = self.text(name)
         return default if value is None else whole_number(name, value, least, most)
 
     def one_of(self, name: str, choices: Sequence[str]) -> str:
-        """The first is the default."""
+        """Return one of ``choices``. The first is the default."""
         value = self._values.get(name, choices[0])
         if value not in choices:
             raise InvalidRequest(
@@ -45,7 +45,7 @@ class Query:
 
 
 def whole_number(name: str, value: str, least: int, most: int) -> int:
-    """``value`` from ``least`` to ``most``."""
+    """Return ``value`` as a number from ``least`` to ``most``."""
     if not _NUMBER.fullmatch(value) or not least <= int(value) <= most:
         raise InvalidRequest(
             f"invalid value for {name!r}: expected a whole number from {least} to {most} (got {value[:64]!r})",

@@ -1,4 +1,4 @@
-"""Records of responses in the store: kept, read, deleted, expired, and the leases of those in the background."""
+"""Stored responses, and the leases of background responses."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -19,32 +19,32 @@ from services.gateway.store.inserts import Inserts
 from services.gateway.store.leases import LEASE_S
 from services.gateway.store.tables import CANCELLED, FAILED, IN_PROGRESS, QUEUED, StoredEvents, StoredResponse
 
-# As OpenAI keeps them.
+# The lifetime at OpenAI.
 RESPONSES_EXPIRE_S = 30 * 24 * 3600
-EVENTS_EXPIRE_S = 3600  # after they were written
+EVENTS_EXPIRE_S = 3600  # after the write
 RUNNING = (QUEUED, IN_PROGRESS)
 ABANDONED = "the gateway that generated this response ended before it was done; send the request again"
 _FAILED_AT_ONCE = 100
 _READ_AT_ONCE = 64
-MAX_WAITING_BYTES = 256 * 1024 * 1024  # of responses that wait for a slow store; more are not kept
+MAX_WAITING_BYTES = 256 * 1024 * 1024  # of responses that wait for a slow store. With more, further ones are rejected.
 
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response, and everything before its output, earlier turns included, so that it outlives them."""
+    """A response with all items before its output. They include earlier turns, which may be deleted before it."""
 
     body: bytes  # JSON
-    items: bytes  # JSON: a list of the conversation's items, each with an id of its own
+    items: bytes  # JSON: a list of the conversation's items, each with its own id
     status: str
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return len(self.body) + len(self.items)
 
 
 class Responses:
-    """The records of responses in ``store``. ``owner``: this gateway's name in leases."""
+    """The records of responses in ``store``. ``owner`` is this gateway's name in leases."""
 
     def __init__(self, store: Store, owner: str = "") -> None:
         self._store = store
@@ -54,10 +54,10 @@ class Responses:
     async def keep(
         self, body: dict[str, Any], items: bytes, key_name: str = "", addition: Addition | None = None
     ) -> None:
-        """Keep a response that has ended, and in the same transaction add its items to a conversation.
+        """Store a response that has ended, and in the same transaction append its items to a conversation.
 
-        ``items``: see ``KeptResponse``. Raises ``AlreadyExists`` if one with its id is kept, ``NotFound`` if the
-        conversation was deleted, ``Overloaded`` if too much waits for the store, and the store's errors.
+        ``items`` is as in ``KeptResponse``. Raises ``AlreadyExists`` if the id is in use, ``NotFound`` if the
+        conversation was deleted, ``Overloaded`` if too many bytes wait for the store, and the store's errors.
         """
         record = _record(body, items, key_name)
         if addition is None:
@@ -80,8 +80,7 @@ class Responses:
         return KeptResponse(record.body, record.items, record.status)
 
     async def bodies(self, ids: Collection[str], key_name: str, most_bytes: int) -> list[bytes]:
-        """Return the bodies of the key's responses among ``ids``, up to the one with which they are more than
-        ``most_bytes``."""
+        """Return the bodies of the key's responses among ``ids``. Stop reading after more than ``most_bytes``."""
         found: list[bytes] = []
         names = list(ids)
         async with self._store.reading() as session:
@@ -106,8 +105,10 @@ class Responses:
     # Background responses.
 
     async def begin(self, body: dict[str, Any], items: bytes, key_name: str, events: bytes = b"") -> None:
-        """Keep a background response, with its first ``events`` if it is streamed, and lease it. Raises
-        ``AlreadyExists`` if one with its id is kept."""
+        """Store a background response, with its first ``events`` if it is streamed, and lease it.
+
+        Raises ``AlreadyExists`` if the id is in use.
+        """
         lease = {"owner": self._owner, "lease_until": time.time() + LEASE_S}
         try:
             async with self._store.writing() as session:
@@ -118,14 +119,14 @@ class Responses:
             raise AlreadyExists("a response with this id is stored already") from error
 
     async def progress(self, body: dict[str, Any]) -> bool:
-        """Keep the new state of a response that this gateway generates. Returns False if it no longer does."""
+        """Store the new state of a response that this gateway generates. Return False if it no longer does."""
         async with self._store.writing() as session:
             return await self._change(session, body) is not None
 
     async def end(self, body: dict[str, Any], key_name: str, addition: Addition | None) -> bool:
-        """Keep the final state of a response that this gateway generates, and add its items to a conversation.
+        """Store the final state of a response that this gateway generates, and append its items to a conversation.
 
-        Returns False if it no longer generates it. Raises ``NotFound`` if the conversation was deleted.
+        Return False if it no longer generates it. Raises ``NotFound`` if the conversation was deleted.
         """
         async with self._store.writing() as session:
             if await self._change(session, body, owner=None, lease_until=None) is None:
@@ -135,16 +136,16 @@ class Responses:
         return True
 
     async def beat(self, ids: Collection[str]) -> set[str]:
-        """Extend the leases of the responses ``ids``. Returns those that this gateway still generates."""
+        """Extend the leases of the responses ``ids``. Return those that this gateway still generates."""
         mine = StoredResponse.id.in_(ids), StoredResponse.owner == self._owner, StoredResponse.status.in_(RUNNING)
         async with self._store.writing() as session:
             await session.execute(update(StoredResponse).where(*mine).values(lease_until=time.time() + LEASE_S))
             return set(await session.scalars(select(StoredResponse.id).where(*mine)))
 
     async def cancel(self, response_id: str, key_name: str) -> bytes:
-        """Cancel a background response, if it has not ended. Returns its body.
+        """Cancel a background response, if it has not ended. Return its body.
 
-        Raises ``NotFound``, also for another key's, and ``InvalidRequest`` for one that is not in the background.
+        Raises ``NotFound``, also for another key's, and ``InvalidRequest`` if it is not a background response.
         """
         async with self._store.writing() as session:
             query = select(StoredResponse).where(*_own(response_id, key_name)).with_for_update()
@@ -154,7 +155,7 @@ class Responses:
             body = orjson.loads(record.body)
             if not body.get("background"):
                 raise InvalidRequest(
-                    f"response_id: {response_id[:100]!r} was not made with background=true; to stop another one, close"
+                    f"response_id: {response_id[:100]!r} was not created with background=true; to stop it, close"
                     " its connection",
                     field="response_id",
                     reason="RESPONSE_NOT_CANCELLABLE",
@@ -165,15 +166,17 @@ class Responses:
             return record.body
 
     async def fail_abandoned(self) -> bool:
-        """Mark responses whose lease has passed as failed. Returns whether there may be more."""
-        late = StoredResponse.lease_until < time.time()
-        query = select(StoredResponse).where(late, StoredResponse.status.in_(RUNNING)).limit(_FAILED_AT_ONCE)
+        """Mark a number of responses with expired leases as failed. Return whether there may be more."""
+        expired = StoredResponse.lease_until < time.time()
+        query = select(StoredResponse).where(expired, StoredResponse.status.in_(RUNNING)).limit(_FAILED_AT_ONCE)
         async with self._store.reading() as session:
             seqs = [record.seq for record in await session.scalars(query)]
         if not seqs:
             return False
         async with self._store.writing() as session:
-            locked = select(StoredResponse).where(StoredResponse.seq.in_(seqs), late).with_for_update(skip_locked=True)
+            locked = (
+                select(StoredResponse).where(StoredResponse.seq.in_(seqs), expired).with_for_update(skip_locked=True)
+            )
             for record in await session.scalars(locked):
                 if record.status in RUNNING:
                     error = {"code": "server_error", "message": ABANDONED}
@@ -182,8 +185,10 @@ class Responses:
         return len(seqs) == _FAILED_AT_ONCE
 
     async def add_events(self, events: Sequence[tuple[str, int, bytes]]) -> None:
-        """Keep events of streamed background responses: the response's id, the number of the first event, and the
-        events. They replace what an earlier call kept whose answer was lost."""
+        """Store events of streamed background responses: the response's id, the number of the first event, the events.
+
+        They replace events that an earlier call may have stored although it failed.
+        """
         async with self._store.writing() as session:
             for response_id, number, _ in events:
                 own = StoredEvents.response_id == response_id
@@ -191,8 +196,10 @@ class Responses:
             await session.execute(insert(StoredEvents), [_events_row(*each) for each in events])
 
     async def events(self, response_id: str, number: int) -> list[tuple[int, bytes]]:
-        """Return the stored events of a response in order, from the row that may hold event ``number``: each row with
-        the number of its first event."""
+        """Return the stored events of a response in order, from the row that may hold event ``number``.
+
+        Each row is the number of its first event, and the events.
+        """
         own = StoredEvents.response_id == response_id
         first = select(func.max(StoredEvents.number)).where(own, StoredEvents.number <= number)
         query = select(StoredEvents.number, StoredEvents.data).where(own).order_by(StoredEvents.number)
@@ -202,7 +209,7 @@ class Responses:
             return [(row.number, row.data) for row in rows]
 
     async def forget_expired(self) -> bool:
-        """Delete some of the responses and events that have expired. Returns whether there may be more."""
+        """Delete a number of expired responses and events. Return whether there may be more."""
         event = tuple_(StoredEvents.response_id, StoredEvents.number)
         async with self._store.writing() as session:
             more = await delete_some(session, StoredResponse, StoredResponse.seq, StoredResponse.expires_at <= now())

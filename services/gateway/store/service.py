@@ -52,11 +52,11 @@ class OpenStore(NamedTuple):
     tries: Tries
     leases: Leases
     transfers: Transfers
-    pool: str  # gateways of one pool share batches: the first served model name
+    pool: str  # the first served model name. Gateways of one pool share Batch jobs.
 
 
 class StoreService:
-    """Opens the store of a gateway. Made with the gateway; lives on its event loop."""
+    """Opens the store of a gateway. Created with the gateway, on its event loop."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -70,7 +70,7 @@ class StoreService:
         self._most_transfers = most_transfers(current_limit())
 
     def start(self, count_problem: Callable[[StoreProblem], None]) -> None:
-        """Begin to open the store. ``count_problem`` is called for each problem that the store has."""
+        """Start to open the store. ``count_problem`` is called for each problem of the store."""
         self._health = StoreHealth(count_problem)
         if self._config.store_url == NO_STORE:
             self._trouble = NotFound(
@@ -118,7 +118,7 @@ class StoreService:
             try:
                 self._opened = await self._open_once()
             except TokaError as error:
-                if isinstance(error, InvalidRequest) and error.message != logged:  # others were logged by the health
+                if isinstance(error, InvalidRequest) and error.message != logged:  # the health logs other errors
                     log.warning("no files and batches", reason=error.message)
                     logged = error.message
                 self._trouble = StoreUnavailable(f"files and batches are not available: {error.message}")

@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's JSON."""
+"""OpenAI's JSON objects of files, Batch jobs and lists."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from services.gateway.store.tables import StoredFile
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    """A file."""
+    """Return the object of a file."""
     return {
         "id": file.id,
         "object": "file",
@@ -23,7 +23,7 @@ def file_object(file: StoredFile) -> dict[str, Any]:
 
 
 def page(items: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """A part of a list."""
+    """Return the object of one page of a list."""
     ids = [item["id"] for item in items]
     return {
         "object": "list",
@@ -35,7 +35,7 @@ def page(items: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 
 def batch_object(shown: Shown) -> dict[str, Any]:
-    """A batch. ``forecast`` is an extension: when it will be done at the rate of its last lines."""
+    """Return the object of a Batch job. ``forecast`` is an extension: its end at the rate of its last lines."""
     batch, counts, forecast = shown
     return {
         "id": batch.id,

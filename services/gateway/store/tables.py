@@ -6,27 +6,27 @@ from sqlalchemy import JSON, BigInteger, Double, Index, Integer, LargeBinary, St
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 Bytes = LargeBinary(2**31 - 1)
-# SQLite counts up by itself in a column of this very type only.
+# SQLite supports AUTOINCREMENT only in a column of type INTEGER.
 Serial = BigInteger().with_variant(Integer, "sqlite")
 
-# Of files; nobody is shown the others.
+# Status of files. Only processed files are visible to clients.
 UPLOADING, PROCESSED, DELETED = "uploading", "processed", "deleted"
 
-QUEUED = "queued"  # of responses
+QUEUED = "queued"  # status of responses
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
-ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)  # somebody has to work on it
+ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)  # a gateway has to work on it
 
 
 class Base(DeclarativeBase):
-    """Every table here."""
+    """Base class of all tables."""
 
     if TYPE_CHECKING:
         __table__: ClassVar[Table]
 
 
 class SchemaVersion(Base):
-    """One row: how many of the migrations were made."""
+    """The schema version, in one row: the number of completed migrations."""
 
     __tablename__ = "toka_schema"
 
@@ -35,12 +35,12 @@ class SchemaVersion(Base):
 
 
 def _key_name() -> Mapped[str]:
-    """Of the API key that made it, to whose callers alone it is there; empty where keys are not asked for."""
+    """Name of the API key that owns the row. Only that key can read it. Empty if authentication is off."""
     return mapped_column(String(64), default="", server_default="")
 
 
 def _reasoning_tokens() -> Mapped[int]:
-    """Of the completion tokens; what gateways of an older version add to does not count them."""
+    """Reasoning tokens, included in the completion tokens. Gateways of older versions do not count them."""
     return mapped_column(BigInteger, default=0, server_default="0")
 
 
@@ -78,7 +78,7 @@ class StoredResponse(Base):
 
     seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
-    body: Mapped[bytes] = mapped_column(Bytes)  # JSON, as it was told
+    body: Mapped[bytes] = mapped_column(Bytes)  # JSON, as sent to the client
     items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
@@ -94,7 +94,7 @@ class StoredEvents(Base):
     __tablename__ = "toka_response_events"
 
     response_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # of its first event
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # of the first event
     data: Mapped[bytes] = mapped_column(Bytes)  # server-sent events
     created_at: Mapped[int] = mapped_column(BigInteger, index=True)
 
@@ -148,26 +148,26 @@ class StoredChat(Base):
     __table_args__ = (
         Index("toka_chats_key", "key_name", "seq"),
         Index("toka_chats_model", "key_name", "model", "seq"),
-        # A filter by labels reads this index instead of the rows. PostgreSQL cannot index JSON so, and keeps long
-        # values out of its rows anyway.
+        # A filter by labels reads this index instead of the rows. PostgreSQL has no such index for JSON, and stores
+        # long values outside its rows.
         Index("toka_chats_labels", "key_name", "seq", "expires_at", "labels").ddl_if(dialect="sqlite"),
     )
 
 
 class StoredTry(Base):
-    """A request with an idempotency key: whoever sends it again makes nothing new."""
+    """A request with an idempotency key. Sent again, it creates nothing new."""
 
     __tablename__ = "toka_tries"
 
-    key_name: Mapped[str] = mapped_column(String(64), primary_key=True)  # as above
+    key_name: Mapped[str] = mapped_column(String(64), primary_key=True)  # as in ``_key_name``
     idempotency_key: Mapped[str] = mapped_column(String(255), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64))  # of the request
-    name: Mapped[str] = mapped_column(String(64))  # in the id of what it makes
+    name: Mapped[str] = mapped_column(String(64))  # part of the id of the object that it creates
     created_at: Mapped[int] = mapped_column(BigInteger, index=True)
 
 
 class StoredBatch(Base):
-    """A batch. ``owner`` validates or finishes it until ``lease_until``; its lines are leased by ``Chunk``."""
+    """A Batch job. ``owner`` validates or finishes it until ``lease_until``. ``Chunk`` has the leases of its lines."""
 
     __tablename__ = "toka_batches"
 
@@ -198,7 +198,7 @@ class StoredBatch(Base):
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 
-    # Known in the end; while lines run, their chunks know.
+    # Set at the end. While lines run, the counts are in their chunks.
     total: Mapped[int] = mapped_column(Integer, default=0)
     completed: Mapped[int] = mapped_column(Integer, default=0)
     failed: Mapped[int] = mapped_column(Integer, default=0)
@@ -209,10 +209,8 @@ class StoredBatch(Base):
 
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float] = mapped_column(Double, default=0.0)
-    attempt: Mapped[int] = mapped_column(
-        Integer, default=0
-    )  # leases so far; blobs that it writes have it in their name
-    purged: Mapped[bool] = mapped_column(default=False)  # its chunks and results are gone
+    attempt: Mapped[int] = mapped_column(Integer, default=0)  # number of leases so far, part of the names of its blobs
+    purged: Mapped[bool] = mapped_column(default=False)  # its chunks and results are deleted
     key_name: Mapped[str] = _key_name()
 
     __table_args__ = (
@@ -224,7 +222,7 @@ class StoredBatch(Base):
 
 
 class Chunk(Base):
-    """Some lines of a batch, leased together. Their results may be written by ``owner`` only."""
+    """Lines of a Batch job that are leased together. Only ``owner`` may write their results."""
 
     __tablename__ = "toka_chunks"
 
@@ -250,7 +248,7 @@ class Chunk(Base):
 
 
 class LineResult(Base):
-    """What became of one line: the key is why no line has two."""
+    """The result of one line. The primary key ensures that a line has only one."""
 
     __tablename__ = "toka_results"
 

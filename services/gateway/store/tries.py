@@ -1,4 +1,4 @@
-"""Records of idempotency keys: which request one stands for, and what that made."""
+"""Records of idempotency keys: the request of each key, and the id of the object that it created."""
 
 from sqlalchemy import delete, select, tuple_
 from sqlalchemy.exc import IntegrityError
@@ -14,15 +14,20 @@ TRIES_EXPIRE_S = 24 * 3600
 
 
 class Tries:
-    """The records in ``store``. Nobody waits for another try: all of them make a thing of the same id, of which the
-    store holds one."""
+    """The records of idempotency keys in ``store``.
+
+    Attempts with the same key do not wait for each other. They create an object with the same id, which the store
+    accepts once.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def name(self, key_name: str, idempotency_key: str, fingerprint: str) -> str:
-        """What stands behind the prefix in the id of the thing that this request makes, whichever try it is: 128
-        random bits. Raises ``ReusedIdempotencyKey`` when the key stood for another request within 24 hours."""
+        """Return 128 random bits for the id of the object that a request creates, the same for each attempt.
+
+        Raises ``ReusedIdempotencyKey`` if the key was used for another request within 24 hours.
+        """
         while True:
             try:
                 async with self._store.writing() as session:
@@ -37,17 +42,17 @@ class Tries:
                         )
                         session.add(found)
                         await session.flush()
-            except IntegrityError:  # another gateway was first
+            except IntegrityError:  # another gateway added the key at the same time
                 continue
             if found.fingerprint != fingerprint:
                 raise ReusedIdempotencyKey(
-                    "this idempotency key stands for another request; send a new one with each new request",
+                    "this idempotency key was used for another request; send a new key with each new request",
                     field="Idempotency-Key",
                 )
             return found.name
 
     async def forget_expired(self) -> bool:
-        """Delete some of the records that have expired. Returns whether there may be more."""
+        """Delete a number of expired records. Return whether there may be more."""
         name = tuple_(StoredTry.key_name, StoredTry.idempotency_key)
         expired = StoredTry.created_at <= now() - TRIES_EXPIRE_S
         async with self._store.writing() as session:

@@ -1,4 +1,4 @@
-"""Queries that find batches to work on: one for each look at the store, however many batches there are."""
+"""Queries for Batch jobs that need work: one per poll, whatever the number of Batch jobs."""
 
 import time
 from collections.abc import Collection
@@ -20,30 +20,30 @@ from services.gateway.store.tables import (
     StoredBatch,
 )
 
-MAX_ACTIVE_OF_KEY = 64  # batches in progress; further ones of the key stay in ``validating`` until one of them ends
-_FOUND_OF_KEY = 4  # batches in a look, of each key and phase: another gateway may claim the first ones meanwhile
-_ORPHANED_S = 60  # after it should have ended, gateways of every pool may finish a batch
+MAX_ACTIVE_OF_KEY = 64  # Batch jobs in progress. Further ones of the key stay in ``validating`` until one ends.
+_FOUND_OF_KEY = 4  # candidates of each key and phase, since another gateway may claim the first ones meanwhile
+_ORPHANED_S = 60  # this time after its due end, gateways of every pool may finish a Batch job
 
 ChunkKey = tuple[int, int]  # batch_seq, number of a chunk
 
 
 class Candidate(NamedTuple):
-    """A batch that can be claimed now."""
+    """A Batch job that can be claimed."""
 
     key: str  # fairness key
     seq: int
-    validating: bool  # False: it is to be finished
+    validating: bool  # else it is to be finished
 
 
 async def candidates(session: AsyncSession, pool: str) -> list[Candidate]:
-    """Return batches to validate or to finish, the oldest few of each key.
+    """Return Batch jobs to validate or to finish, the oldest few of each key.
 
-    Gateways of ``pool`` work on its batches. A batch that they leave alone for a minute after it should have ended is
-    finished by any gateway of the store.
+    Gateways of ``pool`` work on its Batch jobs. A Batch job that is not finished a minute after it should have ended
+    is finished by any gateway of the store.
     """
-    late = now() - _ORPHANED_S
+    overdue = now() - _ORPHANED_S
     times = (StoredBatch.expires_at, StoredBatch.cancelling_at, StoredBatch.finalizing_at)
-    ours = or_(StoredBatch.pool == pool, *(at <= late for at in times))
+    ours = or_(StoredBatch.pool == pool, *(at <= overdue for at in times))
     validating = StoredBatch.status == VALIDATING
     phase = validating & (StoredBatch.expires_at > now())
     full = (
@@ -52,15 +52,15 @@ async def candidates(session: AsyncSession, pool: str) -> list[Candidate]:
         .group_by(StoredBatch.fairness_key)
         .having(func.count() >= MAX_ACTIVE_OF_KEY)
     )
-    place = func.row_number().over(partition_by=(StoredBatch.fairness_key, validating), order_by=StoredBatch.seq)
+    rank = func.row_number().over(partition_by=(StoredBatch.fairness_key, validating), order_by=StoredBatch.seq)
     found = (
-        select(StoredBatch.fairness_key, StoredBatch.seq, phase.label("validating"), place.label("place"))
+        select(StoredBatch.fairness_key, StoredBatch.seq, phase.label("validating"), rank.label("rank"))
         .where(StoredBatch.status.in_(ACTIVE), StoredBatch.lease_until <= time.time(), ours)
         .where(or_(phase & StoredBatch.fairness_key.not_in(full), _to_finish()))
         .subquery()
     )
     columns = (found.c.fairness_key, found.c.seq, found.c.validating)
-    query = select(*columns).where(found.c.place <= _FOUND_OF_KEY).order_by(found.c.seq)
+    query = select(*columns).where(found.c.rank <= _FOUND_OF_KEY).order_by(found.c.seq)
     return [Candidate(*row) for row in await session.execute(query)]
 
 
@@ -77,8 +77,8 @@ def _to_finish() -> ColumnElement[bool]:
 
 
 async def work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any] | None:
-    """Return the columns of ``batch`` that change if it is validated or finished now, or None if it is neither."""
-    if batch.status not in ACTIVE:  # another gateway was faster, and the batch has ended
+    """Return the columns of ``batch`` to change for its validation or finishing, or None if it needs neither."""
+    if batch.status not in ACTIVE:  # another gateway has ended it
         return None
     if batch.status == FINALIZING or (batch.status == VALIDATING and batch.expires_at > now()):
         return {}
@@ -98,7 +98,7 @@ async def work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any
 async def runnable(
     session: AsyncSession, pool: str, without: Collection[str], held: Collection[ChunkKey]
 ) -> list[tuple[str, int]]:
-    """Return the batches with a free chunk, except those of the keys ``without``, as pairs of key and batch."""
+    """Return Batch jobs with a free chunk as (key, seq), except those of the keys ``without``."""
     chunks = select(Chunk.number).where(Chunk.batch_seq == StoredBatch.seq, free(held))
     query = select(StoredBatch.fairness_key, StoredBatch.seq).where(
         StoredBatch.status == IN_PROGRESS,
@@ -111,6 +111,6 @@ async def runnable(
 
 
 def free(held: Collection[ChunkKey]) -> ColumnElement[bool]:
-    """Return the condition of chunks that a process which runs the chunks ``held`` can lease."""
+    """Return the condition of chunks that a process can lease while it runs the chunks ``held``."""
     unleased = Chunk.done.is_(False) & (Chunk.lease_until <= time.time())
     return unleased & tuple_(Chunk.batch_seq, Chunk.number).not_in([*held])

@@ -9,10 +9,10 @@ from services.common.errors import DeadlineExceeded, Unavailable
 from services.common.keys import Key
 from services.common.limits import UNSAID_TOKENS, Limits
 from services.gateway.engine import codec
+from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.failover import Failover
-from services.gateway.engine.generation import Generation
-from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Session, Timings
 from services.gateway.http.bounds import Bounds
 from services.gateway.http.request import Caller
@@ -28,12 +28,12 @@ class Running:
         self.limits = Limits(clock=lambda: 0.0)
         deadline_ms = None if timeout_s is None else int((time.monotonic() + timeout_s) * 1000)
         settings = Settings(n=2, open_ended=True, deadline_ms=deadline_ms)
-        jobs = [Job("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)]
+        jobs = [PromptRequest("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)]
         self.bounds = Bounds(self.limits, Caller("", "", key=KEY), jobs)
-        self.generation = Generation(jobs, streaming=streaming)
+        self.generation = ActiveRequest(jobs, streaming=streaming)
         self.bounds.begin(self.generation)
         self.session = Session(None, RequestMetrics(), None, Timings())
-        self.session.submit(self.generation.calls[0])
+        self.session.submit(self.generation.scheduler_requests[0])
 
     def tokens(self, *counts: int, first: int = 0, endings=()) -> None:
         """So many more come of each sample, from the handle ``first`` on."""
@@ -58,7 +58,7 @@ class TestARequest:
     async def test_that_its_client_leaves_costs_what_came_of_it(self, streaming):
         running = Running(streaming=streaming)
         running.tokens(1500, 1400)
-        for choice in running.generation.choices:
+        for choice in running.generation.samples:
             choice.take()  # told, and not here any more
         running.tokens(100, 200)
         assert running.cost == PROMPT + 3200
@@ -97,9 +97,9 @@ class TestARequest:
         running.tokens(1500, 1500)
         failover = Failover(lambda *_: None, RequestMetrics(), 60.0)
         failover.lose(running.session.abandon(), Unavailable("lost"), "lost")
-        assert running.generation.made_tokens == 3000
+        assert running.generation.generated_tokens == 3000
         running.session = Session(None, RequestMetrics(), None, Timings())
-        for call in running.generation.calls:
+        for call in running.generation.scheduler_requests:
             running.session.submit(call)
         running.tokens(100, 60, endings=[(0, ending(1600, DeadlineExceeded("late")))])
         assert running.cost == PROMPT + 3160
@@ -111,9 +111,9 @@ async def test_a_wall_clock_that_is_set_moves_no_deadline(by_s, monkeypatch):
     shown = time.time() + by_s
     monkeypatch.setattr(time, "time", lambda: shown)
     settings = Settings(deadline_ms=caller.deadline_ms(3600.0))
-    job = Job("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)
-    generation = Generation([job], streaming=False)
+    job = PromptRequest("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)
+    generation = ActiveRequest([job], streaming=False)
     Bounds(Limits(), caller, [job]).begin(generation)  # not overdue
-    request = codec.encode_submit(generation.calls[0].part).submit.request
+    request = codec.encode_submit(generation.scheduler_requests[0].submission).submit.request
     assert 3_500_000 < request.deadline_in_ms <= 3_600_000
     generation.close()

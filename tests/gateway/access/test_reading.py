@@ -90,7 +90,7 @@ async def test_a_stream_that_has_little_to_send_goes_on():
 
 
 async def test_the_slowest_clients_are_cut_off_when_too_much_waits_for_all(monkeypatch):
-    monkeypatch.setattr(reading, "MOST_UNSENT_BYTES", 3 * len(BODY))
+    monkeypatch.setattr(reading, "MAX_UNSENT_BYTES", 3 * len(BODY))
     monkeypatch.setattr(reading, "MAY_BE_BEHIND_S", 0.2)
     async with serving(large) as server:
         with contextlib.ExitStack() as stack:

@@ -155,7 +155,7 @@ async def test_one_that_cannot_be_begun_is_given_back(store):
         with pytest.raises(AlreadyExists):
             await begin(background)
         generation, one, given_back = Generation(), Running(response(), "", streamed=False), []
-        one.held.callback(given_back.append, True)
+        one.resources.callback(given_back.append, True)
         with pytest.raises(AlreadyExists):
             await background.begin(one, b"[]", generation.events(), generation.close)
         assert (generation.closed, given_back) == (1, [True])

@@ -10,8 +10,8 @@ from sqlalchemy.engine import Engine
 from services.gateway.batch.slots import Slots
 from services.gateway.store.database import Store
 from services.gateway.store.leases import Leases
+from services.gateway.store.round_robin import RoundRobin
 from services.gateway.store.tables import StoredBatch
-from services.gateway.store.turns import Turns
 from services.gateway.store.work import MAX_ACTIVE_OF_KEY
 from tests.gateway.batch.test_executor import SLOTS, running, until
 from tests.gateway.batch.test_store import new_batch, owner, running_batch
@@ -92,7 +92,7 @@ async def test_a_line_that_is_cancelled_while_it_waits_leaves_no_slot_behind():
 
 
 def test_keys_take_turns_and_so_do_the_batches_of_a_key():
-    turns, found, served = Turns(), {1: "a", 2: "a", 3: "a", 4: "b"}, []
+    turns, found, served = RoundRobin(), {1: "a", 2: "a", 3: "a", 4: "b"}, []
     for _ in range(8):
         seq = turns.order((key, seq) for seq, key in found.items())[0]
         turns.served(found[seq], seq)
@@ -101,7 +101,7 @@ def test_keys_take_turns_and_so_do_the_batches_of_a_key():
 
 
 def test_a_key_that_returns_at_once_with_new_work_does_not_go_first():
-    turns = Turns()
+    turns = RoundRobin()
     turns.served("a", 1)
     turns.served("b", 2)
     turns.served("a", 3)

@@ -94,6 +94,6 @@ async def test_a_watch_ends_when_nobody_looks_any_more(monkeypatch):
     async with asyncio.timeout(20), connected() as (scheduler, _, replica):
         watch = PlanWatch(replica)
         await until(lambda: watch.latest() is not None)
-        monkeypatch.setattr("services.gateway.console.plan_watch._WANTED_S", 0.0)
+        monkeypatch.setattr("services.gateway.console.plan_watch._IDLE_TIMEOUT_S", 0.0)
         await scheduler.left.wait()
         assert scheduler.watchers == 1

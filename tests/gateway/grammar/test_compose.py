@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.text.grammar import Grammars
-from services.gateway.engine.job import Grammar
+from services.gateway.engine.request import Grammar
 from services.gateway.openai.grammar.answer import Thoughts, compose
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.messages import Tool

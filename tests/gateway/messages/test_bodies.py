@@ -284,7 +284,7 @@ PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", 
         ({"tools": [WEATHER, WEATHER]}, "tools", "'weather'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "'name'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "'adaptive'"),
-        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits", "shortens"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits", "shorten"),
         (
             {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
             "context_management.edits",

@@ -1,27 +1,27 @@
-// One sample's answer: text as it comes, each token in the colour of its probability, and what else it could have been.
+// The answer of one sample: its text, with each token coloured by its probability, and the alternatives of a token.
 
 import { element, probability } from "./format.js";
 
-// [{ text, logprob, others: [{ text, logprob }] }] of a chunk's choice, in either endpoint's shape; null: none were sent.
+// Returns [{ text, logprob, others: [{ text, logprob }] }] of a choice of either endpoint, or null without logprobs.
 export function tokensOf(choice) {
-  const told = choice.logprobs;
-  if (!told) return null;
-  if (told.content) {
-    return told.content.map((each) => ({
+  const { logprobs } = choice;
+  if (!logprobs) return null;
+  if (logprobs.content) {
+    return logprobs.content.map((each) => ({
       text: each.token,
       logprob: each.logprob,
       others: each.top_logprobs.map((other) => ({ text: other.token, logprob: other.logprob })),
     }));
   }
-  return (told.tokens ?? []).map((text, index) => ({
+  return (logprobs.tokens ?? []).map((text, index) => ({
     text,
-    logprob: told.token_logprobs[index],
-    others: Object.entries(told.top_logprobs?.[index] ?? {}).map(([other, logprob]) => ({ text: other, logprob })),
+    logprob: logprobs.token_logprobs[index],
+    others: Object.entries(logprobs.top_logprobs?.[index] ?? {}).map(([other, logprob]) => ({ text: other, logprob })),
   }));
 }
 
 export class Answer {
-  // `number`: of several samples; null: the only one. `alternatives`: where a token's are shown.
+  // `number` is the sample's index, or null for a single sample. `alternatives` is the element that shows alternatives.
   constructor(number, alternatives) {
     this.text = "";
     this.node = element("article", "answer");
@@ -35,10 +35,10 @@ export class Answer {
     this.node.append(this.body, this.end);
     this.alternatives = alternatives;
     this.current = null;
-    this.body.onpointerover = (event) => this.look(event.target.closest(".token"));
-    this.body.onpointerleave = () => this.look(null);
-    this.body.onfocus = () => this.body.matches(":focus-visible") && this.look(this.body.querySelector(".token"));
-    this.body.onblur = () => this.look(null);
+    this.body.onpointerover = (event) => this.select(event.target.closest(".token"));
+    this.body.onpointerleave = () => this.select(null);
+    this.body.onfocus = () => this.body.matches(":focus-visible") && this.select(this.body.querySelector(".token"));
+    this.body.onblur = () => this.select(null);
     this.body.onkeydown = (event) => this.step(event);
   }
 
@@ -50,7 +50,8 @@ export class Answer {
     } else if (tokens.map((token) => token.text).join("") === text) {
       this.body.append(...tokens.map((token) => this.token(token.text, [token])));
     } else if (text) {
-      this.body.append(this.token(text, tokens)); // a character of several tokens, or text without its marks
+      // Several tokens may form one character, or the text may lack markers that the tokens have.
+      this.body.append(this.token(text, tokens));
     }
   }
 
@@ -80,29 +81,29 @@ export class Answer {
     if (way === undefined || this.current === null) return;
     event.preventDefault();
     const next = this.current[way];
-    if (next !== null) this.look(next);
+    if (next !== null) this.select(next);
   }
 
-  look(token) {
+  select(token) {
     this.current?.classList.remove("current");
     this.current = token;
     this.alternatives.hidden = token === null;
     if (token === null) return;
     token.classList.add("current");
     this.alternatives.replaceChildren(...token.tokens.map(table));
-    const place = token.getBoundingClientRect();
+    const box = token.getBoundingClientRect();
     const size = this.alternatives.getBoundingClientRect();
-    const above = place.bottom + size.height + 8 > innerHeight;
-    const left = Math.max(4, Math.min(place.left, document.documentElement.clientWidth - size.width - 8));
+    const above = box.bottom + size.height + 8 > innerHeight;
+    const left = Math.max(4, Math.min(box.left, document.documentElement.clientWidth - size.width - 8));
     this.alternatives.style.left = `${left}px`;
-    this.alternatives.style.top = `${above ? Math.max(4, place.top - size.height - 6) : place.bottom + 6}px`;
+    this.alternatives.style.top = `${above ? Math.max(4, box.top - size.height - 6) : box.bottom + 6}px`;
   }
 }
 
 function table(token) {
   const rows = [{ text: token.text, logprob: token.logprob, chosen: true }];
   rows.push(...token.others.filter((other) => other.text !== token.text));
-  rows.sort((one, other) => other.logprob - one.logprob);
+  rows.sort((a, b) => b.logprob - a.logprob);
   const made = element("table");
   for (const row of rows) {
     const line = element("tr", row.chosen ? "chosen" : "");

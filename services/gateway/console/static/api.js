@@ -1,7 +1,7 @@
-// Requests to the server that this page came from: its API key, errors as OpenAI has them, server-sent events.
+// Requests to the server of this page, with the API key, OpenAI's errors, and server-sent events.
 
-const ROOT = new URL("../../", import.meta.url); // also behind a proxy with a prefix
-const STORED = "toka-console-key"; // sessionStorage: gone with the tab
+const ROOT = new URL("../../", import.meta.url); // relative, for proxies with a path prefix
+const STORED = "toka-console-key"; // sessionStorage is deleted with the tab
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -30,7 +30,7 @@ export async function request(path, { body, signal, method } = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer.");
+    throw new ApiError(0, "The server does not respond.");
   }
   if (!answer.ok) throw new ApiError(answer.status, await problem(answer));
   return answer;
@@ -42,17 +42,17 @@ async function problem(answer) {
   try {
     return (await answer.json()).error.message;
   } catch {
-    return `The server answered ${answer.status}.`;
+    return `The server responded with status ${answer.status}.`;
   }
 }
 
-// The JSON objects of an event stream, until [DONE]. An error in it is thrown.
+// Yields the JSON objects of an event stream until [DONE]. Throws an error event.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   while (true) {
     const { value, done } = await reader.read();
-    if (done) throw new ApiError(0, "The connection ended before the answer did.");
+    if (done) throw new ApiError(0, "The connection ended before the answer was complete.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

@@ -1,4 +1,4 @@
-// Lines over time, drawn into an SVG element.
+// A line chart over time, drawn into an SVG element.
 
 const SVG = "http://www.w3.org/2000/svg";
 const EDGE = { left: 46, right: 12, top: 12, bottom: 24 };
@@ -10,7 +10,7 @@ function node(name, attributes, text) {
   return made;
 }
 
-// 1, 2 or 5 times a power of ten, so that about `parts` of them make `most`.
+// Returns a step of 1, 2 or 5 times a power of ten, so that about `parts` steps make `most`.
 function tick(most, parts) {
   const rough = most / parts;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -23,12 +23,12 @@ export class Chart {
     this.formatY = formatY;
   }
 
-  // `lines`: [{ points: [[x, y]], classes, area }]; `place`: x to 0..1; `ticksX`: [[x, label]]; `marks`: [[x or y, ...]].
-  draw({ lines, place, ticksX, mostY, ceiling = null, now = null }) {
+  // `lines`: [{ points: [[x, y]], classes, area }]. `scaleX` maps x to 0..1. `ticksX`: [[x, label]].
+  draw({ lines, scaleX, ticksX, mostY, ceiling = null, now = null }) {
     const width = this.svg.clientWidth || 600;
     const height = this.svg.clientHeight || 220;
     const inner = { width: width - EDGE.left - EDGE.right, height: height - EDGE.top - EDGE.bottom };
-    const x = (value) => EDGE.left + place(value) * inner.width;
+    const x = (value) => EDGE.left + scaleX(value) * inner.width;
     const y = (value) => EDGE.top + (1 - Math.min(1, value / mostY)) * inner.height;
     const made = [];
     const step = tick(mostY, 4);
@@ -59,11 +59,11 @@ export class Chart {
   }
 }
 
-// Marks for 0..most seconds: [value, label], few enough to read.
+// Returns about `parts` ticks [value, label] for 0..most seconds.
 export function timeTicks(most, parts, format) {
   const step = tick(most, parts);
   return Array.from({ length: Math.floor(most / step + 0.001) }, (_, index) => [(index + 1) * step, format((index + 1) * step)]);
 }
 
-// A chart's top for values up to `most`.
+// Returns the top of a chart for values up to `most`.
 export const roundUp = (most) => Math.ceil(most / tick(most, 4)) * tick(most, 4);

@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Formats of numbers and times.
 
 export function count(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -20,7 +20,7 @@ export function seconds(value) {
   return `${(value / 3600).toFixed(1)} h`;
 }
 
-// A probability of a token: 0.0004 is not 0%.
+// The probability of a token. Small probabilities such as 0.0004 are not rounded to 0%.
 export function probability(value) {
   const percent = 100 * value;
   if (percent >= 99.95) return "100%";
@@ -28,7 +28,7 @@ export function probability(value) {
   return `${percent.toFixed(percent < 1 ? 2 : 1)}%`;
 }
 
-// An element with classes and text. Nothing here ever makes markup out of text.
+// Creates an element with classes and text. The text is never parsed as HTML.
 export function element(name, classes = "", text = null) {
   const made = document.createElement(name);
   if (classes) made.className = classes;

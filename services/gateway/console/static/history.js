@@ -1,14 +1,14 @@
-// What the live view remembers, since the page was opened: rates and page use, of the last two minutes.
+// Rates and page use of the last two minutes, since the page was opened.
 
-export const KEPT_S = 120;
+export const HISTORY_S = 120;
 const COUNTERS = { out: "generated_tokens", in: "prompt_tokens", reused: "cached_prompt_tokens" };
 
 export class History {
   constructor() {
-    this.last = new Map(); // by scheduler id: what was told last
-    this.rates = []; // { at, out, in, reused }: tokens a second, over all replicas
+    this.last = new Map(); // by scheduler id: the latest counters
+    this.rates = []; // { at, out, in, reused }: tokens per second of all replicas
     this.pages = new Map(); // by address: [[at, share of the pages in use]]
-    this.hydragen = null; // share of the rows
+    this.hydragen = null; // share of rows in Hydragen groups
   }
 
   add(state) {
@@ -30,14 +30,14 @@ export class History {
       this.last.set(replica.scheduler_id, { at: replica.at, counters });
       const used = this.pages.get(replica.address) ?? [];
       if (total_pages) used.push([replica.at, in_use_pages / total_pages]);
-      this.pages.set(replica.address, used.filter(([at]) => at > state.at - KEPT_S));
+      this.pages.set(replica.address, used.filter(([at]) => at > state.at - HISTORY_S));
     }
     if (compared) this.rates.push({ at: state.at, ...rates });
-    this.rates = this.rates.filter(({ at }) => at > state.at - KEPT_S);
+    this.rates = this.rates.filter(({ at }) => at > state.at - HISTORY_S);
     if (grown.batch_rows > 0) this.hydragen = grown.hydragen_rows / grown.batch_rows;
   }
 
-  // Of the last seconds: single steps bring many tokens or none.
+  // Returns the mean rate of the last seconds, since a single step has many tokens or none.
   recent(name, now, over = 3) {
     const some = this.rates.filter(({ at }) => at > now - over);
     return some.length ? some.reduce((sum, each) => sum + each[name], 0) / some.length : null;

@@ -1,13 +1,13 @@
-// What the schedulers do now, and what they will do: asked for once a second while somebody looks.
+// The live view: state and forecast of the schedulers, polled once a second while the view is visible.
 
 import { get, request } from "./api.js";
 import { Chart, roundUp, timeTicks } from "./chart.js";
 import { count, element, seconds, share } from "./format.js";
-import { History, KEPT_S } from "./history.js";
+import { History, HISTORY_S } from "./history.js";
 import { find } from "./running.js";
 
-const EVERY_MS = 1000;
-const PAST_S = 60; // of the page chart, in its first part
+const POLL_MS = 1000;
+const PAST_S = 60; // in the first part of the page chart
 const PAST_SHARE = 0.35;
 const LEAST_FUTURE_S = 5;
 const byId = (id) => document.getElementById(id);
@@ -32,11 +32,11 @@ export class Live {
   }
 
   wake() {
-    if (this.visible && !document.hidden && this.timer === null) this.look();
+    if (this.visible && !document.hidden && this.timer === null) this.poll();
   }
 
-  async look() {
-    this.timer = 0; // until the answer is there
+  async poll() {
+    this.timer = 0; // a request is running
     try {
       const state = await this.withKey(() => get("console/state"));
       set("live-problem", "");
@@ -44,12 +44,12 @@ export class Live {
       this.render(state);
     } catch (error) {
       set("live-problem", error.status === 403 ? `Live figures are for operators: ${error.message}` : error.message);
-      if (error.status === 403) return; // the key does not change by itself
+      if (error.status === 403) return; // the same key would be rejected again
     }
     this.timer = setTimeout(() => {
       this.timer = null;
       this.wake();
-    }, EVERY_MS);
+    }, POLL_MS);
   }
 
   render(state) {
@@ -81,7 +81,7 @@ export class Live {
     });
     this.throughput.draw({
       lines: [line("out", 0), line("in", 1)],
-      place: (x) => 1 + x / KEPT_S,
+      scaleX: (x) => 1 + x / HISTORY_S,
       ticksX: [-90, -60, -30].map((x) => [x, `${x} s`]),
       mostY: roundUp(Math.max(10, ...rates.flatMap((each) => [each.out, each.in]))),
     });
@@ -115,7 +115,7 @@ export class Live {
     const unit = (x) => (timed ? seconds(x) : `${x} steps`);
     this.pages.draw({
       lines,
-      place: (x) => (x < 0 ? PAST_SHARE * (1 + x / PAST_S) : PAST_SHARE + (1 - PAST_SHARE) * (x / farthest)),
+      scaleX: (x) => (x < 0 ? PAST_SHARE * (1 + x / PAST_S) : PAST_SHARE + (1 - PAST_SHARE) * (x / farthest)),
       ticksX: [[-45, "-45 s"], [-15, "-15 s"], [0, "now"], ...timeTicks(farthest, 5, (x) => `+${unit(x)}`).slice(0, -1)],
       mostY,
       ceiling: mostY === 1 ? 1 : null,
@@ -124,7 +124,7 @@ export class Live {
     const names = state.replicas.length > 1 ? state.replicas.map((replica) => replica.address) : ["in use"];
     byId("pages-legend").replaceChildren(
       ...names.map((name, index) => element("span", `key line-${index % 4}`, name)),
-      element("span", "", "left of now: measured; right: as planned, queue included"),
+      element("span", "", "before now: measured; after now: forecast, including the queue"),
     );
   }
 
@@ -135,13 +135,13 @@ export class Live {
       unfinished += replica.schedule?.unfinished_requests ?? 0;
       for (const request of replica.schedule?.requests ?? []) rows.push([`${replica.address} ${request.id}`, request]);
     }
-    rows.sort(([, one], [, other]) => sooner(one, other));
+    rows.sort(([, a], [, b]) => compareRequests(a, b));
     set("requests-count", unfinished > rows.length ? `${rows.length} of ${count(unfinished)}` : count(unfinished));
     this.requestRows.show(
       rows.map(([id, request]) => ({
         id,
         cells: [
-          request.id, request.key || "–", doing(request), count(request.prompt_tokens), generated(request),
+          request.id, request.key || "–", stateOfSamples(request), count(request.prompt_tokens), generated(request),
           seconds(request.age_s), request.generated_tokens ? "–" : `in ${seconds(request.start_s)}`,
           `in ${seconds(request.finish_s)}`,
         ],
@@ -151,17 +151,17 @@ export class Live {
     );
   }
 
-  // What this page has running it stops itself; others' ends at its scheduler, with an error for its client.
+  // Stops a request of this page here, and any other request at its scheduler, with an error for its client.
   async cancel(id, button) {
     const own = find(id);
     if (own !== null) return own.abort();
-    if (!confirm(`Cancel ${id}? Whoever sent it gets an error.`)) return;
+    if (!confirm(`Cancel ${id}? Its client gets an error.`)) return;
     button.disabled = true;
     try {
       await this.withKey(() => request(`console/requests?id=${encodeURIComponent(id)}`, { method: "DELETE" }));
       set("cancel-problem", "");
     } catch (error) {
-      set("cancel-problem", error.status === 404 ? "" : error.message); // 404: it has ended meanwhile
+      set("cancel-problem", error.status === 404 ? "" : error.message); // 404: the request has ended
     }
     button.disabled = false;
   }
@@ -189,16 +189,16 @@ export class Live {
 
 function stateOf({ ready, reason, trouble }) {
   if (!ready) return reason ?? "not ready";
-  return trouble ? `ready, but it does not tell: ${trouble}` : "ready";
+  return trouble ? `ready, but its state is not available: ${trouble}` : "ready";
 }
 
-// What runs comes before what waits, and what ends, or begins, sooner before what does later.
-function sooner(one, other) {
-  if (!one.running !== !other.running) return one.running ? -1 : 1;
-  return one.running ? one.finish_s - other.finish_s : one.start_s - other.start_s;
+// Orders running requests before waiting ones, then by their expected end or start.
+function compareRequests(a, b) {
+  if (!a.running !== !b.running) return a.running ? -1 : 1;
+  return a.running ? a.finish_s - b.finish_s : a.start_s - b.start_s;
 }
 
-function doing({ running, waiting, finished }) {
+function stateOfSamples({ running, waiting, finished }) {
   const all = running + waiting + finished;
   if (all === 1) return running ? "running" : "waiting";
   const parts = [[running, "running"], [waiting, "waiting"], [finished, "done"]].filter(([number]) => number);
@@ -210,7 +210,7 @@ const generated = (request) => {
   return `${count(request.generated_tokens)} of ${samples > 1 ? `${count(samples)} × ` : ""}${count(request.max_tokens)}`;
 };
 
-// Rows of a table, kept from look to look, so that focus and hover stay where they are.
+// Rows of a table, which are updated in place to keep focus and hover.
 class Rows {
   constructor(body) {
     this.body = body;

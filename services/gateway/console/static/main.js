@@ -1,4 +1,4 @@
-// The page: which of its parts this port has, the API key, and the tabs.
+// The page: the API key, and a tab for each part of the console that this port has.
 
 import { get, key } from "./api.js";
 import { Live } from "./live.js";
@@ -6,14 +6,15 @@ import { Playground } from "./playground.js";
 
 const byId = (id) => document.getElementById(id);
 
-// Until a key is given. `problem`: what was wrong with the last one.
-let asking = null;
+let asking = null; // the promise of the open key dialog
+
+// Shows the key dialog and resolves when a key is entered. `problem` is the error of the previous key.
 function askForKey(problem = "") {
   byId("key-problem").textContent = problem;
   if (asking === null) {
     asking = new Promise((resolve) => {
       const dialog = byId("key-dialog");
-      dialog.oncancel = (event) => event.preventDefault(); // there is nothing to do without
+      dialog.oncancel = (event) => event.preventDefault(); // the page cannot be used without a key
       dialog.onclose = () => {
         key.set(byId("key").value.trim());
         byId("key").value = "";
@@ -27,7 +28,7 @@ function askForKey(problem = "") {
   return asking;
 }
 
-// `work`, with another key each time that one is not known.
+// Runs `work`, and asks for another key each time the key is rejected.
 async function withKey(work) {
   while (true) {
     try {
@@ -69,20 +70,20 @@ function makeTabs(parts) {
   show(names.includes(wanted) ? wanted : names[0], parts);
 }
 
-async function begin() {
-  const has = await get("console/config");
-  if (has.keys && !key.get()) await askForKey();
+async function start() {
+  const config = await get("console/config");
+  if (config.keys && !key.get()) await askForKey();
   byId("forget-key").hidden = !key.get();
   byId("forget-key").onclick = () => {
     key.forget();
     location.reload();
   };
   const parts = {};
-  if (has.playground) parts.playground = new Playground(withKey);
-  if (has.live) parts.live = new Live(withKey);
+  if (config.playground) parts.playground = new Playground(withKey);
+  if (config.live) parts.live = new Live(withKey);
   makeTabs(parts);
 }
 
-begin().catch((error) => {
+start().catch((error) => {
   byId("status").textContent = error.message;
 });

@@ -1,10 +1,10 @@
-// The form beside the conversation: what it says, as a request's parameters.
+// The form beside the conversation, as parameters of a request.
 
 const byId = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 
-// A value that the server would not understand.
-export class Unclear extends Error {
+// The error of a field with an invalid value.
+export class InvalidField extends Error {
   constructor(field, message) {
     super(message);
     this.field = field;
@@ -15,13 +15,13 @@ export const mode = () => document.querySelector("input[name=mode]:checked").val
 
 export const samples = () => Number(byId("n").value) || 1;
 
-// Those of a request without its prompt. Throws `Unclear`.
+// Returns the parameters of a request, without its prompt. Throws `InvalidField`.
 export function parameters() {
   const body = { model: byId("model").value, stream: true, stream_options: { include_usage: true } };
   for (const name of [...NUMBERS, "n", "top_logprobs"]) {
     if (!byId(name).validity.valid) {
       const label = document.querySelector(`label[for=${name}]`).textContent;
-      throw new Unclear(byId(name), `${label}: ${byId(name).validationMessage}`);
+      throw new InvalidField(byId(name), `${label}: ${byId(name).validationMessage}`);
     }
   }
   for (const name of NUMBERS) if (byId(name).value !== "") body[name] = Number(byId(name).value);
@@ -41,7 +41,7 @@ function schema() {
   try {
     return { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(byId("schema").value) } };
   } catch (error) {
-    throw new Unclear(byId("schema"), `JSON schema of the answer: ${error.message}`);
+    throw new InvalidField(byId("schema"), `JSON schema of the answer: ${error.message}`);
   }
 }
 

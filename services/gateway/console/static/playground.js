@@ -1,20 +1,20 @@
-// Chats and completions, streamed.
+// The playground: streamed chats and completions.
 
 import { Answer, tokensOf } from "./answer.js";
 import { events, get, request } from "./api.js";
 import { count, element, seconds } from "./format.js";
-import { fillModels, mode, parameters, samples, Unclear } from "./parameters.js";
-import { begin } from "./running.js";
+import { fillModels, InvalidField, mode, parameters, samples } from "./parameters.js";
+import { track } from "./running.js";
 
-const SHOW_EVERY_MS = 80; // what came meanwhile is laid out at once: each time costs as much as the whole answer
+const SHOW_EVERY_MS = 80; // chunks are shown in groups, since each layout costs as much as the whole answer
 const byId = (id) => document.getElementById(id);
 
 export class Playground {
   constructor(withKey) {
     this.withKey = withKey;
-    this.history = []; // of a chat: what the next request says before its own message
-    this.controller = null; // of the request that runs
-    this.begun = false;
+    this.history = []; // messages of a chat before the next one
+    this.controller = null; // of the running request, or null
+    this.started = false;
     byId("composer").onsubmit = (event) => {
       event.preventDefault();
       this.send();
@@ -33,8 +33,8 @@ export class Playground {
   }
 
   shown(chosen) {
-    if (!chosen || this.begun) return;
-    this.begun = true;
+    if (!chosen || this.started) return;
+    this.started = true;
     this.withKey(() => get("v1/models")).then(
       (models) => fillModels(models.data),
       (error) => (byId("parameter-problem").textContent = error.message),
@@ -43,14 +43,14 @@ export class Playground {
 
   showMode() {
     byId("system-field").hidden = mode() !== "chat";
-    byId("prompt").placeholder = `${mode() === "chat" ? "Message" : "Text to go on with"} (Enter sends, Shift+Enter begins a new line)`;
+    byId("prompt").placeholder = `${mode() === "chat" ? "Message" : "Text to continue"} (Enter sends, Shift+Enter starts a new line)`;
   }
 
   clear() {
     this.controller?.abort();
     this.history = [];
     byId("messages").replaceChildren();
-    byId("nothing-said").hidden = false;
+    byId("empty-hint").hidden = false;
     byId("progress").textContent = "";
   }
 
@@ -62,18 +62,18 @@ export class Playground {
     try {
       body = parameters();
     } catch (error) {
-      if (!(error instanceof Unclear)) throw error;
+      if (!(error instanceof InvalidField)) throw error;
       byId("parameter-problem").textContent = error.message;
       error.field.focus();
       return;
     }
     const chats = mode() === "chat";
     const system = byId("system").value.trim();
-    const said = { role: "user", content: prompt };
+    const message = { role: "user", content: prompt };
     const before = system ? [{ role: "system", content: system }] : [];
-    Object.assign(body, chats ? { messages: [...before, ...this.history, said] } : { prompt });
+    Object.assign(body, chats ? { messages: [...before, ...this.history, message] } : { prompt });
     byId("prompt").value = "";
-    byId("nothing-said").hidden = true;
+    byId("empty-hint").hidden = true;
     this.append(element("li", "said", prompt));
     const run = new Run(this.append(element("li", "answers")), samples());
     this.controller = new AbortController();
@@ -83,7 +83,7 @@ export class Playground {
     } catch (error) {
       run.fail(error);
     }
-    if (chats && run.answers[0].text) this.history.push(said, { role: "assistant", content: run.answers[0].text });
+    if (chats && run.answers[0].text) this.history.push(message, { role: "assistant", content: run.answers[0].text });
     this.controller = null;
     this.setRunning(false);
   }
@@ -101,7 +101,7 @@ export class Playground {
   }
 }
 
-// One request, and its samples' answers.
+// A request, and the answers of its samples.
 class Run {
   constructor(node, n) {
     this.node = node;
@@ -110,17 +110,17 @@ class Run {
     this.beganAt = performance.now();
     this.firstAt = null;
     this.tokens = 0;
-    this.news = []; // chunks that are not shown yet
+    this.pending = []; // chunks that are not shown yet
     this.timer = null;
   }
 
   async follow(path, body, controller) {
-    const running = begin(controller);
+    const running = track(controller);
     try {
       const answer = await request(path, { body, signal: controller.signal });
-      running.named(answer.headers.get("x-request-id"));
+      running.setId(answer.headers.get("x-request-id"));
       for await (const event of events(answer)) {
-        this.news.push([event, performance.now()]);
+        this.pending.push([event, performance.now()]);
         this.timer ??= setTimeout(() => this.show(), SHOW_EVERY_MS);
       }
     } finally {
@@ -134,7 +134,7 @@ class Run {
     this.timer = null;
     const list = byId("messages");
     const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 120;
-    for (const [event, at] of this.news.splice(0)) this.take(event, at);
+    for (const [event, at] of this.pending.splice(0)) this.take(event, at);
     if (atEnd) list.scrollTop = list.scrollHeight;
   }
 
@@ -156,27 +156,27 @@ class Run {
 
   measure(usage, at) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    const told = [
+    const parts = [
       `${count(usage.prompt_tokens)} prompt tokens${cached ? ` (${count(cached)} cached)` : ""}`,
       `${count(usage.completion_tokens)} generated`,
     ];
     if (this.firstAt !== null) {
-      told.push(`first after ${seconds((this.firstAt - this.beganAt) / 1000)}`);
+      parts.push(`first after ${seconds((this.firstAt - this.beganAt) / 1000)}`);
       const decoding = (at - this.firstAt) / 1000;
-      if (decoding > 0.02) told.push(`${count(usage.completion_tokens / decoding)} tokens / s`);
+      if (decoding > 0.02) parts.push(`${count(usage.completion_tokens / decoding)} tokens / s`);
     }
     if (usage.timing) {
       const { queue_ms, prefill_ms, decode_ms } = usage.timing;
-      told.push(`queue ${queue_ms} ms, prefill ${prefill_ms} ms, decode ${decode_ms} ms`);
+      parts.push(`queue ${queue_ms} ms, prefill ${prefill_ms} ms, decode ${decode_ms} ms`);
     }
-    this.node.append(element("p", "usage", told.join(" · ")));
+    this.node.append(element("p", "usage", parts.join(" · ")));
     byId("progress").textContent = "";
   }
 
   fail(error) {
     const stopped = error.name === "AbortError";
     for (const answer of this.answers) if (!answer.end.textContent) answer.finish(stopped ? "stopped" : "error");
-    const problem = element("p", stopped ? "usage" : "problem", stopped ? "Stopped; the server was told." : error.message);
+    const problem = element("p", stopped ? "usage" : "problem", stopped ? "Stopped. The request was cancelled." : error.message);
     if (!stopped) problem.setAttribute("role", "alert");
     this.node.append(problem);
     byId("progress").textContent = "";

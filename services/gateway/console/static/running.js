@@ -1,11 +1,11 @@
-// What this page has running, by request id: the live view stops it, too.
+// Requests that this page runs, by request id. The live view can stop them, too.
 
 const running = new Map();
 
-export function begin(controller) {
+export function track(controller) {
   const entry = { id: null, controller };
   return {
-    named(id) {
+    setId(id) {
       entry.id = id;
       running.set(id, entry);
     },
@@ -15,7 +15,8 @@ export function begin(controller) {
   };
 }
 
-// The one that a scheduler knows as `id`: that of a prompt of several, or of what went on elsewhere, has more behind it.
+// Returns the controller of the request that a scheduler lists as `id`. That id has a suffix if the request has several
+// prompts or was moved by failover.
 export function find(id) {
   for (const [own, entry] of running) {
     if (id === own || (id.startsWith(own) && "+-".includes(id[own.length]))) return entry.controller;

@@ -8,7 +8,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, choice_terminal, json_rule, regex_rule
 from services.common.text.json_schema import read_schema
-from services.gateway.engine.job import Grammar
+from services.gateway.engine.request import Grammar
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.json_value import json_size
 

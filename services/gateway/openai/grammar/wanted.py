@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.common.errors import InvalidRequest
-from services.gateway.engine.job import Grammar, GrammarKind
+from services.gateway.engine.request import Grammar, GrammarKind
 from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import json_size

@@ -14,7 +14,7 @@ from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.responses.keeping import Keeper
 from services.gateway.openai.responses.shape import ResponseShape
 from services.gateway.openai.sse import EventStream
-from services.gateway.store.background import Background, Running, to_its_end
+from services.gateway.store.background import Background, Running, finish_shielded
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ async def respond_in_background(
     events, close = accepted.taken()
     one = Running(shape.snapshot(), caller.owner, streamed=stream)
     shape.keep_with(BackgroundKeeper(**vars(keeper), background=background, running=one))
-    one.held.enter_context(gateway.guard.limits.running(caller.key, admitted=True))
+    one.resources.enter_context(gateway.guard.limits.running(caller.key, admitted=True))
     try:
-        await to_its_end(background.begin(one, keeper.items, _with_progress(background, one, shape, events), close))
+        await finish_shielded(
+            background.begin(one, keeper.items, _with_progress(background, one, shape, events), close)
+        )
     except AlreadyExists:  # another try of this request was faster
         kept = await keeper.records.get(one.body["id"], caller.owner)
         if not stream:

@@ -16,7 +16,7 @@ from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.input_items import Item, ItemReference
 from services.gateway.openai.responses.items import response_of
 from services.gateway.openai.responses.stored_items import all_stored, loaded, outputs, without_logprobs
-from services.gateway.store.background import to_its_end
+from services.gateway.store.background import finish_shielded
 from services.gateway.store.conversations import Addition, Conversations
 from services.gateway.store.responses import RUNNING, Responses
 from services.gateway.store.service import OpenStore
@@ -112,7 +112,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
             )
         store = await _opened(gateway, field)
         try:
-            items = await to_its_end(store.conversations.items(body.conversation_id, key_name))
+            items = await finish_shielded(store.conversations.items(body.conversation_id, key_name))
         except NotFound as error:
             raise InvalidRequest(
                 f"conversation: {error.message}", field=field, reason="CONVERSATION_NOT_FOUND"
@@ -122,7 +122,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
     elif body.previous_response_id is not None:
         store = await _opened(gateway, field)
         try:
-            kept = await to_its_end(store.responses.get(body.previous_response_id, key_name))
+            kept = await finish_shielded(store.responses.get(body.previous_response_id, key_name))
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}; send the conversation as input",
@@ -175,7 +175,7 @@ async def _without_references(gateway: Gateway, body: ResponsesBody, earlier: Ea
             field="input",
             reason="INVALID_VALUE",
         )
-    bodies = await to_its_end(store.responses.bodies(responses, key_name, MAX_EARLIER_BYTES))
+    bodies = await finish_shielded(store.responses.bodies(responses, key_name, MAX_EARLIER_BYTES))
     by_id |= {item["id"]: item for item in await gateway.text.worked(sum(map(len, bodies)), outputs, bodies)}
     for place, item in enumerate(body.input):
         if isinstance(item, ItemReference) and item.id not in by_id:

@@ -6,8 +6,8 @@ from typing import Any
 import orjson
 
 from services.common.errors import InvalidRequest, Overloaded, TokaError
+from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.generation import Choice
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Content, Delta
@@ -80,18 +80,18 @@ class ResponseShape(ChatShape):
         begun = self._events([("response.in_progress", {"response": self.snapshot()})])
         return begun + self._events(self._take(index, piece, reason))
 
-    def choice(self, choice: Choice, piece: Piece) -> bytes:
+    def choice(self, choice: ActiveSample, piece: Piece) -> bytes:
         self._take(choice.index, piece, choice.outcome.reason)
         return b""
 
-    async def settle(self, choices: Sequence[Choice]) -> None:
+    async def settle(self, choices: Sequence[ActiveSample]) -> None:
         cut = choices[0].outcome.reason == "length"
         await self._end(self._response("incomplete" if cut else "completed", self._usage(choices)))
 
-    def whole(self, choices: Sequence[Choice], written: Sequence[bytes]) -> bytes:
+    def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
         return orjson.dumps(self._ended)
 
-    def ending(self, choices: Sequence[Choice]) -> bytes:
+    def ending(self, choices: Sequence[ActiveSample]) -> bytes:
         return self._last_event()
 
     async def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -140,7 +140,7 @@ class ResponseShape(ChatShape):
             lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document)))
         return b"".join(lines)
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _usage(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
         usage = usage_of(choices)
         return {
             "input_tokens": usage["prompt_tokens"],

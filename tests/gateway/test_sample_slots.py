@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.engine.seats import BLOCK_TOKENS, Seats
+from services.gateway.engine.sample_slots import BLOCK_TOKENS, SampleSlots
 
 
 def array(*values: int) -> np.ndarray:
@@ -14,43 +14,43 @@ def array(*values: int) -> np.ndarray:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3 * BLOCK_TOKENS), min_size=1, max_size=20), st.randoms(use_true_random=False))
 def test_every_sample_gets_its_own_tokens_back(lengths, random):
-    seats = Seats()
+    slots = SampleSlots()
     for _ in range(2):  # the second time in used blocks
-        first = seats.take(len(lengths), fed=False)
+        first = slots.take(len(lengths), per_token=False)
         order = list(range(len(lengths)))
         for step in range(max(lengths)):
             random.shuffle(order)
             rows = np.array([row for row in order if step < lengths[row]], np.uint32)
-            seats.store(rows + first, rows * 1000 + step)
+            slots.store(rows + first, rows * 1000 + step)
         for row, length in enumerate(lengths):
-            assert seats.give(first + row).tolist() == [row * 1000 + step for step in range(length)]
+            assert slots.give(first + row).tolist() == [row * 1000 + step for step in range(length)]
 
 
-def test_more_tokens_than_there_are_blocks_and_more_samples_than_seats():
-    seats = Seats()
-    count = 3 * len(seats.taken)
-    first = seats.take(count, fed=False)
+def test_more_tokens_than_there_are_blocks_and_more_samples_than_slots():
+    slots = SampleSlots()
+    count = 3 * len(slots.taken)
+    first = slots.take(count, per_token=False)
     handles = np.arange(first, first + count, dtype=np.uint32)
     for token in range(2):
-        seats.store(handles, np.full(count, token, np.uint32))
-    assert seats.give(first + count - 1).tolist() == [0, 1]
+        slots.store(handles, np.full(count, token, np.uint32))
+    assert slots.give(first + count - 1).tolist() == [0, 1]
 
 
 def test_a_handle_is_given_again_only_when_it_is_free():
-    seats = Seats()
-    size = len(seats.taken)
-    kept = seats.take(1, fed=False)
+    slots = SampleSlots()
+    size = len(slots.taken)
+    kept = slots.take(1, per_token=False)
     taken = {kept}
     for _ in range(3 * size // 100):
-        first = seats.take(100, fed=False)
+        first = slots.take(100, per_token=False)
         fresh = set(range(first, first + 100))
         assert not fresh & taken
         for handle in fresh:
-            seats.give(handle)
-    assert len(seats.taken) == size
+            slots.give(handle)
+    assert len(slots.taken) == size
 
 
 def test_what_got_none_or_is_not_taken_has_no_tokens():
-    seats = Seats()
-    assert len(seats.give(seats.take(1, fed=False))) == 0
-    assert len(seats.give(7)) == 0
+    slots = SampleSlots()
+    assert len(slots.give(slots.take(1, per_token=False))) == 0
+    assert len(slots.give(7)) == 0

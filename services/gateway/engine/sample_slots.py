@@ -1,8 +1,8 @@
-"""What a session keeps of its samples, one seat for each handle: when the last token came, and the tokens themselves.
-Who streams gets them one by one as well; when the scheduler is lost, another one goes on from them.
+"""The samples of a session: one slot per handle, with the time of the last token and all tokens.
 
-A step's tokens are taken in with a few array operations, however many samples it has. Tokens lie in blocks, each linked
-to the one before it in its sample, so that a sample may have any number and takes no more than it needs.
+Failover resumes a sample from these tokens. A step's tokens are stored with a few array operations, whatever the number
+of samples. Tokens are stored in blocks. Each block is linked to the sample's previous block, so a sample may have any
+number of tokens and uses little more memory than they need.
 """
 
 from itertools import chain
@@ -10,37 +10,37 @@ from itertools import chain
 import numpy as np
 
 BLOCK_TOKENS = 64
-_SEATS = 16_384  # to begin with
-_BLOCKS = 1_024
+_SLOTS = 16_384  # initial number
+_BLOCKS = 1_024  # initial number
 _NONE = -1
 
 
-class Seats:
-    """Handles are small numbers, so arrays are indexed by them. Owned by a session."""
+class SampleSlots:
+    """Per-sample state in arrays indexed by handle. Owned by a session."""
 
     def __init__(self) -> None:
-        self.taken = np.zeros(_SEATS, bool)
-        self.fed = np.zeros(_SEATS, bool)  # its tokens are wanted one by one
-        self.last_at = np.zeros(_SEATS)  # float64, time of the last token; 0 = none yet
-        self._block = np.full(_SEATS, _NONE, np.int32)  # the one being filled
-        self._filled = np.full(_SEATS, BLOCK_TOKENS, np.int32)  # tokens in it; full = the next token needs another
+        self.taken = np.zeros(_SLOTS, bool)
+        self.per_token = np.zeros(_SLOTS, bool)  # the request receives its tokens one by one
+        self.last_at = np.zeros(_SLOTS)  # float64, time of the last token; 0 = none yet
+        self._block = np.full(_SLOTS, _NONE, np.int32)  # last block of the sample
+        self._filled = np.full(_SLOTS, BLOCK_TOKENS, np.int32)  # tokens in the last block
         self._next = 0
         self._tokens = np.zeros((_BLOCKS, BLOCK_TOKENS), np.uint32)
-        self._before = np.full(_BLOCKS, _NONE, np.int32)  # block -> the one before it in its sample
+        self._before = np.full(_BLOCKS, _NONE, np.int32)  # the sample's block before this block
         self._free = list(range(_BLOCKS))
 
-    def take(self, count: int, *, fed: bool) -> int:
-        """``count`` free handles in a row: the first."""
+    def take(self, count: int, *, per_token: bool) -> int:
+        """Reserve ``count`` consecutive handles, and return the first."""
         start = self._find(count)
-        seats = slice(start, start + count)
-        self.taken[seats], self.fed[seats], self.last_at[seats] = True, fed, 0.0
+        slots = slice(start, start + count)
+        self.taken[slots], self.per_token[slots], self.last_at[slots] = True, per_token, 0.0
         self._next = start + count
         return start
 
     def give(self, handle: int) -> np.ndarray:
-        """Free a handle: its tokens, uint32; none when it was free."""
+        """Free a handle, and return its tokens (uint32). A free handle has none."""
         tokens = self.tokens(handle)
-        self.taken[handle] = self.fed[handle] = False
+        self.taken[handle] = self.per_token[handle] = False
         block = int(self._block[handle])
         while block != _NONE:
             self._free.append(block)
@@ -49,7 +49,7 @@ class Seats:
         return tokens
 
     def tokens(self, handle: int) -> np.ndarray:
-        """Those that a handle has, uint32."""
+        """Return the tokens (uint32) of a handle."""
         block, filled, parts = int(self._block[handle]), int(self._filled[handle]), []
         while block != _NONE:
             parts.append(self._tokens[block, :filled])
@@ -59,7 +59,7 @@ class Seats:
         return np.concatenate(parts[::-1]) if parts else self._tokens[0, :0]
 
     def store(self, handles: np.ndarray, tokens: np.ndarray) -> None:
-        """One more token for each of ``handles`` (each once); arrays beside each other."""
+        """Append ``tokens[i]`` to ``handles[i]``. Handles are distinct."""
         at = self._filled[handles]
         full = handles[at == BLOCK_TOKENS]
         if len(full):
@@ -83,14 +83,17 @@ class Seats:
         return blocks
 
     def _find(self, count: int) -> int:
-        """The next ``count`` free seats behind the last that were taken, else from the start, else new ones."""
+        """Return the first of ``count`` consecutive free slots. Enlarge the arrays if there are none.
+
+        The search starts behind the slots that were taken last.
+        """
         size = len(self.taken)
         end = size - count + 1
         for start in chain(range(self._next, end, count), range(0, min(self._next, end), count)):
             if not self.taken[start : start + count].any():
                 return start
         first, size = size, max(2 * size, size + count)
-        self.taken, self.fed = _grown(self.taken, size, False), _grown(self.fed, size, False)
+        self.taken, self.per_token = _grown(self.taken, size, False), _grown(self.per_token, size, False)
         self.last_at = _grown(self.last_at, size, 0.0)
         self._block, self._filled = _grown(self._block, size, _NONE), _grown(self._filled, size, BLOCK_TOKENS)
         return first

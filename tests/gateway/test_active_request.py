@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from services.common.errors import Unavailable
+from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.codec import Ending, TokenLogprob
-from services.gateway.engine.generation import Generation
-from services.gateway.engine.job import Job, Settings
 from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Session, Timings
 
 
-def generation(*, n: int = 1, streaming: bool = True, logprobs: bool = False) -> Generation:
-    job = Job("r", "m", np.array([1], dtype=np.uint32), 5, None, Settings(n=n, logprobs=logprobs))
-    return Generation([job], streaming=streaming)
+def generation(*, n: int = 1, streaming: bool = True, logprobs: bool = False) -> ActiveRequest:
+    job = PromptRequest("r", "m", np.array([1], dtype=np.uint32), 5, None, Settings(n=n, logprobs=logprobs))
+    return ActiveRequest([job], streaming=streaming)
 
 
 def ending(*, at_stop_token: bool = False) -> Ending:
@@ -26,69 +26,71 @@ def ending(*, at_stop_token: bool = False) -> Ending:
 
 def test_entries_of_those_who_did_not_ask_for_logprobs_are_dropped():
     running = generation()
-    [choice] = running.choices
-    running.feed(choice, [5], [None])
-    running.feed(choice, [6], None)
+    [choice] = running.samples
+    running.add_tokens(choice, [5], [None])
+    running.add_tokens(choice, [6], None)
     assert choice.take() == ([5, 6], [])
 
 
 def test_logprobs_stay_beside_their_tokens():
     running, entry = generation(logprobs=True), TokenLogprob(-1.0, [], [])
-    [choice] = running.choices
-    running.feed(choice, [5, 6], [entry, entry])
+    [choice] = running.samples
+    running.add_tokens(choice, [5, 6], [entry, entry])
     running.finish(choice, ending(at_stop_token=True))
     assert choice.take() == ([5], [entry])
 
 
 async def test_a_stream_hears_of_every_choice_once_and_then_of_the_end():
     running = generation(n=2)
-    first, second = running.choices
-    running.feed(first, [5], None)
-    running.feed(first, [6], None)
-    running.feed(second, [7], None)
-    assert await running.news() == [first, second]
+    first, second = running.samples
+    running.add_tokens(first, [5], None)
+    running.add_tokens(first, [6], None)
+    running.add_tokens(second, [7], None)
+    assert await running.wait_updated() == [first, second]
     running.finish(first, ending())
     running.finish(second, ending())
-    assert await running.news() == [first, second]
-    assert await running.news() == []
+    assert await running.wait_updated() == [first, second]
+    assert await running.wait_updated() == []
 
 
 async def test_what_came_before_a_failure_is_told_before_it():
     running = generation()
-    [choice] = running.choices
-    running.feed(choice, [5], None)
+    [choice] = running.samples
+    running.add_tokens(choice, [5], None)
     running.fail(Unavailable("lost"))
-    assert await running.news() == [choice]
+    assert await running.wait_updated() == [choice]
     with pytest.raises(Unavailable):
-        await running.news()
+        await running.wait_updated()
 
 
 async def test_who_does_not_stream_hears_of_many_endings_at_once_and_of_the_last_ones():
     running = generation(n=70, streaming=False)
-    for choice in running.choices[:40]:
+    for choice in running.samples[:40]:
         running.finish(choice, ending())
-    assert await running.ended() == running.choices[:40]
-    for choice in running.choices[40:]:
+    assert await running.wait_ended() == running.samples[:40]
+    for choice in running.samples[40:]:
         running.finish(choice, ending())
-    assert await running.ended() == running.choices[40:]
-    assert await running.ended() == []
+    assert await running.wait_ended() == running.samples[40:]
+    assert await running.wait_ended() == []
 
 
 async def test_who_does_not_stream_hears_of_a_failure():
     running = generation(n=2, streaming=False)
-    running.finish(running.choices[0], ending())
+    running.finish(running.samples[0], ending())
     running.fail(Unavailable("lost"))
     with pytest.raises(Unavailable):
-        await running.ended()
+        await running.wait_ended()
 
 
 async def test_closing_cancels_what_still_runs_and_nothing_else():
     cancelled = []
     for finished in (False, True):
         running = generation()
-        running.calls[0].holder = SimpleNamespace(cancel=lambda _, finished=finished: cancelled.append(finished))
+        running.scheduler_requests[0].holder = SimpleNamespace(
+            cancel=lambda _, finished=finished: cancelled.append(finished)
+        )
         if finished:
-            running.finish(running.choices[0], ending())
+            running.finish(running.samples[0], ending())
         running.close()
     assert cancelled == [False]
 
@@ -96,8 +98,8 @@ async def test_closing_cancels_what_still_runs_and_nothing_else():
 def test_what_is_closed_is_freed_without_a_search_for_cycles():
     session = Session(None, RequestMetrics(), None, Timings())
     running = generation(n=2, streaming=False)
-    session.submit(running.calls[0])
-    parts = [weakref.ref(part) for part in (running, running.calls[0])]
+    session.submit(running.scheduler_requests[0])
+    parts = [weakref.ref(part) for part in (running, running.scheduler_requests[0])]
     session._end(0)
     session._end(1)
     session._unaccepted.clear()
