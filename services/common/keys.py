@@ -31,7 +31,7 @@ import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
-from services.common.host.watched import Watched
+from services.common.host.file_watch import FileWatch
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +63,7 @@ class KeyRing:
     def __init__(self, keys: Sequence[Key], path: Path | None = None) -> None:
         self.keys = tuple(keys)
         self._path = path
-        self._watched = Watched([] if path is None else [path])
+        self._file_watch = FileWatch([] if path is None else [path])
 
     @classmethod
     def load(cls, path: str | Path) -> "KeyRing":
@@ -91,7 +91,7 @@ class KeyRing:
     def refresh(self) -> bool:
         """Read the file again if it changed, which is looked at once a second: whether there are new keys. A wrong one
         is logged, and the keys stay what they were."""
-        if self._path is None or not self._watched.changed():
+        if self._path is None or not self._file_watch.changed():
             return False
         try:
             self.keys = _read(self._path)

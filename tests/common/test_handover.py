@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from services.common.errors import Unavailable
-from services.common.host.spreading import spread
+from services.common.host.reuseport import select_listeners
 from services.common.process.handover import Handover, listen
 
 
@@ -97,9 +97,9 @@ def test_new_connections_get_to_those_that_are_there(listening, tmp_path):
 @needs_linux
 def test_who_waits_in_the_queue_of_one_that_leaves_stays_there(listening):
     first, second = listening("127.0.0.1", 0, 2)
-    assert spread(first, [1])
+    assert select_listeners(first, [1])
     with socket.create_connection(first.getsockname()) as client:
-        assert spread(first, [0])
+        assert select_listeners(first, [0])
         second.settimeout(10)
         with second.accept()[0] as accepted:
             assert accepted.getpeername() == client.getsockname()

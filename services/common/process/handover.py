@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Unavailable
-from services.common.host.spreading import spread
+from services.common.host.reuseport import select_listeners
 
 BACKLOG = 65_535  # connections in a queue; the kernel makes it net.core.somaxconn if that is less
 _VARIABLE = "TOKA_HANDOVER"

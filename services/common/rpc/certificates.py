@@ -10,8 +10,8 @@ import structlog
 
 from services.common.config import GrpcConfig
 from services.common.errors import InvalidRequest
-from services.common.host.secret_files import read_file, warn_if_open
-from services.common.host.watched import Watched
+from services.common.host.secret_files import read_file, warn_if_not_secret
+from services.common.host.file_watch import FileWatch
 
 log = structlog.get_logger(__name__)
 
@@ -33,10 +33,10 @@ class Certificates:
         self._config = config
         self._lock = threading.Lock()
         files = filter(None, (config.grpc_cert, config.grpc_key, config.grpc_ca))
-        self._watched = Watched(Path(file).expanduser() for file in files)
+        self._file_watch = FileWatch(Path(file).expanduser() for file in files)
         self._pems = _read(config)
         if config.grpc_key is not None:
-            warn_if_open("grpc_key", config.grpc_key)
+            warn_if_not_secret("grpc_key", config.grpc_key)
 
     @classmethod
     def of(cls, config: GrpcConfig) -> "Certificates | None":
@@ -46,7 +46,7 @@ class Certificates:
     def current(self) -> Pems:
         """What the files hold now, or held before they became wrong, which is logged."""
         with self._lock:
-            if self._watched.changed():
+            if self._file_watch.changed():
                 try:
                     self._pems = _read(self._config)
                     log.info("certificates read again")

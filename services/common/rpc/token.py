@@ -9,8 +9,8 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.host.secret_files import read_file, warn_if_open
-from services.common.host.watched import Watched
+from services.common.host.secret_files import read_file, warn_if_not_secret
+from services.common.host.file_watch import FileWatch
 
 log = structlog.get_logger(__name__)
 
@@ -26,9 +26,9 @@ class TokenFile:
         """Raises ``InvalidRequest`` for a file without a token."""
         self._path = path
         self._lock = threading.Lock()
-        self._watched = Watched([Path(path).expanduser()])
+        self._file_watch = FileWatch([Path(path).expanduser()])
         self._token = _read(path)
-        warn_if_open(FLAG, path)
+        warn_if_not_secret(FLAG, path)
 
     @classmethod
     def of(cls, path: str | None) -> "TokenFile | None":
@@ -37,7 +37,7 @@ class TokenFile:
     def current(self) -> str:
         """The token that the file holds now, or held before it became wrong, which is logged."""
         with self._lock:
-            if self._watched.changed():
+            if self._file_watch.changed():
                 try:
                     self._token = _read(self._path)
                 except InvalidRequest as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.host.secret_files import warn_if_open
-from services.common.host.watched import Watched
+from services.common.host.secret_files import warn_if_not_secret
+from services.common.host.file_watch import FileWatch
 
 log = structlog.get_logger(__name__)
 
@@ -18,15 +18,15 @@ class Certificate:
     def __init__(self, certificate: str, key: str) -> None:
         """Raises ``InvalidRequest`` for files that are none, or do not belong together."""
         self._files = [Path(file).expanduser() for file in (certificate, key)]
-        self._watched = Watched(self._files)
+        self._file_watch = FileWatch(self._files)
         self._current = self._load()
         self.context = self._load()  # what a server is given
         self.context.sni_callback = self._choose
-        warn_if_open("http_key", key)
+        warn_if_not_secret("http_key", key)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """For a handshake that begins, whether it names a host or not."""
-        if self._watched.changed():
+        if self._file_watch.changed():
             try:
                 self._current = self._load()
                 log.info("certificate read again")

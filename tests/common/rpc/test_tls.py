@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from services.common.config import GrpcConfig
 from services.common.errors import InvalidRequest
-from services.common.host import watched
+from services.common.host import file_watch
 from services.common.rpc import channel
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
@@ -182,7 +182,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 @pytest.fixture
 def looks_at_once(monkeypatch):
     """Files are looked at whenever there is a reason, not once a second."""
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watch, "CHECK_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("looks_at_once")
