@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.process.progress import PROGRESS_FILE, READY, Doing, ProgressFile
+from services.common.process.progress import PROGRESS_FILE, READY, ProgressFile, StartPhase
 from services.launcher.deployment import ChildSpec
 
 _REDRAW_S = 0.2
@@ -78,7 +78,7 @@ class StartDisplay:
             for file in self._files.values():
                 file.path.unlink(missing_ok=True)
 
-    def _phrase(self, doing: Doing | None) -> str:
+    def _phrase(self, doing: StartPhase | None) -> str:
         if doing is None:
             return f"starting ... {self._clock() - self._began:.0f} s"
         if doing.what == READY:

@@ -18,7 +18,7 @@ from services.common.host.resources import has_gpus, usable_processors, visible_
 from services.common.model.files import read_card
 from services.common.process.handover import listen
 from services.common.process.log import is_coloured, is_console
-from services.common.process.service import Stop, run_service, unless_stopped
+from services.common.process.service import Stop, run_service, run_unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.display import StartDisplay
@@ -43,7 +43,7 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
     config = ChosenDeploymentConfig.model_construct(**{**dict(given), "gateways": count})
     # Fetched once, before the children ask.
     weights = config.load_format != "dummy"
-    card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
+    card = await run_unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
     if card is None:
         return
     listeners = listen(config.host, config.port, config.gateways) if config.gateways else []

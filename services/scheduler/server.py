@@ -13,9 +13,9 @@ from services.common.errors import FailedPrecondition, Internal, TokaError, Unav
 from services.common.logprobs_mode import PROCESSED
 from services.common.metrics.server import serve_metrics
 from services.common.model.files import read_card
-from services.common.process.pulse import Pulse
 from services.common.process.service import Stop, collect_seldom
 from services.common.process.tracing import Tracing
+from services.common.process.watchdog_client import WatchdogClient
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES, Dialer
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
@@ -254,10 +254,10 @@ class SchedulerServer:
 async def serve(config: SchedulerConfig, stop: Stop) -> None:
     """Run one scheduler until ``stop``, and what it has to do until then."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    async with Pulse(config, "step loop") as pulse:
+    async with WatchdogClient(config, "step loop") as watchdog:
         server = SchedulerServer(config)
         await server.start()
-        pulse.serving(server.progresses)
+        watchdog.serving(server.progresses)
         try:
             async with serve_metrics(config, server.metrics()):
                 await server.wait(stop)

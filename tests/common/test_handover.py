@@ -141,10 +141,10 @@ def test_gateways_have_places_of_their_own_and_one_alone_counts_for_itself(tmp_p
     several = [Handover(str(tmp_path), index, 2) for index in range(2)]
     assert [each.name for each in several] == ["gateway-0", "gateway-1"]
     assert several[0].own_socket != several[1].own_socket
-    assert several[0].numbers == several[1].numbers
-    assert len(set(several[0].numbers)) == 2
+    assert several[0].counter_files == several[1].counter_files
+    assert len(set(several[0].counter_files)) == 2
     alone = Handover(str(tmp_path), 0, 1)
-    assert (alone.name, alone.numbers) == ("gateway", [])
+    assert (alone.name, alone.counter_files) == ("gateway", [])
 
 
 async def test_small_writes_on_its_connections_are_sent_at_once(listening):

@@ -46,8 +46,8 @@ def usual_umask() -> int:
 def warn_if_shared(what: str, paths: Iterable[Path], permissions: int = OTHERS) -> None:
     """Log a warning if other users of this host have ``permissions`` for ``paths``, which contain ``what``.
 
-    Earlier versions created files with such permissions. Ignores paths that do not exist, belong to another user, or are
-    in a directory that other users cannot enter.
+    Earlier versions created files with such permissions. Ignores paths that do not exist, belong to another user, or
+    are in a directory that other users cannot enter.
     """
     if loose := [path for path in paths if _is_loose(path, permissions)]:
         change = "go-w" if permissions == WRITING else "go="

@@ -10,8 +10,8 @@ import structlog
 
 from services.common.config import GrpcConfig
 from services.common.errors import InvalidRequest
-from services.common.host.secret_files import read_file, warn_if_not_secret
 from services.common.host.file_watch import FileWatch
+from services.common.host.secret_files import read_file, warn_if_not_secret
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.gateway.engine.generation import Call, Choice
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
 from services.gateway.engine.replica import Replica
@@ -138,10 +138,10 @@ class Failover:
                     await self._news.wait()
             self._news.clear()
             self._trial.let_go(time.monotonic())
-            turn = Turn()
+            time_slice = TimeSlice()
             for call in list(self._here):
-                if turn.is_over:
-                    await turn.next()
+                if time_slice.is_over:
+                    await time_slice.renew()
                 if call in self._here:
                     self._try(call)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.common.rpc.channel import PLAIN, Dialer
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.failover import Failover
@@ -172,11 +172,11 @@ class Fleet:
         many = len(jobs) > _FEW_JOBS
         make = partial(Generation, jobs, streaming=streaming)
         generation = await asyncio.to_thread(make) if many else make()
-        turn = Turn()
+        time_slice = TimeSlice()
         try:
             for call in generation.calls:
-                if many and turn.is_over:
-                    await turn.next()
+                if many and time_slice.is_over:
+                    await time_slice.renew()
                     self._check_open()
                     generation.check()
                 await self._send(call, waits=many)

@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.scheduler.api.encoding import encode_news, encode_what_can_be
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
@@ -166,12 +166,12 @@ class Session:
             case "submits":
                 _check_submits(message.submits)
                 self._mailbox.joins_acceptances = True
-                turn = Turn()
+                time_slice = TimeSlice()
                 for submit in message.submits.submits:
                     await self._submit(submit)
                     await self._pause()
-                    if turn.is_over:
-                        await turn.next()
+                    if time_slice.is_over:
+                        await time_slice.renew()
             case "cancel":
                 self._hub.engine.cancel(self._sink, self._proofs.keep_cancels(message.cancel.handles))
             case "heartbeat":

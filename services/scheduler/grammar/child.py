@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from services.common.errors import TokaError
-from services.common.process.service import die_with_parent
+from services.common.process.service import exit_with_parent
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.grammar.frames import LENGTH, frame
@@ -38,7 +38,7 @@ _CODES = (
 def main() -> None:
     """Argument: ``{"tokenizer", "eos_token_ids", "cpu_seconds", "memory_bytes"}`` as JSON."""
     settings = json.loads(sys.argv[1])
-    die_with_parent()
+    exit_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         grammars = Grammars(Tokenizer.load(settings["tokenizer"]), settings["eos_token_ids"])
