@@ -121,7 +121,7 @@ def store(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 BROKEN = {
     "a missing file": (lambda folder: (folder / "part-2.safetensors").unlink(), "part-2.safetensors does not exist"),
-    "a truncated file": (truncate, "it is not whole"),
+    "a truncated file": (truncate, "it is incomplete"),
     "an index that is cut off": (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a":'), "is no index"),
     "no weights": (lambda folder: [each.unlink() for each in (*folder.glob("part*"), folder / INDEX)],
                    "model.safetensors does not exist"),
@@ -166,7 +166,7 @@ def test_an_index_of_another_version_is_found(folder):
     (folder / INDEX).write_text(json.dumps(index))
     found = findings("weights", folder)
     assert {each.level for each in found} == {Level.FAIL}
-    assert "which it has not" in found[0].text
+    assert "but it does not" in found[0].text
 
 
 def test_weights_of_another_format_are_named(folder):

@@ -9,7 +9,7 @@ from services.cli.doctor.machine import Machine
 from services.cli.doctor.nvml import Gpu
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import Broken, Shard, read_shards
+from services.common.model.checkpoint_files import BrokenFile, Shard, read_shards
 from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
@@ -144,7 +144,7 @@ def look_at_weights(config: DeploymentConfig, directory: Path, described: ModelC
     shards: list[Shard] = []
     broken = False
     for each in read_shards(directory):
-        if isinstance(each, Broken):
+        if isinstance(each, BrokenFile):
             broken = True
             yield fail("weights", each.text, each.fix)
         else:
