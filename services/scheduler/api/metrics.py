@@ -6,7 +6,7 @@ from concurrent.futures import TimeoutError as NotInTime
 
 from prometheus_client.core import Metric
 
-from services.common.metrics.replicas import Report, show
+from services.common.metrics.replicas import Report, replica_metrics
 from services.scheduler.api.encoding import encode_load
 from services.scheduler.engine.loop import EngineLoop
 
@@ -25,7 +25,7 @@ class OwnMetrics:
             load = self._engine.ask(lambda core: self._engine.load()).result(_PATIENCE_S)
         except NotInTime:
             return
-        yield from show([Report(self._replica, self._model, encode_load(load))])
+        yield from replica_metrics([Report(self._replica, self._model, encode_load(load))])
 
 
 def reachable(address: str) -> str:
