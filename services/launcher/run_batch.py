@@ -24,7 +24,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from services.common.batch_line import UsedIds, WrongLine, read_request
+from services.common.batch_line import InvalidLine, UsedIds, read_request
 from services.common.config import DeploymentConfig, from_command_line
 from services.common.flags import Bool, Int
 from services.common.process.children import module_command, module_environment
@@ -157,9 +157,9 @@ class _Run:
         try:
             request = read_request(text)
             if not request["url"].startswith("/"):
-                raise WrongLine("invalid_value", "url must be a path such as /v1/chat/completions", "url")
+                raise InvalidLine("invalid_value", "url must be a path such as /v1/chat/completions", "url")
             used.add(request["custom_id"])
-        except WrongLine as error:
+        except InvalidLine as error:
             self._tally.complaints.append(f"line {number} is no request: {error}")
             self._tally.failed += 1
             return None
@@ -182,7 +182,7 @@ class _Run:
             }
             result |= {"response": response, "error": None}
             self._tally.failed += answer.status_code != 200
-        except WrongLine as error:
+        except InvalidLine as error:
             result |= {"response": None, "error": {"code": error.code, "message": str(error)}}
             self._tally.failed += 1
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -224,13 +224,13 @@ def wait_before_retry(answer: httpx.Response) -> float | None:
 
 
 def _content(body: dict[str, Any]) -> bytes:
-    """``body`` as it is sent. Raises ``WrongLine`` for what cannot be answered on a line."""
+    """``body`` as it is sent. Raises ``InvalidLine`` for what cannot be answered on a line."""
     if body.get("stream"):
-        raise WrongLine("invalid_value", "stream: not in a batch; leave it out", "stream")
+        raise InvalidLine("invalid_value", "stream: not in a batch; leave it out", "stream")
     try:
         return orjson.dumps(body)
     except TypeError:
-        raise WrongLine("invalid_value", "the body is nested too deeply; make it flatter", "body") from None
+        raise InvalidLine("invalid_value", "the body is nested too deeply; make it flatter", "body") from None
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ def test_a_file_that_is_missing_or_that_anybody_may_write_is_refused(path):
         KeyRing.load(path)
     path.write_text(entry("a", "one"))
     path.chmod(0o666)
-    with pytest.raises(InvalidRequest, match="anybody may write"):
+    with pytest.raises(InvalidRequest, match="every user of this host can write"):
         KeyRing.load(path)
 
 

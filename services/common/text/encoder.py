@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from services.common.chunks import chunks_by_size
 from services.common.errors import InvalidRequest
-from services.common.portions import portions
 from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
@@ -47,8 +47,8 @@ class TextEncoder:
             self.check_length(text, max_tokens, field)
         found: list[list[int]] = []
         sized = [(text, max_utf8_bytes(text)) for text in texts]
-        for portion in portions(sized, itemgetter(1), AT_ONCE_BYTES):  # work of other requests runs between portions
-            together, sizes = zip(*portion, strict=True)
+        for chunk in chunks_by_size(sized, itemgetter(1), AT_ONCE_BYTES):  # work of other requests runs between chunks
+            together, sizes = zip(*chunk, strict=True)
             found += await self.with_reservation(
                 sum(sizes), self._encode, list(together), max_tokens, field, add_special_tokens
             )

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from services.common.errors import DeadlineExceeded
-from services.common.limits import UNSAID_TOKENS, Limits
+from services.common.limits import DEFAULT_ANSWER_TOKENS, KeyLimits
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.job import Job
 from services.gateway.http.request import Caller
@@ -17,7 +17,7 @@ _GRACE_S = 1.0
 class Bounds:
     """Of one generation: reserved before it begins, settled when it has ended. On the event loop."""
 
-    def __init__(self, limits: Limits, caller: Caller, jobs: Sequence[Job]) -> None:
+    def __init__(self, limits: KeyLimits, caller: Caller, jobs: Sequence[Job]) -> None:
         """Raises ``TokaError`` when there is no time, or the key has not so many tokens."""
         self._deadline_ms = jobs[0].settings.deadline_ms
         if self._deadline_ms is not None and _left_s(self._deadline_ms) <= 0:
@@ -57,7 +57,7 @@ def _left_s(deadline_ms: int) -> float:
 
 def _answer_tokens(job: Job) -> int:
     settings = job.settings
-    return settings.n * (min(job.max_tokens, UNSAID_TOKENS) if settings.open_ended else job.max_tokens)
+    return settings.n * (min(job.max_tokens, DEFAULT_ANSWER_TOKENS) if settings.open_ended else job.max_tokens)
 
 
 def _overdue() -> DeadlineExceeded:

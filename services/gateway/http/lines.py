@@ -37,7 +37,7 @@ class Lines:
     async def begin(self, name: str) -> "Line":
         """A line of the key ``name``, once there is room for it."""
         while (line := self.begin_now(name)) is None:
-            await self.guard.limits.wait_for_room(name, _LOOK_S)
+            await self.guard.limits.wait_for_capacity(name, _LOOK_S)
         return line
 
 
@@ -68,7 +68,7 @@ class Line:
         counted = self._key.tokens_per_minute is not None
         if counted and lines.unfunded[self._name] >= MAX_UNFUNDED:
             return False
-        if not lines.guard.limits.begin_behind(self._key, self._give_way):
+        if not lines.guard.limits.start_background(self._key, self._give_way):
             return False
         self._unfunded = counted
         lines.unfunded[self._name] += counted
@@ -99,7 +99,7 @@ class Line:
             self._held = None
         self._is_funded()
         if self._key is not None:
-            self._lines.guard.limits.end_behind(self._key, self._give_way)
+            self._lines.guard.limits.end_background(self._key, self._give_way)
             self._key = None
 
     def reserve(self, tokens: int) -> Reservation | None:
@@ -111,7 +111,7 @@ class Line:
             held = None
         if held is None and self._key is not None and self._key.tokens_per_minute is not None:
             limits = self._lines.guard.limits
-            if (late_s := limits.spare_in_s(self._key, tokens)) or self._lines.turns[self._name].locked():
+            if (late_s := limits.seconds_until_spare(self._key, tokens)) or self._lines.turns[self._name].locked():
                 self._wanted = tokens
                 raise Overloaded("the line waits for its API key's tokens", retry_after_s=late_s)
             held = limits.reserve(self._key, tokens)
@@ -133,7 +133,7 @@ class Line:
                 self._key = key = guard.key_named(self._name)  # which may have other limits by now
                 if key is None or key.tokens_per_minute is None:
                     return
-                if not (late_s := guard.limits.spare_in_s(key, wanted)):
+                if not (late_s := guard.limits.seconds_until_spare(key, wanted)):
                     self._held = guard.limits.reserve(key, wanted)
                     return
                 await asyncio.sleep(min(late_s, _LOOK_S))
@@ -147,4 +147,4 @@ class Line:
         if self._unfunded:
             self._unfunded = False
             self._lines.unfunded[self._name] -= 1
-            self._lines.guard.limits.tell_room(self._name)
+            self._lines.guard.limits.notify_capacity(self._name)

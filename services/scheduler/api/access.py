@@ -10,7 +10,7 @@ from services.common.addresses import is_public
 from services.common.config import SchedulerConfig
 from services.common.errors import PermissionDenied, TokaError, Unauthenticated
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing, salted
-from services.common.limits import Limits
+from services.common.limits import KeyLimits
 from services.common.rpc.interceptor import Details, Handler
 from services.common.rpc.token import TokenFile
 from tokasaurus.scheduler.v1 import generate_pb2
@@ -45,7 +45,7 @@ class Access(grpc.aio.ServerInterceptor):
         self._token = token
         self._sessions_open = certified and token is None
         self._isolates = isolates
-        self.limits = Limits()
+        self.limits = KeyLimits()
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "Access":

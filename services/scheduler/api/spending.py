@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from services.common.keys import Key
-from services.common.limits import UNSAID_TOKENS, Limits, Reservation
+from services.common.limits import DEFAULT_ANSWER_TOKENS, KeyLimits, Reservation
 from services.scheduler.core.request import Finish
 
 
@@ -11,7 +11,7 @@ class Spending:
     """Of one generation, on the asyncio loop. One that its client leaves costs what was reserved, or what was made of
     it if that is more."""
 
-    def __init__(self, limits: Limits, key: Key | None) -> None:
+    def __init__(self, limits: KeyLimits, key: Key | None) -> None:
         self._limits = limits
         self._key = key
         self._reserved: Reservation | None = None
@@ -20,7 +20,7 @@ class Spending:
 
     def reserve(self, prompt_tokens: int, samples: int, max_tokens: int | None) -> None:
         """Before it begins. Raises ``TokaError`` when the key has not so many tokens."""
-        most = UNSAID_TOKENS if max_tokens is None else max_tokens
+        most = DEFAULT_ANSWER_TOKENS if max_tokens is None else max_tokens
         self._reserved = self._limits.reserve(self._key, prompt_tokens + samples * most, field="stopping.max_tokens")
         self._prompt_tokens = self._used = prompt_tokens
 
