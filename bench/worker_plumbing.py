@@ -28,7 +28,7 @@ from services.common.process.service import Stop
 from services.scheduler.core.plan import NO_SLOTS, Plan
 from services.scheduler.workers.codec import encode_plan
 from services.scheduler.workers.link import WorkerLink
-from services.scheduler.workers.stream import Answer, WorkerStream
+from services.scheduler.workers.stream import ReceivedResult, WorkerStream
 from services.worker.step.plan import Limits, Sampled, StepOutput
 from services.worker.step.plan import Plan as WorkerPlan
 
@@ -92,7 +92,7 @@ class StepLoop:
     def worker_connected(self, stream: WorkerStream) -> None:
         self._inbox.put((stream, None))
 
-    def worker_answered(self, stream: WorkerStream, answer: Answer) -> None:
+    def worker_result(self, stream: WorkerStream, answer: ReceivedResult) -> None:
         self._inbox.put((stream, answer))
 
     def worker_lost(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:

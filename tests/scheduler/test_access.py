@@ -378,10 +378,10 @@ def test_a_token_that_others_may_read_is_warned_of(token):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({}, "other hosts may ask without credentials"),
+        ({}, "other hosts may call without credentials"),
         ({"api_keys_file": "k"}, "cross the network unencrypted"),
         ({"grpc_token_file": "t"}, "cross the network unencrypted"),
-        ({"grpc_cert": "c", "grpc_key": "k"}, "other hosts may ask without credentials"),
+        ({"grpc_cert": "c", "grpc_key": "k"}, "other hosts may call without credentials"),
         ({"grpc_cert": "c", "grpc_key": "k", "grpc_ca": "a"}, ""),
         ({"api_keys_file": "k", "grpc_cert": "c", "grpc_key": "k"}, ""),
     ],
