@@ -1,6 +1,7 @@
-"""``toka-run-batch INPUT.jsonl OUTPUT.jsonl``: run a batch file against a server, or against one of its own.
+"""Runs a batch file against a server: the command ``toka-run-batch INPUT.jsonl OUTPUT.jsonl``.
 
-It may be stopped at any time: what is in the output is not run again.
+Without a server's URL it starts one. It may be stopped at any time, and does not repeat lines with a result in the
+output.
 """
 
 import asyncio
@@ -30,21 +31,23 @@ from services.common.flags import Bool, Int
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
 
-_PASSING = (429, 502, 503, 504)
+_RETRIED = (429, 502, 503, 504)
 _SECONDS = re.compile(r"[0-9]{1,9}")  # a Retry-After may also be a date
-_TOLD_COMPLAINTS = 20
+_PRINTED_ERRORS = 20
 _LAST_PAUSE_S = 10.0
-_START_S = 3600.0  # a model may have to be fetched first
+_START_S = 3600.0  # the model may have to be downloaded
 _STOP_S = 30.0
 
 
 class RunBatchConfig(DeploymentConfig):
-    """The files, and which server answers. Without ``url``, the other flags are those of ``toka``, which is started."""
+    """Flags of ``toka-run-batch``. Without ``url``, the other flags are passed to the ``toka`` that it starts."""
 
     input: str = Field(description="JSON lines: custom_id, method, url and body of a request each")
-    output: str = Field(description="JSON lines: results are appended as they come")
+    output: str = Field(description="JSON lines to which results are appended")
     url: str | None = Field(None, description="of a server that runs, such as http://127.0.0.1:10210")
-    ca: str | None = Field(None, min_length=1, description="PEM of who signed that server's certificate; with https:")
+    ca: str | None = Field(
+        None, min_length=1, description="PEM of the authority that signed that server's certificate; with https:"
+    )
     api_key: str = Field("none", description="sent to the server; better in the environment, as TOKA_API_KEY")
     concurrency: Int = Field(256, ge=1, le=65536, description="requests at once")
     retries: Int = Field(20, ge=0, description="times that a request is sent again when the server is busy or away")
@@ -53,15 +56,15 @@ class RunBatchConfig(DeploymentConfig):
 
 
 @dataclass
-class Tally:
-    """How far it is."""
+class BatchTally:
+    """Result of a run."""
 
     failed: int = 0
-    complaints: list[str] = field(default_factory=list)  # one for each line that is no request
+    invalid: list[str] = field(default_factory=list)  # a message for each invalid line
 
 
 def main() -> None:
-    """The ``toka-run-batch`` command. Exit status: 0 if every line succeeded, 1 if not, 2 for a wrong flag."""
+    """Run the ``toka-run-batch`` command. Exit status: 0 if every line succeeded, 1 if not, 2 for a wrong flag."""
     names = iter(("input", "output"))
     for index, argument in enumerate(sys.argv[1:], 1):
         if "=" not in argument and argument not in ("help", "-h", "--help") and (name := next(names, None)):
@@ -70,11 +73,11 @@ def main() -> None:
     given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in sys.argv[1:]}
     theirs = sorted(given & set(DeploymentConfig.known()))
     if config.url is not None and theirs:
-        _exit(2, f"flag {theirs[0]}: the server at url={config.url} has its own; leave one of them out")
+        _exit(2, f"flag {theirs[0]}: the server at url={config.url} has its own flags; omit one of them")
     if config.ca is not None and not (config.url or "").startswith("https:"):
         _exit(2, f"flag ca={config.ca}: has no effect without url=https://...; leave it out, or set both")
     if config.url is None and config.http_cert is not None:
-        _exit(2, f"flag http_cert={config.http_cert}: nobody but this program asks the server it starts; leave it out")
+        _exit(2, f"flag http_cert={config.http_cert}: only this program calls the server that it starts; omit it")
     try:
         with contextlib.nullcontext(config.url) if config.url is not None else _own_server(config, theirs) as url:
             run = _Run(config, url.rstrip("/").removesuffix("/v1"))
@@ -84,26 +87,26 @@ def main() -> None:
     except (OSError, RuntimeError) as error:
         _exit(1, str(error))
     except KeyboardInterrupt:
-        _exit(130, f"stopped; the same command goes on with what is not in {config.output} yet")
-    for complaint in tally.complaints[:_TOLD_COMPLAINTS]:
-        print(f"toka-run-batch: {complaint}", file=sys.stderr)
-    if (more := len(tally.complaints) - _TOLD_COMPLAINTS) > 0:
-        print(f"toka-run-batch: {more} more lines are no requests", file=sys.stderr)
+        _exit(130, f"stopped; the same command continues with the lines that are not in {config.output}")
+    for message in tally.invalid[:_PRINTED_ERRORS]:
+        print(f"toka-run-batch: {message}", file=sys.stderr)
+    if (more := len(tally.invalid) - _PRINTED_ERRORS) > 0:
+        print(f"toka-run-batch: {more} more lines are not requests", file=sys.stderr)
     if tally.failed:
         _exit(1, f"{tally.failed} lines failed; see {config.output}")
 
 
 class _Run:
-    """From the input to the output."""
+    """Run of one input file."""
 
     def __init__(self, config: RunBatchConfig, url: str) -> None:
         self._config = config
         self._url = url
-        self._tally = Tally()
+        self._tally = BatchTally()
         self._slots = asyncio.Semaphore(config.concurrency)
 
-    async def all_lines(self, done: set[str], output: BinaryIO) -> Tally:
-        """Those whose custom_id is in ``done`` are passed over. Raises ``OSError`` for an input that cannot be read."""
+    async def all_lines(self, done: set[str], output: BinaryIO) -> BatchTally:
+        """Send all lines whose custom_id is not in ``done``. Raises ``OSError`` if the input cannot be read."""
         config, used = self._config, UsedIds()
         total = _count_lines(config.input)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -127,11 +130,11 @@ class _Run:
                         advance()
                         continue
                     await self._slots.acquire()
-                    group.create_task(self._answer(client, request, output, advance))
+                    group.create_task(self._process(client, request, output, advance))
         return self._tally
 
     def read_output(self) -> set[str]:
-        """The custom_ids in the output, whose last line may be torn, and goes."""
+        """Return the custom_ids in the output. Remove an incomplete last line, and failures with ``retry_failed``."""
         path, known = Path(self._config.output), set[str]()
         if not path.exists():
             return known
@@ -143,7 +146,7 @@ class _Run:
                     custom_id, ok = result["custom_id"], (result.get("response") or {}).get("status_code") == 200
                 except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
                     continue
-                has_id = isinstance(custom_id, str)  # else no line of an input has it: it stays, and is not asked again
+                has_id = isinstance(custom_id, str)  # otherwise it belongs to no line of an input, and is kept
                 if ok or not (has_id and self._config.retry_failed):
                     if has_id:
                         known.add(custom_id)
@@ -153,19 +156,22 @@ class _Run:
         return known
 
     def _parse(self, number: int, text: bytes, used: UsedIds) -> dict[str, Any] | None:
-        """A request, whose custom_id is ``used`` from now on; None for what is none, which is complained about."""
+        """Return the request of a line, or None and record an error if it is invalid.
+
+        Adds its custom_id to ``used``.
+        """
         try:
             request = read_request(text)
             if not request["url"].startswith("/"):
                 raise InvalidLine("invalid_value", "url must be a path such as /v1/chat/completions", "url")
             used.add(request["custom_id"])
         except InvalidLine as error:
-            self._tally.complaints.append(f"line {number} is no request: {error}")
+            self._tally.invalid.append(f"line {number} is not a request: {error}")
             self._tally.failed += 1
             return None
         return request
 
-    async def _answer(
+    async def _process(
         self, client: httpx.AsyncClient, request: dict[str, Any], output: BinaryIO, advance: Callable[[], None]
     ) -> None:
         result: dict[str, Any] = {"id": f"batch_req_{os.urandom(16).hex()}", "custom_id": request["custom_id"]}
@@ -208,34 +214,34 @@ class _Run:
             except httpx.TransportError:
                 if last:
                     raise
-            # Those that were told the same come a little apart, and none too early.
+            # A random factor spreads requests that got the same Retry-After. None is sent too early.
             await asyncio.sleep(max(asked * random.uniform(1.0, 1.25), pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LAST_PAUSE_S)
         raise AssertionError
 
 
 def wait_before_retry(answer: httpx.Response) -> float | None:
-    """Seconds, at least, before a request that was answered so may be sent again; None: it is not to be."""
+    """Return the least seconds before a request with this response is retried, or None if it must not be."""
     wanted = {"true": answer.is_error, "false": False}
-    if not wanted.get(answer.headers.get("x-should-retry", ""), answer.status_code in _PASSING):
+    if not wanted.get(answer.headers.get("x-should-retry", ""), answer.status_code in _RETRIED):
         return None
     asked = answer.headers.get("retry-after", "")
     return float(asked) if _SECONDS.fullmatch(asked) else 0.0
 
 
 def _content(body: dict[str, Any]) -> bytes:
-    """``body`` as it is sent. Raises ``InvalidLine`` for what cannot be answered on a line."""
+    """Return the bytes of ``body``. Raises ``InvalidLine`` for a body that a batch does not support."""
     if body.get("stream"):
-        raise InvalidLine("invalid_value", "stream: not in a batch; leave it out", "stream")
+        raise InvalidLine("invalid_value", "stream is not supported in a batch; omit it", "stream")
     try:
         return orjson.dumps(body)
     except TypeError:
-        raise InvalidLine("invalid_value", "the body is nested too deeply; make it flatter", "body") from None
+        raise InvalidLine("invalid_value", "the body is nested too deeply; use fewer levels", "body") from None
 
 
 @contextlib.contextmanager
 def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
-    """``toka`` with those of its ``flags`` that were given; its URL once it serves."""
+    """Start ``toka`` with those of ``flags`` that were given. Yield its URL when it is ready."""
     port = config.port if "port" in flags else _free_port()
     given = [argument for argument in sys.argv[1:] if argument.partition("=")[0].lstrip("-").replace("-", "_") in flags]
     more = {"port": port, "grpc_port": 0, "store_url": "none"}
@@ -248,9 +254,9 @@ def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
         give_up_at = time.monotonic() + _START_S
         while not _ready(url):
             if process.poll() is not None:
-                raise RuntimeError(f"toka ended with status {process.returncode} before it served")
+                raise RuntimeError(f"toka exited with status {process.returncode} before it was ready")
             if time.monotonic() > give_up_at:
-                raise RuntimeError(f"toka did not serve within {_START_S:.0f} s")
+                raise RuntimeError(f"toka was not ready within {_START_S:.0f} s")
             time.sleep(0.2)
         yield url
     finally:
