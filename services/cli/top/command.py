@@ -1,4 +1,4 @@
-"""The ``toka-top`` command. It has ``--options``, unlike the services: see ``services/cli/__init__.py``."""
+"""The options and the loop of ``toka-top``. It has ``--options``, unlike services: see ``services/cli/__init__.py``."""
 
 import contextlib
 import os
@@ -10,10 +10,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from services.cli.top.figures import History
-from services.cli.top.source import Away, Refused, Source
-from services.cli.top.view import away, frame
+from services.cli.top.source import GatewayUnavailable, Source, SourceError
+from services.cli.top.view import frame, unavailable
 
-_PIPE_COLUMNS = 200  # where nothing is cut, for grep
+_PIPE_COLUMNS = 200  # wide enough for complete lines, for grep
 
 app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -24,7 +24,7 @@ _EPILOG = "\n\n".join(
         "    toka-top --url https://llm.example.com --api-key $ADMIN_KEY",
         "    toka-top --url http://127.0.0.1:9100      (of a gateway with admin_port=9100)",
         "    toka-top --once | head -3",
-        "Exit status: 0 after Ctrl-C; 1 where the gateway is away (--once), or will never tell, as for a wrong key.",
+        "Exit status: 0 after Ctrl-C; 1 if the gateway does not respond (--once) or refuses the key.",
     )
 )
 
@@ -37,16 +37,20 @@ def top(
         typer.Option(
             envvar=["TOKA_API_KEY", "OPENAI_API_KEY"],
             show_envvar=True,
-            help="A key with the scope admin, where the gateway has keys.",
+            help="A key with the scope admin, if the gateway requires keys.",
         ),
     ] = None,
-    ca: Annotated[str | None, typer.Option(metavar="FILE", help="PEM of who signed the gateway's certificate.")] = None,
-    interval: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Between two looks.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="Requests to show: those that are here longest.")] = 10,
-    once: Annotated[bool, typer.Option("--once", help="Two looks, one frame, and end; so it is in a pipe.")] = False,
+    ca: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM of the authority that signed the gateway's certificate.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Time between two updates.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, help="Number of the oldest requests to show.")] = 10,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; the default in a pipe.")] = False,
 ) -> None:
-    """A running deployment, live: throughput, what runs and waits, the cache and its forecast, replicas and the state
-    of their workers, and the requests that are here longest. Ctrl-C ends."""
+    """Show a running deployment: throughput, running and waiting requests, the KV cache and its forecast, and replicas.
+
+    It also shows the state of their workers and the oldest requests. Ctrl-C exits.
+    """
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_COLUMNS
@@ -56,7 +60,7 @@ def top(
                 console.print(_once(source, interval, requests))
             else:
                 _live(source, interval, requests, console)
-    except (Away, Refused) as error:
+    except (GatewayUnavailable, SourceError) as error:
         typer.echo(f"toka-top: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -73,16 +77,16 @@ def _once(source: Source, interval: float, most: int) -> RenderableType:
 
 
 def _live(source: Source, interval: float, most: int, console: Console) -> None:
-    """Until Ctrl-C, or until there is no hope. A gateway that is away comes back by itself."""
-    history, answered = History(), time.monotonic()
+    """Update the terminal until Ctrl-C or a ``SourceError``. A gateway that does not respond is retried."""
+    history, responded_at = History(), time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 sample = source.read()
-                answered = time.monotonic()
+                responded_at = time.monotonic()
                 history.take(sample)
                 live.update(frame(source.url, sample, history, most), refresh=True)
-            except Away as error:
+            except GatewayUnavailable as error:
                 history.forget()
-                live.update(away(source.url, str(error), time.monotonic() - answered), refresh=True)
+                live.update(unavailable(source.url, str(error), time.monotonic() - responded_at), refresh=True)
             time.sleep(interval)
