@@ -129,8 +129,8 @@ BROKEN = {
         lambda folder: (folder / "part-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid"),
         "is a Git LFS pointer",
     ),
-    "an empty file": (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "does not begin as"),
-    "noise": (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 4096), "does not begin as"),
+    "an empty file": (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "does not begin with"),
+    "noise": (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 4096), "does not begin with"),
     "a tensor that is not there": (lambda folder: store(folder, **{"model.norm.weight": None}), "e.g. model.norm"),
     "a tensor of another shape": (
         lambda folder: store(folder, **{"model.norm.weight": torch.ones(7)}), "model.norm.weight has shape [7]"

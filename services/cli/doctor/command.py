@@ -1,5 +1,7 @@
-"""``toka-doctor model=... tp_size=2`` looks at exactly the start that ``toka`` would make with these flags. What it
-takes besides are ``--options``: see ``services/cli/__init__.py``."""
+"""The options of ``toka-doctor``. Its arguments are the flags of ``toka`` for the start to check.
+
+Its own options are ``--options``: see ``services/cli/__init__.py``.
+"""
 
 import json
 import os
@@ -14,15 +16,15 @@ from rich.text import Text
 from services.cli.doctor import model
 from services.cli.doctor.findings import Finding, Level
 from services.cli.doctor.host import (
-    look_at_docker,
-    look_at_limits,
-    look_at_places,
-    look_at_ports,
-    look_at_shared_memory,
+    check_directories,
+    check_docker,
+    check_limits,
+    check_ports,
+    check_shared_memory,
 )
 from services.cli.doctor.machine import Machine
-from services.cli.doctor.memory import look_at_memory
-from services.cli.doctor.software import look_at_gpus, look_at_packages
+from services.cli.doctor.memory import check_memory
+from services.cli.doctor.software import check_gpus, check_packages
 from services.common.config import DeploymentConfig
 from services.common.config.flag import flags_of
 from services.common.flags import FlagError, load
@@ -33,9 +35,9 @@ _EPILOG = "\n\n".join(
         "Examples:",
         "    toka-doctor      (this machine, and the built-in model)",
         "    toka-doctor model=/models/Llama-3.1-8B-Instruct tp_size=2",
-        "    toka-doctor model=/models/Llama-3.1-8B-Instruct --gpu-memory 80      (for a GPU that is elsewhere)",
-        "Flags are those of toka, see toka help; TOKA_FLAG in the environment counts as it does there. Exit status: 0;"
-        " 1 where something fails; 2 for a wrong flag.",
+        "    toka-doctor model=/models/Llama-3.1-8B-Instruct --gpu-memory 80      (for a GPU of another machine)",
+        "Flags are those of toka, see toka help; TOKA_FLAG in the environment is used too. Exit status: 0;"
+        " 1 if a check fails; 2 for a wrong flag.",
     )
 )
 
@@ -43,7 +45,7 @@ app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 def complete_flag(incomplete: str) -> list[tuple[str, str]]:
-    """For shells: names of flags, and behind one its choices."""
+    """Return completions for shells: names of flags, and after a name its choices."""
     flags, (name, equals, _) = flags_of(DeploymentConfig), incomplete.partition("=")
     if equals:
         return [(f"{name}={choice}", "") for flag in flags if flag.name == name for choice in flag.choices]
@@ -62,13 +64,16 @@ def doctor(
         typer.Option(
             min=0.1,
             metavar="GIB",
-            help="Plan for GPUs with so much memory, as many as the flags ask for, instead of those here.",
+            help="Plan for GPUs with this memory, in the number that the flags need, not for the GPUs of this machine.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only what is not right.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and failures only.")] = False,
 ) -> None:
-    """Would this start work here? Says of GPUs, driver, packages, ports, limits, disks, the model's files and memory
-    whether they are right, and if not, what to do. Starts, loads and fetches nothing."""
+    """Check whether this start would work here, and print what to change if not.
+
+    It checks GPUs, driver, packages, ports, limits, disks, and the model's files and memory. It starts, loads and
+    downloads nothing.
+    """
     try:
         config = load(DeploymentConfig, flags or [], os.environ)
         if gpu_memory is not None and config.device == "cpu":
@@ -76,7 +81,7 @@ def doctor(
     except FlagError as error:
         typer.echo(f"toka-doctor: {error}", err=True)
         raise typer.Exit(2) from None
-    findings = look(Machine(config, None if gpu_memory is None else int(gpu_memory * 2**30)))
+    findings = run_checks(Machine(config, None if gpu_memory is None else int(gpu_memory * 2**30)))
     if as_json:
         found = list(findings)
         document = [{key: value for key, value in vars(each).items() if value} for each in found]
@@ -86,26 +91,26 @@ def doctor(
     raise typer.Exit(1 if _failed(found) else 0)
 
 
-def look(machine: Machine) -> Iterator[Finding]:
-    """Everything there is to look at."""
+def run_checks(machine: Machine) -> Iterator[Finding]:
+    """Run all checks."""
     config = machine.config
-    yield from look_at_packages(machine)
-    yield from look_at_gpus(machine)
-    yield from look_at_ports(machine)
-    yield from look_at_limits(machine)
-    yield from look_at_shared_memory(machine)
-    yield from look_at_places(machine)
+    yield from check_packages(machine)
+    yield from check_gpus(machine)
+    yield from check_ports(machine)
+    yield from check_limits(machine)
+    yield from check_shared_memory(machine)
+    yield from check_directories(machine)
     directory, findings = model.find(config)
     yield from findings
     if directory is not None:
-        shape, findings = model.look_at_config(config, directory)
+        shape, findings = model.check_config(config, directory)
         yield from findings
-        yield from model.look_at_tokenizer(config, directory)
-        yield from model.look_at_weights(config, directory, None if shape is None else shape.described)
+        yield from model.check_tokenizer(config, directory)
+        yield from model.check_weights(config, directory, None if shape is None else shape.described)
         if shape is not None:
-            yield from model.look_at_device(machine, shape)
-            yield from look_at_memory(machine, shape)
-    yield from look_at_docker(machine)
+            yield from model.check_device(machine, shape)
+            yield from check_memory(machine, shape)
+    yield from check_docker(machine)
 
 
 def _failed(findings: list[Finding]) -> int:
@@ -121,7 +126,7 @@ def _print(findings: Iterator[Finding], *, quiet: bool) -> list[Finding]:
             continue
         if console.is_terminal:
             console.print(_cells(each))
-        else:  # a line is a line, for grep
+        else:  # one line for each finding, for grep
             console.print(f"{each.level:7} {each.subject:15} {each.text}", markup=False, soft_wrap=True)
             if each.fix:
                 console.print(f"{'':23} → {each.fix}", markup=False, soft_wrap=True)
@@ -131,7 +136,7 @@ def _print(findings: Iterator[Finding], *, quiet: bool) -> list[Finding]:
 
 
 def _cells(finding: Finding) -> Table:
-    """As wide as the terminal, long texts below each other."""
+    """Return a finding as a row with wrapped text."""
     line = Table.grid(padding=(0, 1))
     line.add_column(width=7)
     line.add_column(width=15)
