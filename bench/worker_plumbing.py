@@ -28,7 +28,7 @@ from services.common.plan.codec import encode_plan
 from services.common.plan.types import Batch, Limits, Plan
 from services.common.process.service import Stop
 from services.scheduler.workers.link import WorkerLink
-from services.scheduler.workers.stream import Answer, WorkerStream
+from services.scheduler.workers.stream import ReceivedResult, WorkerStream
 from services.worker.step.output import Sampled, StepOutput
 
 _PATIENCE_S = 60.0
@@ -91,7 +91,7 @@ class StepLoop:
     def worker_connected(self, stream: WorkerStream) -> None:
         self._inbox.put((stream, None))
 
-    def worker_answered(self, stream: WorkerStream, answer: Answer) -> None:
+    def worker_result(self, stream: WorkerStream, answer: ReceivedResult) -> None:
         self._inbox.put((stream, answer))
 
     def worker_lost(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:

@@ -13,16 +13,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What ``make lint`` checks: the rooms that were rewritten by these rules.
+# Glob patterns of the rooms that were rewritten by these rules, which ``make lint`` checks.
 ROOMS = (
+    "services/cli/doctor",
+    "services/cli/top",
+    "services/common/*.py",
     "services/common/config",
     "services/common/flags",
+    "services/common/host",
+    "services/common/metrics",
+    "services/common/model",
     "services/common/plan",
+    "services/common/process",
+    "services/common/rpc",
+    "services/common/text",
     "services/gateway/anthropic",
     "services/gateway/console",
     "services/gateway/engine",
     "services/gateway/http",
     "services/gateway/store",
+    "services/launcher",
+    "services/scheduler/*.py",
+    "services/scheduler/api",
+    "services/scheduler/engine",
+    "services/scheduler/grammar",
+    "services/scheduler/workers/[!c]*.py",
     "services/worker/attention",
     "services/worker/described",
     "services/worker/layers",
@@ -80,7 +95,7 @@ def _pages(directory: Path) -> list[Path]:
 
 def main() -> int:
     """Print every breach in the given files and directories, by default in ``ROOMS``. Return the exit status."""
-    given = [Path(name).resolve() for name in sys.argv[1:]] or [ROOT / room for room in ROOMS]
+    given = [Path(name).resolve() for name in sys.argv[1:]] or [path for room in ROOMS for path in ROOT.glob(room)]
     paths = [path for each in given for path in ([each] if each.is_file() else _pages(each))]
     count = 0
     for path in paths:

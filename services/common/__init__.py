@@ -1,4 +1,4 @@
-"""Code that several services share: errors, flags, logs, model files, the wire. It imports no service.
+"""Code shared by the services: errors, flags, logs, model files, gRPC. It imports no service.
 
-Functions run in the thread of their caller. Files that begin a thread or a process say so.
+Functions run in the caller's thread. Modules that start a thread or a process say so.
 """

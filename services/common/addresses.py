@@ -1,11 +1,11 @@
-"""Who may reach a server, by the address that it listens on."""
+"""Classifies listen addresses by the hosts that can connect to them."""
 
 import contextlib
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach it."""
+    """Return whether only processes of this host can connect to ``host``."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -14,5 +14,5 @@ def is_loopback(host: str) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether others than this host may reach a gRPC server that listens on ``address``, host:port or unix:path."""
+    """Return whether other hosts may connect to a gRPC server at ``address``, host:port or unix:path."""
     return not address.startswith("unix:") and not is_loopback(address.rpartition(":")[0].strip("[]"))

@@ -1,7 +1,8 @@
-"""The names under which an HTTP port without keys serves: its defence against DNS rebinding.
+"""Host names accepted by an HTTP port without keys, as a defence against DNS rebinding.
 
-A web page may let its own name resolve to an address of the visitor's network. Browsers then take the server there for
-the page's own, and let the page read from it. The page cannot change the ``Host`` header, which has the page's name.
+A web page may let its own name resolve to an address of the visitor's network. Browsers then treat the server at that
+address as the page's own origin, and let the page read from it. But the page cannot change the ``Host`` header, which
+contains the page's name.
 """
 
 import ipaddress
@@ -16,21 +17,24 @@ _LISTED = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?")
 
 
 class AllowedHosts:
-    """The values of ``Host`` that a port without keys takes.
+    """Set of accepted values of ``Host``.
 
-    Always allowed are IP addresses, names without a dot and names in private domains, since no web page of the public
-    internet can have such a name, the name of this machine, and the name that the port is bound to.
+    IP addresses, names without a dot and names in private domains are always accepted, since no web page of the public
+    internet can have such a name. So are the name of this machine and the name that the port is bound to.
     """
 
     def __init__(self, bound: str, listed: Sequence[str] = ()) -> None:
-        """``bound`` is the host that the port is bound to. ``listed`` is the flag ``allowed_hosts``."""
+        """Create the set for a port bound to the host ``bound``. ``listed`` is the flag ``allowed_hosts``."""
         self._any = "*" in listed
         self._names = {name.lower().rstrip(".") for name in (bound, socket.gethostname(), *listed)}
         below = (name[1:].rstrip(".") for name in map(str.lower, listed) if name.startswith("*."))
         self._domains = (*_PRIVATE_DOMAINS, *below)
 
     def allows(self, host: str) -> bool:
-        """Return whether ``host``, the value of a ``Host`` header, is allowed. An empty one is: browsers send none."""
+        """Return whether ``host``, the value of a ``Host`` header, is accepted.
+
+        An empty value is; browsers never send it.
+        """
         return self._any or self._allows(host.strip().lower())
 
     def _allows(self, host: str) -> bool:
@@ -46,7 +50,7 @@ class AllowedHosts:
 
 
 def is_listable(name: str) -> bool:
-    """Return whether ``name`` may stand in ``allowed_hosts``: a host name, ``*.`` and a domain, or ``*``."""
+    """Return whether ``name`` is valid in ``allowed_hosts``: a host name, ``*.`` and a domain, or ``*``."""
     return _LISTED.fullmatch(name.lower()) is not None
 
 

@@ -1,37 +1,37 @@
-"""The one error tree. Services raise these; each transport maps them in one place.
+"""Errors that services raise. Each transport converts them in one module.
 
 ::
 
     TokaError
-    ├── InvalidRequest          the caller can mend it: names the field and the fix   INVALID_ARGUMENT     400
+    ├── InvalidRequest          the caller can fix it: names the field and the fix    INVALID_ARGUMENT     400
     │   ├── PayloadTooLarge                                                           INVALID_ARGUMENT     413
     │   ├── UnsupportedMediaType                                                      INVALID_ARGUMENT     415
     │   └── ReusedIdempotencyKey                                                      INVALID_ARGUMENT     422
     ├── Unauthenticated         no key, or a wrong one                                UNAUTHENTICATED      401
-    ├── PermissionDenied        the key, or the web page that asks, may not do this   PERMISSION_DENIED    403
+    ├── PermissionDenied        the key or the origin of the page lacks the right      PERMISSION_DENIED    403
     ├── NotFound                no such model, request, ...                           NOT_FOUND            404
     ├── AlreadyExists           the name or handle is in use                          ALREADY_EXISTS       409
     ├── FailedPrecondition      right call, wrong state                               FAILED_PRECONDITION  409
-    ├── Overloaded              the queue is full: says when to come back             RESOURCE_EXHAUSTED   429
-    │   └── TooManyBodies       the gateway holds too many bytes of requests          RESOURCE_EXHAUSTED   503
-    ├── Unavailable             loading, draining, or a peer is down: try again       UNAVAILABLE          503
-    │   └── StoreUnavailable    files, batches and stored objects cannot be reached   UNAVAILABLE          503
+    ├── Overloaded              the queue is full; contains the time to wait          RESOURCE_EXHAUSTED   429
+    │   └── TooManyBodies       too many bytes of request bodies in memory            RESOURCE_EXHAUSTED   503
+    ├── Unavailable             loading, draining, or a peer is down: retry later     UNAVAILABLE          503
+    │   └── StoreUnavailable    files, batches and stored objects are unavailable     UNAVAILABLE          503
     ├── DeadlineExceeded                                                              DEADLINE_EXCEEDED    504
-    ├── Cancelled               an operator ended it, not the caller                  CANCELLED            499
-    └── Internal                ours: logged with its cause, sent without it          INTERNAL             500
+    ├── Cancelled               an operator cancelled the request                     CANCELLED            499
+    └── Internal                a defect: logged with its cause, sent without it      INTERNAL             500
 
 gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.http.errors``.
 Anthropic errors: ``services.gateway.anthropic.errors``.
 """
 
-PEER_LOST_STATUS = 3  # exit status of a worker that could not go on without another of its replica
+PEER_LOST_STATUS = 3  # exit status of a worker that lost another worker of its replica
 
 
 class TokaError(Exception):
-    """Base of everything a service raises on purpose. ``reason`` is a stable, machine-readable token."""
+    """Base of the errors that services raise on purpose. ``reason`` is a stable identifier for programs."""
 
     reason = "ERROR"
-    exit_status = 1  # of a process that cannot go on because of it
+    exit_status = 1  # of a process that exits because of the error
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class TokaError(Exception):
 
 
 class InvalidRequest(TokaError):
-    """The request is wrong. ``field`` is its path as the caller wrote it, e.g. ``sampling.top_p``; empty when none."""
+    """The request is wrong. ``field`` is its path as in the request, for example ``sampling.top_p``, or empty."""
 
     reason = "INVALID_REQUEST"
 
@@ -51,37 +51,37 @@ class InvalidRequest(TokaError):
 
 
 class PayloadTooLarge(InvalidRequest):
-    """The request is larger than the service reads."""
+    """The request is larger than the service accepts."""
 
     reason = "PAYLOAD_TOO_LARGE"
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The request's body is not of the type that the service reads."""
+    """The service does not support the media type of the request's body."""
 
     reason = "UNSUPPORTED_MEDIA_TYPE"
 
 
 class ReusedIdempotencyKey(InvalidRequest):
-    """The key stands for another request."""
+    """The idempotency key was used for another request."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
 
 
 class Unauthenticated(TokaError):
-    """The caller did not show who it is: no credential, or one that is not known."""
+    """The caller has no credential, or an unknown one."""
 
     reason = "INVALID_API_KEY"
 
 
 class PermissionDenied(TokaError):
-    """The caller may not do this: its key lacks the scope, or it is a foreign web page."""
+    """The caller may not do this: its key lacks the scope, or it is a web page of another origin."""
 
     reason = "PERMISSION_DENIED"
 
 
 class NotFound(TokaError):
-    """No such thing. ``field`` names what was looked up."""
+    """The requested object does not exist. ``field`` names the parameter with its name."""
 
     reason = "NOT_FOUND"
 
@@ -91,19 +91,19 @@ class NotFound(TokaError):
 
 
 class AlreadyExists(TokaError):
-    """The name is taken."""
+    """The name is in use."""
 
     reason = "ALREADY_EXISTS"
 
 
 class FailedPrecondition(TokaError):
-    """The call is right but the service is in another state than the caller believes."""
+    """The call is valid, but not in the current state of the service."""
 
     reason = "FAILED_PRECONDITION"
 
 
 class Overloaded(TokaError):
-    """A bounded queue is full. ``retry_after_s`` says when there should be room (seconds)."""
+    """A limit is reached, such as that of a queue. The caller should retry after ``retry_after_s`` seconds."""
 
     reason = "QUEUE_FULL"
 
@@ -113,41 +113,41 @@ class Overloaded(TokaError):
 
 
 class TooManyBodies(Overloaded):
-    """The gateway holds as many bytes of request bodies as it may."""
+    """The bytes of request bodies in the gateway have reached their limit."""
 
     reason = "TOO_MANY_BODIES"
 
 
 class Unavailable(TokaError):
-    """The service, or one it needs, cannot answer now; the same call may succeed later."""
+    """The service, or a service that it needs, cannot respond now. The same call may succeed later."""
 
     reason = "UNAVAILABLE"
 
 
 class StoreUnavailable(Unavailable):
-    """The gateway's store cannot be read or written now. The log of the gateway has the reason already."""
+    """The gateway's store cannot be read or written now. The gateway has already logged the reason."""
 
     reason = "STORE_UNAVAILABLE"
 
 
 class DeadlineExceeded(TokaError):
-    """The request's own deadline passed."""
+    """The request's deadline has passed."""
 
     reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(TokaError):
-    """An operator ended the request."""
+    """An operator cancelled the request."""
 
     reason = "CANCELLED_BY_OPERATOR"
 
 
 class Internal(TokaError):
-    """A defect of ours. The message is safe to show."""
+    """A defect of the service. The message contains no user data."""
 
     reason = "INTERNAL"
 
     @classmethod
     def logged(cls) -> "Internal":
-        """In place of an exception whose text is not for clients."""
+        """Return the error that replaces an exception whose text must not be sent to clients."""
         return cls("internal error; the server's log has the details")

@@ -1,4 +1,4 @@
-"""The scan of a JSON text that finds where it can be cut, and counts its values before any of them is made."""
+"""Scans a JSON text to count its values and find positions at which it can be split, before any value is created."""
 
 import re
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ import orjson
 
 from services.common.errors import InvalidRequest
 
-MAX_VALUES = 2**17  # of a document: strings, numbers, lists and objects
-MAX_MEMBERS = 1024  # of the object that is the document
-CUT_DEPTH = 16  # lists and objects around a value from which on it is parsed in one call
+MAX_VALUES = 2**17  # strings, numbers, lists and objects of a document
+MAX_MEMBERS = 1024  # of the document's root object
+CUT_DEPTH = 16  # nesting from which a value is parsed in one call
 _MAX_DEPTH = 1024  # orjson's own limit
 
 Raw: TypeAlias = bytes | bytearray
@@ -21,13 +21,13 @@ SPACE = b" \t\r\n"
 _BACKSLASH, _COMMA = b"\\,"
 _OPEN, _CLOSE = b"{}"
 _NAME = re.compile(rb'[ \t\r\n]*"([^"\\]{1,256})"')
-_CASE = 0x20  # the bit by which a brace differs from a bracket
+_CASE = 0x20  # the bit in which braces differ from brackets
 
 
 class Bulk(NamedTuple):
-    """A member of the document's object that may have more values than ``MAX_VALUES``.
+    """A member of the document's object that may have more than ``MAX_VALUES`` values.
 
-    most: entries of the object, or None for token ids, which are read into arrays.
+    ``most`` limits the entries of an object. None stands for token ids, which are read into arrays.
     """
 
     most: int | None = None
@@ -37,41 +37,41 @@ Bulks: TypeAlias = Mapping[str, Bulk]
 
 
 class TooManyValues(InvalidRequest):
-    """The document has more values than the server takes."""
+    """The document has more values than the server accepts."""
 
     reason = "TOO_MANY_VALUES"
 
 
 def name_at(raw: Raw, at: int) -> str:
-    """Return the name of the member whose text begins at ``at``, or an empty string for a long or an escaped one."""
+    """Return the name of the member at ``at``, or an empty string if the name is long or contains escapes."""
     found = _NAME.match(raw, at)
     return found[1].decode(errors="replace") if found else ""
 
 
 def bulk_at(raw: Raw, at: int, bulks: Bulks) -> str:
-    """Return the name in ``bulks`` of the member whose text begins at ``at``, or an empty string."""
+    """Return the name of the member at ``at`` if it is in ``bulks``, else an empty string."""
     name = name_at(raw, at)
     return name if name in bulks else ""
 
 
 def invalid(what: str, at: int) -> orjson.JSONDecodeError:
-    """Return the error for a text that is no JSON. ``at``: a byte at or before the place."""
-    return orjson.JSONDecodeError(f"{what}, at byte {at} or behind it", "", 0)
+    """Return the error for invalid JSON at byte ``at`` or after it."""
+    return orjson.JSONDecodeError(f"{what}, at byte {at} or after it", "", 0)
 
 
 class Scan:
-    """Positions at which a document can be cut: for each depth, the first and the last comma of each slice.
+    """Positions at which a document can be split: for each depth, the first and the last comma of each slice.
 
-    Two cuts that follow each other at one depth have either at most a slice between them, or exactly one value.
+    Between two adjacent cuts of a depth there is either at most one slice of text, or exactly one value.
     """
 
     def __init__(self, raw: Raw, bulks: Bulks, most: int, slice_bytes: int) -> None:
         self.cuts: list[list[int]] = [[] for _ in range(CUT_DEPTH + 1)]
         self._raw, self._bulks, self._most, self._slice_bytes = raw, bulks, most, slice_bytes
-        self._escaped = self._inside = False  # the next character is escaped; it is in a string
+        self._escaped = self._inside = False  # state of the next character
         self._depth = 0
         self._values, self._members = 1, 0
-        self._bulk: Bulk | None = None  # the member that the next character belongs to
+        self._bulk: Bulk | None = None  # the member that contains the next character
         self._bulk_values = self._member_at = 0
         root = next((code for code in raw[:1024].lstrip(SPACE)[:1]), 0)
         self._members_named = root == ord("{")
@@ -83,11 +83,11 @@ class Scan:
             raise invalid("the text ends inside of a string, a list or an object", len(raw))
 
     def _scan(self, start: int, text: np.ndarray) -> None:
-        """Scan a slice of the document. ``text``: uint8 [bytes]."""
+        """Scan a slice of the document. ``text`` is uint8 [bytes]."""
         outside = self._outside_strings(text)
         folded = text | _CASE
         opens, closes = (folded == _OPEN) & outside, (folded == _CLOSE) & outside
-        # int32 [bytes]: depth of each character; that of a bracket counts itself.
+        # int32 [bytes]: depth of each character. A bracket has the depth inside it.
         depths = np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32) + self._depth
         if depths.max() > _MAX_DEPTH or depths.min() < 0:
             raise invalid("brackets do not match, or are nested too deeply", start)
@@ -100,7 +100,7 @@ class Scan:
             self.cuts[depth] += dict.fromkeys((start + int(there[0]), start + int(there[-1])))
 
     def _outside_strings(self, text: np.ndarray) -> np.ndarray:
-        """Return a mask of the characters that are in no string. bool [bytes]."""
+        """Return a mask of the characters outside of strings. bool [bytes]."""
         quotes = text == QUOTE
         slashes = np.flatnonzero(text == _BACKSLASH)
         if self._escaped:
@@ -108,7 +108,7 @@ class Scan:
             slashes = slashes[1:] if len(slashes) and slashes[0] == 0 else slashes
         self._escaped = False
         if len(slashes):
-            begins = np.concatenate(([True], np.diff(slashes) != 1))  # of a run of backslashes
+            begins = np.concatenate(([True], np.diff(slashes) != 1))  # starts of runs of backslashes
             first = slashes[np.maximum.accumulate(np.where(begins, np.arange(len(slashes)), 0))]
             escaped = slashes[(slashes - first) % 2 == 0] + 1
             self._escaped = bool(escaped[-1] == len(text))
@@ -121,7 +121,7 @@ class Scan:
         return outside
 
     def _count(self, start: int, opens: np.ndarray, commas: np.ndarray, depths: np.ndarray) -> None:
-        """Count the values of a slice, apart for each member of the document's object."""
+        """Count the values of a slice, separately for each member of the document's object."""
         bounds = commas[depths == 1].tolist() if self._members_named else []
         self._members += len(bounds)
         if self._members >= MAX_MEMBERS:

@@ -1,16 +1,16 @@
-"""API keys: a TOML file with a hash of each, and who a presented key belongs to.
+"""API keys in a TOML file with a hash of each key.
 
 ::
 
     [[keys]]
     name = "team-a"                   # in the queue, and the owner of files, batches and stored responses
-    hash = "sha256:<64 hex digits>"   # of the key; a list of them while one replaces another
+    hash = "sha256:<64 hex digits>"   # of the key; a list of hashes during a rotation
     scopes = ["inference"]            # the default; "admin": metrics and the replicas' state
-    max_concurrent = 64               # the rest may be left out: no limit, no end
+    max_concurrent = 64               # this and the following are optional limits
     tokens_per_minute = 100000
     expires = 2027-01-31              # the first day, UTC, on which it is refused
 
-Keys are random with 256 bits, so a plain SHA-256 is as good as a slow hash: there is nothing to guess.
+Keys are random with 256 bits, so they cannot be guessed, and a plain SHA-256 is as safe as a slow hash.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
-from services.common.host.watched import Watched
+from services.common.host.file_watch import FileWatch
 
 log = structlog.get_logger(__name__)
 
@@ -47,34 +47,34 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Key:
-    """Who may do what."""
+    """An API key's name, permissions and limits."""
 
     name: str
     scopes: frozenset[str]
-    max_concurrent: int | None = None  # requests at once
+    max_concurrent: int | None = None  # concurrent requests
     tokens_per_minute: int | None = None
     expires_at: float | None = None  # Unix time
     digests: tuple[bytes, ...] = field(default=(), repr=False)  # SHA-256
 
 
 class KeyRing:
-    """The keys of one file. Belongs to one thread, or is guarded by its owner."""
+    """Keys of one file. Belongs to one thread, or its owner locks it."""
 
     def __init__(self, keys: Sequence[Key], path: Path | None = None) -> None:
         self.keys = tuple(keys)
         self._path = path
-        self._watched = Watched([] if path is None else [path])
+        self._file_watch = FileWatch([] if path is None else [path])
 
     @classmethod
     def load(cls, path: str | Path) -> "KeyRing":
-        """Raises ``InvalidRequest`` for a file that cannot be read, is wrong, or may be written by anybody."""
+        """Load a file. Raises ``InvalidRequest`` if it cannot be read, is invalid, or every user can write to it."""
         path = Path(path).expanduser()
-        ring = cls((), path)  # watches from before it is read
+        ring = cls((), path)  # the file watch starts before the read
         ring.keys = _read(path)
         return ring
 
     def find(self, presented: str) -> Key | None:
-        """Whose key ``presented`` is; None: nobody's, or it has expired. Takes as long whichever it is."""
+        """Return the key whose value is ``presented``, or None if it is unknown or expired. Takes constant time."""
         digest = hashlib.sha256(presented.encode(errors="surrogateescape")).digest()
         found = None
         for key in self.keys:
@@ -84,37 +84,41 @@ class KeyRing:
         return None if found is None or _expired(found) else found
 
     def named(self, name: str) -> Key | None:
-        """The key of that name; None: there is none, or it has expired."""
+        """Return the key called ``name``, or None if it does not exist or has expired."""
         found = next((key for key in self.keys if key.name == name), None)
         return None if found is None or _expired(found) else found
 
     def refresh(self) -> bool:
-        """Read the file again if it changed, which is looked at once a second: whether there are new keys. A wrong one
-        is logged, and the keys stay what they were."""
-        if self._path is None or not self._watched.changed():
+        """Read the file again if it changed. Return whether the keys were replaced.
+
+        The file is checked at most once a second. An invalid file is logged, and the previous keys stay in use.
+        """
+        if self._path is None or not self._file_watch.changed():
             return False
         try:
             self.keys = _read(self._path)
         except InvalidRequest as error:
-            log.error("the API keys stay as they were", reason=error.message)
+            log.error("cannot reload the API keys: the previous ones stay in use", reason=error.message)
             return False
-        log.info("API keys read again", keys=len(self.keys))
+        log.info("API keys reloaded", keys=len(self.keys))
         return True
 
 
 def new_key() -> str:
-    """One that nobody has."""
+    """Return a new random key."""
     return PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def hash_of(key: str) -> str:
-    """As the file has it."""
+    """Return the hash of ``key`` as written in the file."""
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def salted(name: str, salt: str) -> str:
-    """The ``cache_salt`` that stands for the caller's own ``salt`` where keys share no cache: no other key's caller can
-    name it, whatever salt it sends, as long as every salt goes through here."""
+    """Return the ``cache_salt`` to use for ``salt`` if keys do not share the prefix cache.
+
+    All salts must be converted by this function. Then no other key's caller can produce the same salt.
+    """
     return hashlib.sha256(f"{len(name)}:{name}{salt}".encode(errors="surrogatepass")).hexdigest()
 
 
@@ -139,7 +143,7 @@ class _Entry(BaseModel):
     @field_validator("hash")
     @classmethod
     def _are_hashes(cls, hashes: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(map(_HASH.fullmatch, hashes)):  # what was given may be the key itself: it is not repeated
+        if not all(map(_HASH.fullmatch, hashes)):  # the value may be a key itself, so the message must not contain it
             raise ValueError("expected sha256: and 64 lower-case hexadecimal digits, as toka-key prints")
         return hashes
 
@@ -169,7 +173,7 @@ def _read(path: Path) -> tuple[Key, ...]:
     try:
         with path.open("rb") as file:
             if stat.S_IMODE(path.stat().st_mode) & stat.S_IWOTH:
-                raise _wrong(path, "anybody may write to it, and so make keys; chmod o-w it")
+                raise _wrong(path, "every user of this host can write to it and so create keys; run chmod o-w on it")
             document = tomllib.load(file)
     except OSError as error:
         raise _wrong(path, f"cannot be read ({error.strerror})") from None
@@ -181,23 +185,23 @@ def _read(path: Path) -> tuple[Key, ...]:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
         raise _wrong(path, f"{place}: {problem['msg'].removeprefix('Value error, ')}") from None
-    _check_differ(path, keys)
+    _check_distinct(path, keys)
     return tuple(keys)
 
 
-def _check_differ(path: Path, keys: list[Key]) -> None:
-    """What is wrong is logged, so it names keys and no hash."""
+def _check_distinct(path: Path, keys: list[Key]) -> None:
+    """Refuse repeated names and hashes. The message is logged, so it names keys and contains no hash."""
     for name, times in Counter(key.name for key in keys).items():
         if times > 1:
-            raise _wrong(path, f"the name {name!r} is there {times} times; once is right")
+            raise _wrong(path, f"the name {name!r} is used {times} times; use it once")
     owners: dict[bytes, str] = {}
     for key in keys:
         for digest in key.digests:
             other = owners.setdefault(digest, key.name)
             if other != key.name:
-                raise _wrong(path, f"the keys {other!r} and {key.name!r} have the same hash; give each one of its own")
+                raise _wrong(path, f"the keys {other!r} and {key.name!r} have the same hash; give each key its own")
         if len(set(key.digests)) < len(key.digests):
-            raise _wrong(path, f"the key {key.name!r} has the same hash twice; once is right")
+            raise _wrong(path, f"the key {key.name!r} has the same hash twice; list it once")
 
 
 def _wrong(path: Path, what: str) -> InvalidRequest:

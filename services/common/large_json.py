@@ -1,8 +1,8 @@
-"""Parsing of JSON that a client may have made to be expensive.
+"""Parses JSON that a client may have written to be expensive.
 
-orjson holds the interpreter's lock during a call, so a large document stops every thread of the process, and an empty
-object takes 64 bytes of memory for its 3 bytes of text. ``load`` bounds both: it counts the values of a large document
-before it makes any, parses it in pieces of at most ``PIECE_BYTES``, and reads lists of token ids into arrays.
+orjson holds the GIL during a call, so a large document stops every thread of the process, and an empty object takes 64
+bytes of memory for 3 bytes of text. ``load`` limits both. It counts the values of a large document before it creates
+any, parses the document in pieces of at most ``PIECE_BYTES``, and reads lists of token ids into arrays.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import orjson
 from services.common.errors import InvalidRequest
 from services.common.json_scan import CUT_DEPTH, MAX_VALUES, QUOTE, SPACE, Bulks, Raw, Scan, bulk_at, invalid
 
-PIECE_BYTES = 128 * 1024  # parsed in one call: some 10 ms, if they are empty lists
-MAX_LISTS = 2**16  # lists or texts in a list of token ids
-MAX_CHARACTERS = 2**23  # of a string: where one is put together, no other thread runs
-_DEEP_BYTES = 2**21  # of a value that begins too deep for a cut
-_FEW = 64  # numbers that are looked at one by one as fast as by numpy
-_LONGEST_ESCAPE = 12  # bytes: two halves of a surrogate pair
+PIECE_BYTES = 128 * 1024  # parsed in one call; takes about 10 ms if it consists of empty lists
+MAX_LISTS = 2**16  # lists or strings in a list of token ids
+MAX_CHARACTERS = 2**23  # of a string; no other thread runs while its pieces are joined
+_DEEP_BYTES = 2**21  # of a value that is nested too deeply to be split
+_FEW = 64  # up to this number of values, a Python loop is as fast as numpy
+_LONGEST_ESCAPE = 12  # bytes of an escaped surrogate pair
 _ENDS = {ord("["): ord("]"), ord("{"): ord("}")}
 
 
 def count_marks(raw: Raw) -> int:
-    """Return an upper bound of the number of values in ``raw``: commas and brackets, those in strings included."""
+    """Return an upper bound of the number of values in ``raw``: its commas and brackets, including those in strings."""
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def load(raw: Raw, bulks: Bulks | None = None, *, most: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES) -> Any:
-    """Return the value of the JSON text ``raw``. Runs in any thread.
+    """Return the value of the JSON text ``raw``. Any thread may call it.
 
-    A list of token ids in a member of ``bulks`` is a uint32 array if the document is large; a list of such lists is a
+    In a large document, a list of token ids in a member of ``bulks`` becomes a uint32 array, and a list of such lists a
     list of arrays. Raises ``orjson.JSONDecodeError``, and ``InvalidRequest`` for more than ``most`` values.
     """
     if len(raw) <= piece_bytes:
@@ -44,11 +44,11 @@ def load(raw: Raw, bulks: Bulks | None = None, *, most: int = MAX_VALUES, piece_
 
 
 class _Document:
-    """A large document, parsed in pieces."""
+    """Large document that is parsed in pieces."""
 
     def __init__(self, raw: Raw, bulks: Bulks, most: int, piece_bytes: int) -> None:
         self._raw, self._bulks, self._most_bytes = raw, bulks, piece_bytes
-        self._field = ""  # the member of the document's object that is parsed
+        self._field = ""  # the current member of the document's object
         self._cuts = Scan(raw, bulks, most, piece_bytes).cuts
 
     def value(self) -> Any:
@@ -57,8 +57,10 @@ class _Document:
         return self._value(start, end, 0)
 
     def _value(self, start: int, end: int, depth: int) -> Any:
-        """Return the value of the text from ``start`` to ``end``, without space around it. ``depth``: of lists and
-        objects around it."""
+        """Return the value of the text from ``start`` to ``end``, without whitespace around it.
+
+        ``depth`` is the number of lists and objects around it.
+        """
         raw = self._raw
         if end - start <= self._most_bytes:
             return self._load(start, end)
@@ -67,13 +69,13 @@ class _Document:
         if raw[start] == QUOTE:
             return self._text(start, end)
         if raw[end - 1] != _ENDS.get(raw[start]):
-            raise invalid("a value does not end as it begins", start)
+            raise invalid("the brackets of a value do not match", start)
         if raw[start] == ord("["):
             return self._list(start, end, depth + 1)
         return self._object(start, end, depth + 1)
 
     def _deep(self, start: int, end: int) -> Any:
-        """Return a value that cannot be cut."""
+        """Return a value that is nested too deeply to be split."""
         if end - start > _DEEP_BYTES:
             raise InvalidRequest(
                 f"a value inside of {CUT_DEPTH} lists and objects has {end - start} bytes: at most {_DEEP_BYTES}; make"
@@ -108,9 +110,9 @@ class _Document:
         return values
 
     def _token_ids(self, start: int, end: int, field: str) -> Any:
-        """Return a list of token ids as a uint32 array, and a list of lists of them as a list of arrays.
+        """Return a list of token ids as a uint32 array, or a list of such lists as a list of arrays.
 
-        If something else is among them, return a list of a list with it: validation says what is wrong.
+        If the list contains another value, return a nested list with it, for which validation raises the error.
         """
         flat, found = array("I"), []
         for first, last in self._pieces(start, end, 2):
@@ -121,7 +123,7 @@ class _Document:
                 values = self._load(first, last, b"[]")
                 if not _append_ids(flat, values):
                     found += [_list_of_ids(value) for value in values]
-            except _NoTokenIds as error:
+            except _NotTokenIds as error:
                 return [[error.value]]
             if len(found) > MAX_LISTS:
                 raise InvalidRequest(
@@ -134,23 +136,23 @@ class _Document:
         return np.frombuffer(flat, np.uint32) if flat else found
 
     def _long_item(self, start: int, end: int) -> Any:
-        """Return a long text, or a long list of token ids. Raises ``_NoTokenIds``."""
+        """Return a long string, or a long list of token ids. Raises ``_NotTokenIds``."""
         if self._raw[start] != ord("["):
             value = self._value(start, end, 2)
             if isinstance(value, str):
                 return value
-            raise _NoTokenIds({})
+            raise _NotTokenIds({})
         if self._raw[end - 1] != ord("]"):
-            raise invalid("a value does not end as it begins", start)
+            raise invalid("the brackets of a value do not match", start)
         ids = array("I")
         for first, last in self._pieces(start, end, 3):
             values = self._load(first, last, b"[]") if last - first <= self._most_bytes else [[]]
             if not _append_ids(ids, values):
-                raise _NoTokenIds(next(value for value in values if not _is_id(value)))
+                raise _NotTokenIds(next(value for value in values if not _is_id(value)))
         return np.frombuffer(ids, np.uint32)
 
     def _pieces(self, start: int, end: int, depth: int) -> Iterator[tuple[int, int]]:
-        """Yield where the parts of a list or object begin and end, each with one member or more."""
+        """Yield the bounds of parts of a list or object. Each part contains one or more members."""
         cuts = self._cuts[depth]
         there = cuts[bisect_right(cuts, start) : bisect_left(cuts, end)]
         for first, last in zip([start, *there], [*there, end - 1], strict=True):
@@ -160,7 +162,7 @@ class _Document:
             yield part
 
     def _name(self, start: int, end: int) -> tuple[str, int]:
-        """Return the name of the member at ``start``, and where its value begins."""
+        """Return the name of the member at ``start``, and the start of its value."""
         raw = self._raw
         at = start + 1
         while True:
@@ -187,12 +189,12 @@ class _Document:
             for cut in range(at + self._most_bytes, at + self._most_bytes - _LONGEST_ESCAPE - 1, -1):
                 try:
                     parts.append(self._load(at, cut, b'""'))
-                except orjson.JSONDecodeError:  # the cut is inside a character
+                except orjson.JSONDecodeError:  # the cut is inside an escape or a character
                     continue
                 at = cut
                 break
             else:
-                raise invalid("a string cannot be read", at)
+                raise invalid("a string cannot be parsed", at)
             if (characters := characters + len(parts[-1])) > MAX_CHARACTERS:
                 raise InvalidRequest(
                     f"the body has a string of more than {MAX_CHARACTERS} characters; send a shorter one, or several",
@@ -205,7 +207,7 @@ class _Document:
         return orjson.loads(around[:1] + self._raw[start:end] + around[1:])
 
     def _strip(self, start: int, end: int) -> tuple[int, int]:
-        """Return the bounds without the space at both ends."""
+        """Return the bounds without whitespace at both ends."""
         raw = self._raw
         while start < end and raw[start] in SPACE:
             some = raw[start : min(end, start + self._most_bytes)]
@@ -216,8 +218,8 @@ class _Document:
         return start, end
 
 
-class _NoTokenIds(Exception):
-    """A list of token ids has something else in it."""
+class _NotTokenIds(Exception):
+    """A list of token ids contains another value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -225,12 +227,12 @@ class _NoTokenIds(Exception):
 
 
 def _append_ids(ids: array[int], values: list[Any]) -> bool:
-    """Append ``values`` to ``ids``. Return False, and append nothing, if one of them is no token id."""
+    """Append ``values`` to ``ids``. Return False and append nothing if a value is not a token id."""
     try:
         more = array("I", values)
     except (TypeError, OverflowError):
         return False
-    known = len(more) > _FEW and np.frombuffer(more, np.uint32).min() > 1  # True is 1 to an array
+    known = len(more) > _FEW and np.frombuffer(more, np.uint32).min() > 1  # an array stores True as 1
     if known or all(map(_is_id, values)):
         ids.extend(more)
         return True
@@ -242,12 +244,12 @@ def _is_id(value: Any) -> bool:
 
 
 def _list_of_ids(value: Any) -> Any:
-    """Return a text as it is, and a list of token ids as an array. Raises ``_NoTokenIds``."""
+    """Return a string unchanged, and a list of token ids as an array. Raises ``_NotTokenIds``."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _NoTokenIds(value)
+        raise _NotTokenIds(value)
     ids = array("I")
     if not _append_ids(ids, value):
-        raise _NoTokenIds(next(each for each in value if not _is_id(each)))
+        raise _NotTokenIds(next(each for each in value if not _is_id(each)))
     return np.array(ids, np.uint32)

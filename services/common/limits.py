@@ -1,5 +1,7 @@
-"""What a key may use: so many requests at once, and so many tokens a minute. Of one process: nothing is shared, so each
-of ``toka``'s gateways has its part of both."""
+"""Limits of an API key: concurrent requests and tokens per minute.
+
+The limits hold for one process. Each of ``toka``'s gateways gets an equal part of them.
+"""
 
 import asyncio
 import math
@@ -11,101 +13,109 @@ from dataclasses import dataclass, field
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.keys import Key
 
-# Of an answer whose request does not say how long it may be, and which is rarely as long as the context.
-UNSAID_TOKENS = 1024
+# Reserved for an answer if the request does not limit it. Answers are rarely as long as the context.
+DEFAULT_ANSWER_TOKENS = 1024
 _BUSY_RETRY_S = 1.0
 
 
 @dataclass
-class _Use:
-    """A key's. ``tokens``: what is left of its bucket, below 0 when answers took more than was reserved."""
+class _Usage:
+    """Usage of one key. ``tokens`` is the level of its bucket, negative after answers longer than reserved."""
 
     tokens: float
-    at: float  # when that was so
+    at: float  # time of the level
     running: int = 0
-    behind: list[Callable[[], None]] = field(default_factory=list)  # what gives way to requests, the last one first
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)  # for room behind requests
+    background: list[Callable[[], None]] = field(default_factory=list)  # work that yields to requests, newest first
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)  # for capacity for background work
 
 
 @dataclass
 class Reservation:
-    """Tokens that a request may take; ``settle`` says how many it took."""
+    """Tokens reserved for a request."""
 
-    limits: "Limits"
+    limits: "KeyLimits"
     key: Key
     tokens: int
 
     def settle(self, used: int) -> None:
-        """Give back what was not used, or take what more was. The last word counts."""
+        """Correct the reservation to ``used`` tokens. It may be called again with a later value."""
         self.limits.take(self.key, used - self.tokens)
         self.tokens = used
 
 
-class Limits:
-    """Lives on one event loop. Keys are few, so nothing is forgotten."""
+class KeyLimits:
+    """Limits of all keys. Used on one event loop. Entries are never removed, since keys are few."""
 
     def __init__(self, gateways: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        """``gateways``: a key's limits are divided by so many, rounded up. ``clock``: seconds."""
+        """Divide the limits by ``gateways``, rounded up. ``clock`` returns seconds."""
         self._gateways = gateways
         self._clock = clock
-        self._uses: dict[str, _Use] = {}
+        self._uses: dict[str, _Usage] = {}
 
     @contextmanager
     def running(self, key: Key | None, *, admitted: bool = False) -> Iterator[None]:
-        """Count a request while it runs. Raises ``Overloaded`` if the key's limit is reached, unless it is ``admitted``
-        already: work that goes on when its request has been answered."""
+        """Count a request while it runs. Raises ``Overloaded`` if the key's limit is reached.
+
+        Work that is already ``admitted`` never raises: it continues after the response to its request.
+        """
         if key is None:
             yield
             return
         use = self._use(key)
         most = self._part(key.max_concurrent)
         if most is not None and use.running >= most and not admitted:
-            raise _exceeded(f"{use.running} requests of this API key run already, its limit", _BUSY_RETRY_S)
+            raise _exceeded(f"{use.running} requests of this API key are running, which is its limit", _BUSY_RETRY_S)
         use.running += 1
-        while most is not None and use.behind and use.running + len(use.behind) > most:
-            use.behind.pop()()
+        while most is not None and use.background and use.running + len(use.background) > most:
+            use.background.pop()()
         try:
             yield
         finally:
             use.running -= 1
-            self.tell_room(key.name)
+            self.notify_capacity(key.name)
 
-    def begin_behind(self, key: Key, give_way: Callable[[], None]) -> bool:
-        """Whether there is room for what is no request itself, such as a line of a batch; it is counted then, until
-        ``end_behind``. When a request needs its place it is not counted any more, and ``give_way`` is called."""
+    def start_background(self, key: Key, on_preempted: Callable[[], None]) -> bool:
+        """Start background work, such as a line of a batch, if the limit allows it. Return whether it was started.
+
+        It counts until ``end_background``. If a request needs its place, it no longer counts and ``on_preempted`` is
+        called.
+        """
         use, most = self._use(key), self._part(key.max_concurrent)
-        if most is not None and use.running + len(use.behind) >= most:
+        if most is not None and use.running + len(use.background) >= most:
             return False
-        use.behind.append(give_way)
+        use.background.append(on_preempted)
         return True
 
-    def end_behind(self, key: Key, give_way: Callable[[], None]) -> None:
-        """It has ended, or has given way."""
+    def end_background(self, key: Key, on_preempted: Callable[[], None]) -> None:
+        """Stop counting background work that ended or was preempted."""
         with suppress(ValueError):
-            self._use(key).behind.remove(give_way)
-        self.tell_room(key.name)
+            self._use(key).background.remove(on_preempted)
+        self.notify_capacity(key.name)
 
-    async def wait_for_room(self, name: str, at_most_s: float) -> None:
-        """Until there may be room behind the requests of the key ``name``, which had none."""
-        use, room = self._uses[name], asyncio.get_running_loop().create_future()
-        use.waiting.append(room)
+    async def wait_for_capacity(self, name: str, at_most_s: float) -> None:
+        """Wait at most ``at_most_s`` seconds for capacity for background work of the key ``name``."""
+        use, capacity = self._uses[name], asyncio.get_running_loop().create_future()
+        use.waiting.append(capacity)
         try:
-            await asyncio.wait([room], timeout=at_most_s)
+            await asyncio.wait([capacity], timeout=at_most_s)
         finally:
-            if room in use.waiting:
-                use.waiting.remove(room)
+            if capacity in use.waiting:
+                use.waiting.remove(capacity)
 
-    def tell_room(self, name: str) -> None:
-        """Who waits for it is to look."""
+    def notify_capacity(self, name: str) -> None:
+        """Wake up the tasks in ``wait_for_capacity``."""
         use = self._uses[name]
         waiting, use.waiting = use.waiting, []
-        for room in waiting:
-            if not room.done():
-                room.set_result(None)
+        for capacity in waiting:
+            if not capacity.done():
+                capacity.set_result(None)
 
     def reserve(self, key: Key | None, tokens: int, *, field: str = "max_tokens") -> Reservation | None:
-        """``tokens`` for a request; None: nobody counts. Raises ``Overloaded`` when there are not so many now, and
-        ``InvalidRequest``, which names ``field``, when there never will be."""
+        """Reserve ``tokens`` for a request. Return None if the key has no limit.
+
+        Raises ``Overloaded`` if the bucket contains fewer tokens, and ``InvalidRequest`` with ``field`` if it can never
+        contain them.
+        """
         if key is None or key.tokens_per_minute is None:
             return None
         rate, use = self._rate(key), self._use(key)
@@ -119,20 +129,23 @@ class Limits:
         use.tokens -= tokens
         return Reservation(self, key, tokens)
 
-    def spare_in_s(self, key: Key, tokens: int) -> float:
-        """Seconds until ``tokens`` can be had and half of a minute's are left for requests; of what needs more than
-        the other half, until the bucket is full. Raises as ``reserve`` when there never will be so many."""
+    def seconds_until_spare(self, key: Key, tokens: int) -> float:
+        """Return the seconds until background work may take ``tokens``. Requests keep half of a minute's tokens.
+
+        Work that needs more than the other half waits until the bucket is full. Raises ``InvalidRequest`` if the bucket
+        can never contain ``tokens``.
+        """
         rate, use = self._rate(key), self._use(key)
         _check_fits(tokens, rate, "max_tokens")
         return max(0.0, min(tokens + rate / 2, rate) - use.tokens) * 60 / rate
 
     def take(self, key: Key, tokens: int) -> None:
-        """``tokens`` more than were reserved; negative: fewer."""
+        """Take ``tokens`` without a check. A negative number returns tokens."""
         rate, use = self._rate(key), self._use(key)
         use.tokens = min(use.tokens - tokens, rate)
 
     def headers(self, key: Key | None) -> dict[str, str]:
-        """``x-ratelimit-*`` as OpenAI has them; ``requests`` are those at once."""
+        """Return OpenAI's headers ``x-ratelimit-*``. The limit of requests is that of concurrent requests."""
         headers: dict[str, str] = {}
         if key is None:
             return headers
@@ -146,18 +159,18 @@ class Limits:
             headers["x-ratelimit-reset-tokens"] = f"{(rate - use.tokens) * 60 / rate:.3f}s"
         return headers
 
-    def _use(self, key: Key) -> _Use:
-        """Up to date."""
+    def _use(self, key: Key) -> _Usage:
+        """Return the current usage of ``key``."""
         now, rate = self._clock(), self._part(key.tokens_per_minute)
-        use = self._uses.setdefault(key.name, _Use(math.inf, now))
+        use = self._uses.setdefault(key.name, _Usage(math.inf, now))
         use.tokens = math.inf if rate is None else min(use.tokens + (now - use.at) * rate / 60, rate)
         use.at = now
         return use
 
     def _rate(self, key: Key) -> int:
-        """Tokens a minute of a key that has such a limit."""
+        """Return the tokens per minute of a key with such a limit."""
         if (rate := self._part(key.tokens_per_minute)) is None:
-            raise ValueError(f"key {key.name}: nobody counts its tokens")
+            raise ValueError(f"key {key.name}: it has no limit of tokens")
         return rate
 
     def _part(self, limit: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Which distribution log-probabilities are of: the flag ``logprobs_mode`` and the parameter of a request."""
+"""The flag and request parameter ``logprobs_mode``, which selects the distribution of log-probabilities."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,8 +9,8 @@ PROCESSED: Literal["processed"] = "processed"
 _VLLM = {"raw_logprobs": RAW, "processed_logprobs": PROCESSED}
 
 
-def _ours(value: Any) -> Any:
-    """Return vLLM's name of a mode as ours. Raises ValueError for its modes that return logits."""
+def _from_vllm(value: Any) -> Any:
+    """Convert vLLM's names of modes. Raises ValueError for its modes that return logits."""
     if value in ("raw_logits", "processed_logits"):
         raise ValueError(
             f"{value!r}: this server returns log-probabilities and no logits; expected 'raw' or 'processed'"
@@ -18,4 +18,4 @@ def _ours(value: Any) -> Any:
     return _VLLM.get(value, value) if isinstance(value, str) else value
 
 
-LogprobsMode = Annotated[Literal["raw", "processed"], BeforeValidator(_ours)]
+LogprobsMode = Annotated[Literal["raw", "processed"], BeforeValidator(_from_vllm)]

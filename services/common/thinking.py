@@ -1,13 +1,13 @@
-"""The limit of a reasoning section, as the scheduler sends it and the worker keeps it."""
+"""The limit of a reasoning section, sent by the scheduler and enforced by the worker."""
 
 from typing import NamedTuple
 
-OPENING_TOKENS = 8  # the first tokens of an answer, among which a reasoning section may begin
+OPENING_TOKENS = 8  # a reasoning section must begin within the first tokens of an answer
 
 
 class ThinkingBudget(NamedTuple):
-    """After ``tokens`` tokens inside the section, ``end_token_id`` is forced."""
+    """Limit of a reasoning section: after ``tokens`` tokens inside it, ``end_token_id`` is forced."""
 
     tokens: int
     end_token_id: int
-    begin_token_id: int | None = None  # None: the section is open where the prompt ends
+    begin_token_id: int | None = None  # None: the prompt has opened the section

@@ -12,8 +12,8 @@ import structlog
 from services.common.config import GatewayConfig
 from services.common.errors import Unavailable
 from services.common.process.handover import Handover, listen
-from services.common.process.pulse import Pulse
 from services.common.process.service import Stop, collect_every, collect_seldom, run_service
+from services.common.process.watchdog_client import WatchdogClient
 from services.gateway.app.admin import make_admin_app
 from services.gateway.app.app import make_app
 from services.gateway.batch.service import BatchService
@@ -158,8 +158,8 @@ def main() -> None:
 
 
 async def _watched(handover: Handover | None, config: GatewayConfig, stop: Stop) -> None:
-    async with Pulse(config, "event loop") as pulse:
-        await serve(config, stop, handover=handover, on_listening=lambda _: pulse.serving())
+    async with WatchdogClient(config, "event loop") as watchdog:
+        await serve(config, stop, handover=handover, on_listening=lambda _: watchdog.serving())
 
 
 if __name__ == "__main__":

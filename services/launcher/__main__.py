@@ -1,10 +1,10 @@
-"""``toka`` and ``python -m services.launcher``: ends quietly on Ctrl-C from its first moment."""
+"""Entry point of ``toka`` and ``python -m services.launcher``. Ctrl-C ends it without a traceback from the start."""
 
 import signal
 
 
 def main() -> None:
-    """Run ``toka``. Until it handles signals itself, Ctrl-C ends the process without a traceback."""
+    """Run ``toka``. Ctrl-C ends the process without a traceback before ``toka`` handles signals."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from services.launcher.toka import main as toka  # takes half a second
 

@@ -1,8 +1,9 @@
-"""``toka-compose dp=2 tp=2 pp=1``: what Docker Compose lays over ``docker-compose.yml`` for several replicas and ranks.
+"""Writes a Docker Compose overlay for several replicas and ranks: the command ``toka-compose dp=2 tp=2 pp=1``.
 
-Compose has no loops, so each mix is a file of its own. ``docker/compose.gpu.yml`` includes the one that ``TOKA_DP``,
-``TOKA_TP`` and ``TOKA_PP`` name. A replica is one scheduler and one container of workers (``toka-workers``), since
-ranks reach each other's memory within a container only. The text depends on the flags alone.
+Compose has no loops, so each combination has its own file. ``docker/compose.gpu.yml`` includes the file that
+``TOKA_DP``, ``TOKA_TP`` and ``TOKA_PP`` select. A replica consists of a scheduler and one container of workers
+(``toka-workers``), because ranks can access each other's memory only within a container. The text depends only on the
+flags.
 """
 
 import sys
@@ -16,11 +17,11 @@ from services.common.flags import Config, Excludes, Int, Strings
 
 WORKER_PORT, SCHEDULER_PORT = 10410, 10310  # in their containers
 CUDA_PYTHON_IMAGE = "python:3.12.13-slim-bookworm"
-MOST_RANKS = 8  # of a replica: so many ports docker/prometheus/prometheus.yml asks
+MOST_RANKS = 8  # of a replica; docker/prometheus/prometheus.yml scrapes this number of ports
 
 
 class ComposeConfig(Config):
-    """The shape of a deployment on one host."""
+    """Flags of ``toka-compose``."""
 
     dp: Int = Field(1, ge=1, le=64, description="replicas: a scheduler and a container of workers each")
     tp: Int = Field(1, ge=1, le=MOST_RANKS, description="tensor-parallel ranks of a replica")
@@ -43,37 +44,37 @@ class ComposeConfig(Config):
             if not name.replace("-", "").isalnum():
                 raise ValueError(f"{name!r} is neither a number nor a UUID; see nvidia-smi -L")
             if names.count(name) > 1:
-                raise ValueError(f"{name} is named twice; each rank needs a GPU of its own")
+                raise ValueError(f"{name} is listed twice; each rank needs its own GPU")
         return names
 
     @model_validator(mode="after")
     def _a_gpu_for_each_rank(self) -> "ComposeConfig":
         if self.ranks > MOST_RANKS:
             raise ValueError(
-                f"flags tp={self.tp} pp={self.pp}: a replica of {self.ranks} ranks, and one container has {MOST_RANKS}"
+                f"flags tp={self.tp} pp={self.pp}: a replica of {self.ranks} ranks, but a container has {MOST_RANKS}"
                 " at most; lower them, or start its workers on several hosts (docs/deploy-hosts.md)"
             )
         if self.gpus and len(self.gpus) != self.dp * self.ranks:
             raise ValueError(
-                f"flag gpus={','.join(self.gpus)}: expected {self.dp * self.ranks} of them, one for each of the"
+                f"flag gpus={','.join(self.gpus)}: expected {self.dp * self.ranks} GPUs, one for each of the"
                 f" dp={self.dp} x tp={self.tp} x pp={self.pp} ranks"
             )
         return self
 
     @property
     def ranks(self) -> int:
-        """Of a replica."""
+        """The number of ranks of a replica."""
         return self.tp * self.pp
 
     @property
     def path(self) -> str:
-        """Of the file, for Compose's ``-f``."""
+        """The path of the file, for Compose's ``-f``."""
         directory = {"cuda": "gpu", "cpu": "cpu"}[self.device]
         return self.output or f"docker/{directory}/dp{self.dp}-tp{self.tp}-pp{self.pp}.yml"
 
 
 def main() -> None:
-    """Write the file, and say how it is used."""
+    """Write the file and print the command that uses it."""
     config = from_command_line(ComposeConfig)
     if config.output == "-":
         print(overlay(config), end="")
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def command(config: ComposeConfig) -> str:
-    """What precedes ``up`` and ``down``."""
+    """Return the docker compose command without ``up`` or ``down``."""
     if config.device == "cuda" and not config.output:
         sizes = f"TOKA_DP={config.dp} TOKA_TP={config.tp} TOKA_PP={config.pp}"
         return f"{sizes} docker compose -f docker-compose.yml -f docker/compose.gpu.yml"
@@ -96,8 +97,11 @@ def command(config: ComposeConfig) -> str:
 
 
 def overlay(config: ComposeConfig) -> str:
-    """The file. Replica 0 has the services ``worker`` and ``scheduler`` of docker-compose.yml, replica r ``worker-r``
-    and ``scheduler-r``."""
+    """Return the text of the file.
+
+    Replica 0 has the services ``worker`` and ``scheduler`` of docker-compose.yml, replica r ``worker-r`` and
+    ``scheduler-r``.
+    """
     head = f"# Written by: toka-compose {' '.join(_arguments(config))}\nservices:\n"
     replicas = [
         part for replica in range(config.dp) for part in (_worker(config, replica), _scheduler(config, replica))
@@ -124,10 +128,10 @@ def _worker(config: ComposeConfig, replica: int) -> str:
         environment |= {"TOKA_PP_LAYERS": "${TOKA_PP_LAYERS:-}"} if config.pp > 1 else {}
         environment |= {"TOKA_ASYNC_TP_THRESHOLD": "${TOKA_ASYNC_TP_THRESHOLD:-}"} if config.tp > 1 else {}
     lines += _mapping("environment", environment)
-    # Prometheus finds each rank's port by these names.
+    # Prometheus resolves each rank by these names.
     aliases = [f"toka-rank-{rank}" for rank in range(config.ranks)]
     lines += ["networks:", "  default:", f"    aliases: [{', '.join(aliases)}]"]
-    # A first start on a GPU, with the volume `cache` empty, compiles for minutes.
+    # The first start on a GPU, with an empty volume `cache`, compiles for minutes.
     lines += [
         "healthcheck:",
         f"  test: [CMD, python, -m, services.common.rpc.probe, {', '.join(f'127.0.0.1:{port}' for port in ports)}]",
@@ -140,13 +144,13 @@ def _worker(config: ComposeConfig, replica: int) -> str:
 
 
 def _gpu(config: ComposeConfig, replica: int) -> list[str]:
-    """A worker's container on GPUs: its image, and which it sees."""
+    """Return the lines for a worker on GPUs: its image and its devices."""
     names = config.gpus or [str(index) for index in range(config.dp * config.ranks)]
     own = names[replica * config.ranks : (replica + 1) * config.ranks]
     lines = ["image: tokasaurus-worker-cuda"]
     if replica == 0:
         lines += ["build:", "  args:", "    VARIANT: cuda", f"    PYTHON_IMAGE: {CUDA_PYTHON_IMAGE}"]
-    if config.ranks > 1:  # NCCL's buffers are in shared memory where no link carries them, and some are pinned
+    if config.ranks > 1:  # NCCL uses shared memory between GPUs without a direct link, and pins some of it
         lines += ["shm_size: ${TOKA_SHM_SIZE:-8gb}", "ulimits:", "  memlock: -1"]
     devices = ", ".join(f'"{name}"' for name in own)
     return [
@@ -186,7 +190,7 @@ def _gateway(config: ComposeConfig) -> str:
 
 
 def _begin(role: str, replica: int) -> list[str]:
-    """Of a service beside the one in docker-compose.yml: the same, from the image that this one builds."""
+    """Return the lines of a further replica's service, which extends the one in docker-compose.yml."""
     if replica == 0:
         return []
     return ["extends:", "  file: docker-compose.yml", f"  service: {role}", "build: !reset null", "pull_policy: never"]

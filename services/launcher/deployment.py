@@ -1,4 +1,4 @@
-"""From one deployment config to the child processes it stands for. Pure: nothing is started here."""
+"""Converts a deployment config to the specifications of its child processes. It starts nothing."""
 
 import itertools
 import os
@@ -25,16 +25,16 @@ Role = Literal["gateway", "scheduler", "worker"]
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One child: how to start it and where it answers."""
+    """Specification of a child process: its flags and its address."""
 
-    name: str  # e.g. "worker-0", or "worker-0-tp1-pp0" of several in a replica
+    name: str  # for example "worker-0", or "worker-0-tp1-pp0" if a replica has several
     role: Role
     address: str  # gRPC target, or the gateway's base URL
     flags: tuple[str, ...]  # key=value
     environment: dict[str, str] = field(default_factory=dict)
-    handover: Handover | None = None  # a gateway's
-    unit: str = ""  # children of the same one cannot go on without each other; "" = it is alone
-    dialer: Dialer = PLAIN  # by which its gRPC is reached
+    handover: Handover | None = None  # of a gateway
+    unit: str = ""  # children of a unit are restarted together; an empty string means a unit of its own
+    dialer: Dialer = PLAIN  # opens channels to its address
 
     @property
     def module(self) -> str:
@@ -42,8 +42,11 @@ class ChildSpec:
 
 
 def plan_children(config: ChosenDeploymentConfig, runtime_dir: Path, gpus: Sequence[str] = ()) -> list[ChildSpec]:
-    """The workers, schedulers and gateways of ``config``. Workers listen on unix sockets in ``runtime_dir``, gateways
-    on sockets that they are given at their start. ``gpus``: see ``choose_gpus``."""
+    """Return the workers, schedulers and gateways of ``config``.
+
+    Workers listen on Unix sockets in ``runtime_dir``, gateways on sockets that they get at their start. ``gpus`` is the
+    result of ``choose_gpus``.
+    """
     workers, schedulers, dialer = [], [], Dialer.of(config)
     for replica in range(config.dp_size):
         ranks = _plan_workers(config, replica, runtime_dir, gpus)
@@ -58,15 +61,18 @@ def plan_children(config: ChosenDeploymentConfig, runtime_dir: Path, gpus: Seque
     level = config.gateway_log_level or config.log_level
     flags = _flags(GatewayConfig, config, {"scheduler_addresses": addresses, "log_level": level})
     scheme = "http" if config.http_cert is None else "https"
-    url = f"{scheme}://{_reachable(config.host)}:{config.port}"
+    url = f"{scheme}://{_local_host(config.host)}:{config.port}"
     handovers = [Handover(str(runtime_dir), index, config.gateways) for index in range(config.gateways)]
     gateways = [ChildSpec(handover.name, "gateway", url, flags, handover=handover) for handover in handovers]
     return [*workers, *schedulers, *gateways]
 
 
 def choose_gpus(config: DeploymentConfig, visible: str | None) -> list[str]:
-    """A GPU for each worker, as ``CUDA_VISIBLE_DEVICES`` names it; none where a worker needs no choice made for it.
-    ``visible``: the names of all, separated by commas; None = not known. Raises ``InvalidRequest`` for too few."""
+    """Return a GPU for each worker, as in ``CUDA_VISIBLE_DEVICES``, or nothing if no choice is needed.
+
+    ``visible`` contains the names of all GPUs, separated by commas, or is None if they are unknown. Raises
+    ``InvalidRequest`` if there are too few.
+    """
     workers = config.dp_size * config.tp_size * config.pp_size
     if workers == 1 or config.device == "cpu":
         return []
@@ -78,7 +84,7 @@ def choose_gpus(config: DeploymentConfig, visible: str | None) -> list[str]:
     if len(gpus) < workers:
         raise InvalidRequest(
             f"flags dp_size={config.dp_size} tp_size={config.tp_size} pp_size={config.pp_size}: {workers} workers need"
-            f" a GPU each, and {len(gpus)} can be seen ({visible or 'none'}); lower them, show more in"
+            f" a GPU each, but {len(gpus)} are visible ({visible or 'none'}); lower them, add GPUs to"
             " CUDA_VISIBLE_DEVICES, or use device=cpu",
             field="dp_size",
         )
@@ -86,14 +92,14 @@ def choose_gpus(config: DeploymentConfig, visible: str | None) -> list[str]:
 
 
 def child_environment(spec: ChildSpec, environment: dict[str, str]) -> dict[str, str]:
-    """The child's environment: flags travel on its command line only, so ours must not reach it a second time."""
+    """Return the child's environment. Its flags are on its command line, so variables with flags are removed."""
     return {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)} | spec.environment
 
 
 def _plan_workers(
     config: ChosenDeploymentConfig, replica: int, runtime_dir: Path, gpus: Sequence[str]
 ) -> list[ChildSpec]:
-    """One replica's, in the order of their ranks."""
+    """Return the workers of one replica in the order of their ranks."""
     size = config.tp_size * config.pp_size
     shared: dict[str, object] = {"dp_rank": replica}
     if size > 1:
@@ -123,6 +129,6 @@ def _flags(kind: type[Config], config: DeploymentConfig, chosen: dict[str, objec
     )
 
 
-def _reachable(host: str) -> str:
+def _local_host(host: str) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Progress of a start on a terminal: one line for each worker, redrawn until the deployment serves."""
+"""Shows the progress of a start on a terminal: one line for each worker, until the deployment is ready."""
 
 import asyncio
 import shutil
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.process.progress import PROGRESS_FILE, READY, Doing, ProgressFile
+from services.common.process.progress import PROGRESS_FILE, READY, ProgressFile, StartPhase
 from services.launcher.deployment import ChildSpec
 
 _REDRAW_S = 0.2
@@ -17,8 +17,10 @@ _CLEAR = b"\x1b[J"  # from the cursor to the end of the screen
 
 
 class StartDisplay:
-    """The lines below the log. The cursor rests at the start of the first one, so that a log line replaces them. Owned
-    by the event loop of ``toka``."""
+    """Progress lines below the log. Used on the event loop of ``toka``.
+
+    The cursor stays at the start of the first line, so that a log line replaces them.
+    """
 
     def __init__(
         self,
@@ -26,7 +28,7 @@ class StartDisplay:
         stream: BinaryIO | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``files``: by name of the worker."""
+        """Create a display of ``files``, by name of the worker."""
         self._files = files
         self._stream = stream or sys.stderr.buffer
         self._clock = clock
@@ -38,7 +40,9 @@ class StartDisplay:
     @classmethod
     def of(cls, children: Sequence[ChildSpec], directory: Path) -> "tuple[StartDisplay, list[ChildSpec]]":
         """Return a display of the workers among ``children``, and ``children`` with workers that report to it.
-        ``directory`` holds the files between them."""
+
+        ``directory`` contains the files with their progress.
+        """
         files = {
             child.name: ProgressFile(directory / f"{child.name}.progress")
             for child in children
@@ -71,20 +75,20 @@ class StartDisplay:
         self._write((_CLEAR if self._open else b"") + line)
 
     def close(self) -> None:
-        """Remove the lines. From here on workers that start report to the log."""
+        """Remove the lines. Workers that start later report to the log."""
         if self._open:
             self._open = False
             self._write(_CLEAR)
             for file in self._files.values():
                 file.path.unlink(missing_ok=True)
 
-    def _phrase(self, doing: Doing | None) -> str:
-        if doing is None:
+    def _phrase(self, phase: StartPhase | None) -> str:
+        if phase is None:
             return f"starting ... {self._clock() - self._began:.0f} s"
-        if doing.what == READY:
+        if phase.what == READY:
             return "ready"
-        usually = "first start with these flags" if doing.usual_s is None else f"usually {_seconds(doing.usual_s)}"
-        return f"{doing.what} ({usually}) ... {self._clock() - doing.since:.0f} s"
+        usually = "first start with these flags" if phase.usual_s is None else f"usually {_seconds(phase.usual_s)}"
+        return f"{phase.what} ({usually}) ... {self._clock() - phase.since:.0f} s"
 
     def _write(self, data: bytes) -> None:
         self._stream.write(data)

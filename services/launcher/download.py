@@ -1,4 +1,4 @@
-"""``toka-download model=...``: fetch what the services need of a model, and print where it is."""
+"""Downloads the files of a model and prints their directory: the command ``toka-download model=...``."""
 
 import sys
 
@@ -11,7 +11,7 @@ from services.common.model.files import read_card, resolve
 
 
 class DownloadConfig(Config):
-    """What to fetch."""
+    """Flags of ``toka-download``."""
 
     model: str = Field(description="hub id (or a local directory, which is checked only)")
     tokenizer: str | None = Field(None, description="hub id of another tokenizer")

@@ -1,4 +1,4 @@
-"""``toka-ping prompt='...'``: one request to a running server, its answer on stdout."""
+"""Sends one request to a running server and prints its answer: the command ``toka-ping prompt='...'``."""
 
 import ssl
 import sys
@@ -12,7 +12,7 @@ from services.common.flags import Bool, Config, Float, Int
 
 
 class PingConfig(Config):
-    """The request and where to send it."""
+    """Flags of ``toka-ping``."""
 
     prompt: str = "Question: Tom buys 3 books for $7 each and 4 pens for $2 each. How much does he pay?\nAnswer:"
     host: str = "127.0.0.1"
@@ -27,11 +27,13 @@ class PingConfig(Config):
     hide: Bool = Field(False, description="print how long the samples took, not their text")
     api_key: str | None = Field(None, min_length=1, description="better in the environment, as TOKA_API_KEY")
     https: Bool = False
-    ca: str | None = Field(None, min_length=1, description="PEM of who signed the server's certificate, with https=T")
+    ca: str | None = Field(
+        None, min_length=1, description="PEM of the authority that signed the server's certificate, with https=T"
+    )
 
 
 def main() -> None:
-    """Send the request and print the answer. Exits with status 1 and the reason if there is none."""
+    """Send the request and print the answer. Exit with status 1 and the reason if it fails."""
     config = from_command_line(PingConfig)
     try:
         started = time.monotonic()
@@ -56,7 +58,7 @@ def ping(config: PingConfig) -> list[str]:
     transport = httpx.HTTPTransport(verify=verify, retries=config.retries)
     with httpx.Client(base_url=base_url, timeout=config.timeout_s, headers=headers, transport=transport) as client:
         served = client.get("/models").raise_for_status().json()["data"]
-        # A server that has no model yet says itself what it waits for.
+        # A server without a model yet returns an error with the reason.
         model = config.model or (served[0]["id"] if served else None)
         body = {"model": model, "max_tokens": config.max_tokens, "temperature": config.temperature, "n": config.n}
         if config.chat:

@@ -1,4 +1,4 @@
-"""Waits until a child serves."""
+"""Waits until a child is ready."""
 
 import asyncio
 from pathlib import Path
@@ -15,9 +15,9 @@ _RETRY_S = 0.1
 
 
 async def wait_until_ready(spec: ChildSpec) -> None:
-    """Return once the child serves: by grpc.health.v1, or by ``/ready`` on the own socket of a gateway.
+    """Return when the child is ready: by grpc.health.v1, or by ``/ready`` on the gateway's own socket.
 
-    Waits for ever; the caller bounds it by the life of the child.
+    There is no timeout. The caller cancels it when the child exits.
     """
     if spec.handover is not None:
         await _http_ready(spec.handover.own_socket)
@@ -26,14 +26,14 @@ async def wait_until_ready(spec: ChildSpec) -> None:
 
 
 async def grpc_ready(address: str, dialer: Dialer = PLAIN) -> None:
-    """Return once the server at ``address`` is SERVING."""
+    """Return when the server at ``address`` is SERVING."""
     async with dialer.open_aio(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # of which the types leave out the methods
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the type stub lacks the methods
         while True:
             watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             try:
-                async for answer in watch:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                async for response in watch:
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(_RETRY_S)

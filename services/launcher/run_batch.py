@@ -1,6 +1,7 @@
-"""``toka-run-batch INPUT.jsonl OUTPUT.jsonl``: run a batch file against a server, or against one of its own.
+"""Runs a batch file against a server: the command ``toka-run-batch INPUT.jsonl OUTPUT.jsonl``.
 
-It may be stopped at any time: what is in the output is not run again.
+Without a server's URL it starts one. It may be stopped at any time, and does not repeat lines with a result in the
+output.
 """
 
 import asyncio
@@ -24,17 +25,17 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from services.common.batch_line import UsedIds, WrongLine, read_request
+from services.common.batch_line import InvalidLine, UsedIds, read_request
 from services.common.config import DeploymentConfig, from_command_line
 from services.common.flags import Bool, Int, without_flags
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
 
-_PASSING = (429, 502, 503, 504)
+_RETRIED = (429, 502, 503, 504)
 _SECONDS = re.compile(r"[0-9]{1,9}")  # a Retry-After may also be a date
-_TOLD_COMPLAINTS = 20
+_PRINTED_ERRORS = 20
 _LAST_PAUSE_S = 10.0
-_START_S = 3600.0  # a model may have to be fetched first
+_START_S = 3600.0  # the model may have to be downloaded
 _STOP_S = 30.0
 
 
@@ -44,9 +45,11 @@ class RunBatchConfig(DeploymentConfig):
     positional: ClassVar[tuple[str, ...]] = ("input", "output")
 
     input: str = Field(description="JSON lines: custom_id, method, url and body of a request each")
-    output: str = Field(description="JSON lines: results are appended as they come")
+    output: str = Field(description="JSON lines to which results are appended")
     url: str | None = Field(None, description="of a server that runs, such as http://127.0.0.1:10210")
-    ca: str | None = Field(None, min_length=1, description="PEM of who signed that server's certificate; with https:")
+    ca: str | None = Field(
+        None, min_length=1, description="PEM of the authority that signed that server's certificate; with https:"
+    )
     api_key: str = Field("none", description="sent to the server; better in the environment, as TOKA_API_KEY")
     concurrency: Int = Field(256, ge=1, le=65536, description="requests at once")
     retries: Int = Field(20, ge=0, description="times that a request is sent again when the server is busy or away")
@@ -55,25 +58,25 @@ class RunBatchConfig(DeploymentConfig):
 
 
 @dataclass
-class Tally:
-    """How far it is."""
+class BatchTally:
+    """Result of a run."""
 
     failed: int = 0
-    complaints: list[str] = field(default_factory=list)  # one for each line that is no request
+    invalid: list[str] = field(default_factory=list)  # a message for each invalid line
 
 
 def main() -> None:
-    """The ``toka-run-batch`` command. Exit status: 0 if every line succeeded, 1 if not, 2 for a wrong flag."""
+    """Run the ``toka-run-batch`` command. Exit status: 0 if every line succeeded, 1 if not, 2 for a wrong flag."""
     config = from_command_line(RunBatchConfig)
     own = RunBatchConfig.model_fields.keys() - DeploymentConfig.model_fields.keys()
     theirs = without_flags(RunBatchConfig, sys.argv[1:], own)
     if config.url is not None and theirs:
         name = min(theirs).partition("=")[0]
-        _exit(2, f"flag {name}: the server at url={config.url} has its own; leave one of them out")
+        _exit(2, f"flag {name}: the server at url={config.url} has its own flags; omit one of them")
     if config.ca is not None and not (config.url or "").startswith("https:"):
         _exit(2, f"flag ca={config.ca}: has no effect without url=https://...; leave it out, or set both")
     if config.url is None and config.http_cert is not None:
-        _exit(2, f"flag http_cert={config.http_cert}: nobody but this program asks the server it starts; leave it out")
+        _exit(2, f"flag http_cert={config.http_cert}: only this program calls the server that it starts; omit it")
     try:
         with contextlib.nullcontext(config.url) if config.url is not None else _own_server(config, theirs) as url:
             run = _Run(config, url.rstrip("/").removesuffix("/v1"))
@@ -83,26 +86,26 @@ def main() -> None:
     except (OSError, RuntimeError) as error:
         _exit(1, str(error))
     except KeyboardInterrupt:
-        _exit(130, f"stopped; the same command goes on with what is not in {config.output} yet")
-    for complaint in tally.complaints[:_TOLD_COMPLAINTS]:
-        print(f"toka-run-batch: {complaint}", file=sys.stderr)
-    if (more := len(tally.complaints) - _TOLD_COMPLAINTS) > 0:
-        print(f"toka-run-batch: {more} more lines are no requests", file=sys.stderr)
+        _exit(130, f"stopped; the same command continues with the lines that are not in {config.output}")
+    for message in tally.invalid[:_PRINTED_ERRORS]:
+        print(f"toka-run-batch: {message}", file=sys.stderr)
+    if (more := len(tally.invalid) - _PRINTED_ERRORS) > 0:
+        print(f"toka-run-batch: {more} more lines are not requests", file=sys.stderr)
     if tally.failed:
         _exit(1, f"{tally.failed} lines failed; see {config.output}")
 
 
 class _Run:
-    """From the input to the output."""
+    """Run of one input file."""
 
     def __init__(self, config: RunBatchConfig, url: str) -> None:
         self._config = config
         self._url = url
-        self._tally = Tally()
+        self._tally = BatchTally()
         self._slots = asyncio.Semaphore(config.concurrency)
 
-    async def all_lines(self, done: set[str], output: BinaryIO) -> Tally:
-        """Those whose custom_id is in ``done`` are passed over. Raises ``OSError`` for an input that cannot be read."""
+    async def all_lines(self, done: set[str], output: BinaryIO) -> BatchTally:
+        """Send all lines whose custom_id is not in ``done``. Raises ``OSError`` if the input cannot be read."""
         config, used = self._config, UsedIds()
         total = _count_lines(config.input)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -126,11 +129,11 @@ class _Run:
                         advance()
                         continue
                     await self._slots.acquire()
-                    group.create_task(self._answer(client, request, output, advance))
+                    group.create_task(self._process(client, request, output, advance))
         return self._tally
 
     def read_output(self) -> set[str]:
-        """The custom_ids in the output, whose last line may be torn, and goes."""
+        """Return the custom_ids in the output. Remove an incomplete last line, and failures with ``retry_failed``."""
         path, known = Path(self._config.output), set[str]()
         if not path.exists():
             return known
@@ -142,7 +145,7 @@ class _Run:
                     custom_id, ok = result["custom_id"], (result.get("response") or {}).get("status_code") == 200
                 except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
                     continue
-                has_id = isinstance(custom_id, str)  # else no line of an input has it: it stays, and is not asked again
+                has_id = isinstance(custom_id, str)  # otherwise it belongs to no line of an input, and is kept
                 if ok or not (has_id and self._config.retry_failed):
                     if has_id:
                         known.add(custom_id)
@@ -152,19 +155,22 @@ class _Run:
         return known
 
     def _parse(self, number: int, text: bytes, used: UsedIds) -> dict[str, Any] | None:
-        """A request, whose custom_id is ``used`` from now on; None for what is none, which is complained about."""
+        """Return the request of a line, or None and record an error if it is invalid.
+
+        Adds its custom_id to ``used``.
+        """
         try:
             request = read_request(text)
             if not request["url"].startswith("/"):
-                raise WrongLine("invalid_value", "url must be a path such as /v1/chat/completions", "url")
+                raise InvalidLine("invalid_value", "url must be a path such as /v1/chat/completions", "url")
             used.add(request["custom_id"])
-        except WrongLine as error:
-            self._tally.complaints.append(f"line {number} is no request: {error}")
+        except InvalidLine as error:
+            self._tally.invalid.append(f"line {number} is not a request: {error}")
             self._tally.failed += 1
             return None
         return request
 
-    async def _answer(
+    async def _process(
         self, client: httpx.AsyncClient, request: dict[str, Any], output: BinaryIO, advance: Callable[[], None]
     ) -> None:
         result: dict[str, Any] = {"id": f"batch_req_{os.urandom(16).hex()}", "custom_id": request["custom_id"]}
@@ -181,7 +187,7 @@ class _Run:
             }
             result |= {"response": response, "error": None}
             self._tally.failed += answer.status_code != 200
-        except WrongLine as error:
+        except InvalidLine as error:
             result |= {"response": None, "error": {"code": error.code, "message": str(error)}}
             self._tally.failed += 1
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -207,34 +213,34 @@ class _Run:
             except httpx.TransportError:
                 if last:
                     raise
-            # Those that were told the same come a little apart, and none too early.
+            # A random factor spreads requests that got the same Retry-After. None is sent too early.
             await asyncio.sleep(max(asked * random.uniform(1.0, 1.25), pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LAST_PAUSE_S)
         raise AssertionError
 
 
 def wait_before_retry(answer: httpx.Response) -> float | None:
-    """Seconds, at least, before a request that was answered so may be sent again; None: it is not to be."""
+    """Return the least seconds before a request with this response is retried, or None if it must not be."""
     wanted = {"true": answer.is_error, "false": False}
-    if not wanted.get(answer.headers.get("x-should-retry", ""), answer.status_code in _PASSING):
+    if not wanted.get(answer.headers.get("x-should-retry", ""), answer.status_code in _RETRIED):
         return None
     asked = answer.headers.get("retry-after", "")
     return float(asked) if _SECONDS.fullmatch(asked) else 0.0
 
 
 def _content(body: dict[str, Any]) -> bytes:
-    """``body`` as it is sent. Raises ``WrongLine`` for what cannot be answered on a line."""
+    """Return the bytes of ``body``. Raises ``InvalidLine`` for a body that a batch does not support."""
     if body.get("stream"):
-        raise WrongLine("invalid_value", "stream: not in a batch; leave it out", "stream")
+        raise InvalidLine("invalid_value", "stream is not supported in a batch; omit it", "stream")
     try:
         return orjson.dumps(body)
     except TypeError:
-        raise WrongLine("invalid_value", "the body is nested too deeply; make it flatter", "body") from None
+        raise InvalidLine("invalid_value", "the body is nested too deeply; use fewer levels", "body") from None
 
 
 @contextlib.contextmanager
 def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
-    """Start ``toka`` with ``flags``. Yields its URL once it serves."""
+    """Start ``toka`` with ``flags``. Yield its URL when it is ready."""
     named = {flag.partition("=")[0] for flag in flags}
     port = config.port if "port" in named else _free_port()
     more = {"port": port, "grpc_port": 0, "store_url": "none"}
@@ -247,9 +253,9 @@ def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
         give_up_at = time.monotonic() + _START_S
         while not _ready(url):
             if process.poll() is not None:
-                raise RuntimeError(f"toka ended with status {process.returncode} before it served")
+                raise RuntimeError(f"toka exited with status {process.returncode} before it was ready")
             if time.monotonic() > give_up_at:
-                raise RuntimeError(f"toka did not serve within {_START_S:.0f} s")
+                raise RuntimeError(f"toka was not ready within {_START_S:.0f} s")
             time.sleep(0.2)
         yield url
     finally:

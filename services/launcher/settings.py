@@ -1,4 +1,4 @@
-"""The settings that a deployment chose for itself, and the table of them that ``toka`` prints when it serves."""
+"""Chooses the number of gateways, and prints the settings that a deployment chose."""
 
 import shlex
 import textwrap
@@ -10,17 +10,17 @@ from services.common.flags import Needs, as_text
 from services.launcher.deployment import ChildSpec
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
-# Processors that a worker and a scheduler keep busy, and that a gateway does at full load.
+# Processors that a worker and a scheduler use, and that a gateway uses at full load.
 _OF_WORKER, _OF_SCHEDULER, _OF_GATEWAY = 2, 2, 3
-_MOST_GATEWAYS = 4  # for each replica
+_MOST_GATEWAYS = 4  # per replica
 _DEADLINE_S = 10.0
-# Flags whose values may hold a password.
+# flags whose values may contain a password
 _SECRET = ("store_url", "otlp_endpoint")
 _WIDTH = 140
 
 
 class Setting(NamedTuple):
-    """A row of the table."""
+    """Row of the table of settings."""
 
     name: str
     value: str
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 def choose_gateways(config: DeploymentConfig, *, has_gpus: bool, processors: int) -> tuple[int, str]:
-    """Return how many gateways to start, and the reason. ``processors``: those that this process may use."""
+    """Return the number of gateways to start, and the reason. ``processors`` is the number this process may use."""
     if config.gateways != "auto":
         return config.gateways, "set by you"
     if config.api_keys_file is not None:
@@ -39,27 +39,29 @@ def choose_gateways(config: DeploymentConfig, *, has_gpus: bool, processors: int
     spare = processors - _OF_WORKER * workers - _OF_SCHEDULER * config.dp_size
     return (
         max(1, min(spare // _OF_GATEWAY, _MOST_GATEWAYS * config.dp_size)),
-        f"of {processors} processors, workers and schedulers leave {max(0, spare)}",
+        f"of {processors} processors, {max(0, spare)} are not used by workers and schedulers",
     )
 
 
 async def read_settings(given: DeploymentConfig, gateways: Setting, worker: ChildSpec) -> str:
-    """Return the table of settings, some of which ``worker`` reports, and the command that repeats them. ``given``: the
-    config as the user set it."""
+    """Return the table of settings, some of which ``worker`` reports, and the command that repeats them.
+
+    ``given`` is the config as set by the user.
+    """
     async with worker.dialer.open_aio(worker.address) as channel:
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         response = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=_DEADLINE_S)
         info = response.info
-    return describe(given, [*of_worker(info), hydragen(given, info), gateways], info.device)
+    return describe(given, [*worker_settings(info), hydragen_setting(given, info), gateways], info.device)
 
 
-def of_worker(info: worker_pb2.WorkerInfo) -> list[Setting]:
+def worker_settings(info: worker_pb2.WorkerInfo) -> list[Setting]:
     """Return the settings that the worker reports."""
     return [Setting(each.name, each.value, each.reason) for each in info.choices]
 
 
-def hydragen(config: DeploymentConfig, info: worker_pb2.WorkerInfo) -> Setting:
-    """Return whether sequences with a shared prefix are grouped, and why."""
+def hydragen_setting(config: DeploymentConfig, info: worker_pb2.WorkerInfo) -> Setting:
+    """Return the setting of Hydragen attention, and its reason."""
     if config.use_hydragen != "auto":
         return Setting("use_hydragen", as_text(config.use_hydragen), "set by you")
     reason = "this device shares" if info.hydragen else "only GPUs share"
@@ -85,6 +87,6 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
 
 
 def _without_effect(name: str, chosen: dict[str, str]) -> bool:
-    """Return whether the flag ``name`` would be refused beside the others."""
+    """Return whether the flag ``name`` would be refused with the others."""
     rules = (rule for rule in DeploymentConfig.model_fields[name].metadata if isinstance(rule, Needs))
     return any(chosen.get(needed) == "F" for rule in rules for needed in rule.names)

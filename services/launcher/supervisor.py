@@ -1,10 +1,10 @@
-"""Keeps the children of one deployment running, and leaves nothing behind.
+"""Keeps the child processes of a deployment running, and stops them all at the end.
 
-Children that cannot go on without each other, such as the workers of a replica, are a unit; any other is a unit of its
-own. When one dies, its unit is started again. A unit that dies before it ever served, as by a wrong flag, ends the
-deployment with the reason. One that has served never does, however often it dies: others serve meanwhile, and what it
-dies of, a request or its device, is for its scheduler to find. It only has to wait, longer each time that it has hardly
-served.
+Children that depend on each other, such as the workers of a replica, are a unit. Any other child is a unit of its own.
+When a child exits, its unit is restarted. If a unit fails before it was ever ready, for example because of a wrong
+flag, the deployment ends with the reason. A unit that was ready is restarted without limit, since other units serve
+meanwhile, and its scheduler finds the cause, such as a request or a device. The pause before a restart grows while the
+unit fails early.
 """
 
 import asyncio
@@ -30,37 +30,37 @@ from services.launcher.readiness import wait_until_ready
 
 log = structlog.get_logger(__name__)
 
-_SETTLED_S = 10.0  # who has served for so long is started again soon
-_FIRST_PAUSE_S = 0.1  # it doubles with each death in a row before that
-_LONGEST_PAUSE_S = 2.0  # of who was ready: a few such deaths find a poisoned request, while others wait
-_HOPELESS_PAUSE_S = 30.0  # of who was not
-LAST_WORDS_S = 3.0  # for children to end by themselves behind the drain
-STOP_GRACE_S = 10.0  # to end at once
-PEER_GRACE_S = 5.0  # for those whose peer has died to notice
+_SETTLED_S = 10.0  # a unit that was ready for this time is restarted with the first pause
+_FIRST_PAUSE_S = 0.1  # doubles with each earlier failure in a row
+_LONGEST_PAUSE_S = 2.0  # of a unit that was ready: a few failures identify a poisoned request, while others wait
+_LONGEST_START_PAUSE_S = 30.0  # of a unit that failed during its start
+SHUTDOWN_MARGIN_S = 3.0  # for children to exit after the drain
+STOP_GRACE_S = 10.0  # from the second SIGTERM to SIGKILL
+PEER_GRACE_S = 5.0  # for a unit's other children to exit after one exited
 _ERROR_LINES = 8
 _LONGEST_LINE = 1024 * 1024
-_READ_S = 1.0  # to read what a dead child wrote last
+_READ_S = 1.0  # to read the last output of a child that exited
 
 
 @dataclass(frozen=True)
-class Death:
-    """How a child ended."""
+class ChildExit:
+    """Exit of a child process."""
 
     at: float  # time.monotonic()
     name: str
-    status: int  # of its exit; -N = signal N
-    served_s: float | None  # None: it was not ready yet
+    status: int  # exit status; -N for signal N
+    served_s: float | None  # time since it was ready; None if it never was
     last_lines: tuple[str, ...]  # of its stderr
 
     @property
     def reason(self) -> str:
         if self.status < 0:
-            return f"{self.name} was ended by {signal.Signals(-self.status).name}"
-        return f"{self.name} ended with exit status {self.status}"
+            return f"{self.name} was killed by {signal.Signals(-self.status).name}"
+        return f"{self.name} exited with status {self.status}"
 
     @property
     def on_request(self) -> bool:
-        """Somebody sent it SIGTERM, as a rolling restart does."""
+        """True if it was stopped by SIGTERM, as in a rolling restart."""
         return self.status == 0 and self.served_s is not None
 
     @property
@@ -68,23 +68,26 @@ class Death:
         return "".join(f"\n  {line}" for line in self.last_lines)
 
 
-def write_plainly(line: bytes) -> None:
+def write_line(line: bytes) -> None:
     """Write a line to stderr."""
     sys.stderr.buffer.write(line)
     sys.stderr.buffer.flush()
 
 
 class Child:
-    """One child, a process at a time. Owned by the supervisor's asyncio loop."""
+    """Child of the deployment, with one process at a time. Used on the supervisor's event loop."""
 
     def __init__(
         self,
         spec: ChildSpec,
         listener: socket.socket | None = None,
-        forward: Callable[[bytes], None] = write_plainly,
+        forward: Callable[[bytes], None] = write_line,
     ) -> None:
-        """``listener``: a gateway's, which it shares with this process. ``forward`` writes a line of the child's
-        stderr."""
+        """Create a child without starting it.
+
+        ``listener`` is the socket of a gateway, shared with this process. ``forward`` writes a line of the child's
+        stderr.
+        """
         self.spec = spec
         self._forward = forward
         self._listener = listener
@@ -95,8 +98,8 @@ class Child:
         self._stderr: asyncio.ReadTransport | None = None
         self._last_lines: deque[str] = deque(maxlen=_ERROR_LINES)
 
-    async def live(self) -> Death:
-        """Start the process; returns when it has died, and whatever it started with it."""
+    async def run_once(self) -> ChildExit:
+        """Start the process. Return when it has exited, after killing all processes that it started."""
         process = await self._start()
         log.debug("child started", child=self.spec.name, pid=process.pid)
         readiness = asyncio.create_task(self._note_ready())
@@ -110,33 +113,36 @@ class Child:
             readiness.cancel()
         served_s = at - self._ready_at if self.ready.is_set() else None
         self.ready.clear()
-        return Death(at, self.spec.name, status, served_s, tuple(self._last_lines))
+        return ChildExit(at, self.spec.name, status, served_s, tuple(self._last_lines))
 
     async def stop(self, stop: Stop | None = None, drain_s: float = 0.0) -> None:
-        """Ask the process to end, after what it has to do; after ``drain_s`` seconds to end at once; then make it end,
-        which is also what comes next when ``stop`` shall be at once. Idempotent."""
+        """Stop the process. Idempotent.
+
+        The first SIGTERM lets it drain for ``drain_s`` seconds, the second makes it exit at once, then it is killed. It
+        is killed early if ``stop.at_once`` is set.
+        """
         process, stop = self.process, stop or Stop()
         if process is None or process.returncode is not None:
             return
-        for patience_s in (drain_s + LAST_WORDS_S, STOP_GRACE_S):
+        for timeout_s in (drain_s + SHUTDOWN_MARGIN_S, STOP_GRACE_S):
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-            if await stop.within(patience_s, process.wait) or stop.at_once.is_set():
+            if await stop.within(timeout_s, process.wait) or stop.at_once.is_set():
                 break
         else:
-            log.warning("child did not end in time and is killed", child=self.spec.name)
+            log.warning("child did not exit in time and is killed", child=self.spec.name)
         await self._end_group(process)
 
     async def _end_group(self, process: asyncio.subprocess.Process) -> None:
-        """Kill the process and whatever it started, which would outlive it and keep its stderr open."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+        """Kill the process and its process group, which would outlive it and keep its stderr open."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         if self._forwarding is not None:
             await asyncio.wait({self._forwarding}, timeout=_READ_S)
             self._forwarding.cancel()
         if self._stderr is not None:
-            self._stderr.close()  # somebody may have left the group and have its other end
+            self._stderr.close()  # a process outside the group may have its other end
 
     async def _start(self) -> asyncio.subprocess.Process:
         environment = child_environment(self.spec, module_environment(os.environ)) | {PARENT_PID: str(os.getpid())}
@@ -145,8 +151,8 @@ class Child:
             inherited.append(self._listener.fileno())
             environment |= replace(self.spec.handover, listener=self._listener.fileno()).environment
         command = module_command(self.spec.module, *self.spec.flags)
-        # A session of its own: Ctrl-C reaches us alone, and we end the children in order.
-        # A pipe of our own: asyncio's makes ``wait`` wait for everybody who has the child's stderr, not for the child.
+        # In its own session the child does not receive Ctrl-C, so the children can be stopped in order.
+        # With asyncio's own pipe, ``wait`` would wait for every process that has the child's stderr.
         reading, writing = os.pipe()
         try:
             stderr = asyncio.StreamReader(limit=_LONGEST_LINE)
@@ -172,14 +178,14 @@ class Child:
         self.ready.set()
 
     async def _forward_errors(self, stderr: asyncio.StreamReader) -> None:
-        """Pass the child's stderr on, and keep its end for the reason."""
+        """Forward the child's stderr, and keep its last lines for the error message."""
         while line := await _read_line(stderr):
             self._forward(line)
             self._last_lines.append(line.decode(errors="replace").rstrip())
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """The next line, or a piece of one that is very long; empty at the end."""
+    """Return the next line, or a piece of a very long line, or nothing at the end."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as end:
@@ -189,7 +195,7 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 class Unit:
-    """Children that are started together, and all of them again when one dies."""
+    """Children that are started together, and restarted together when one exits."""
 
     def __init__(self, children: list[Child], peer_grace_s: float = PEER_GRACE_S) -> None:
         self._children = children
@@ -198,9 +204,9 @@ class Unit:
         self._pause_s = _FIRST_PAUSE_S
 
     async def run(self) -> None:
-        """Start the processes, again and again. Raises ``Unavailable`` if they die before they ever served."""
+        """Start the processes and restart them. Raises ``Unavailable`` if they exit before they were ever ready."""
         while True:
-            cause = await self._live()
+            cause = await self._run_once()
             self._served |= cause.served_s is not None
             if not self._served:
                 raise Unavailable(f"{cause.reason} before it was ready{cause.tail}")
@@ -209,31 +215,31 @@ class Unit:
                 log.info("child was stopped and is started again", child=cause.name, peers=peers)
             else:
                 self._pause_s = _next_pause(self._pause_s, cause.served_s)
-                told = {"child": cause.name, "reason": cause.reason, "in_s": self._pause_s, "peers": peers}
-                log.error("child died and is started again", **told)
+                facts = {"child": cause.name, "reason": cause.reason, "in_s": self._pause_s, "peers": peers}
+                log.error("child exited and is started again", **facts)
                 await asyncio.sleep(self._pause_s)
 
-    async def _live(self) -> Death:
-        """Until all have died; returns the death that was the others', too."""
-        lives = [asyncio.create_task(child.live()) for child in self._children]
+    async def _run_once(self) -> ChildExit:
+        """Run all processes until they have exited. Return the exit that caused the others."""
+        runs = [asyncio.create_task(child.run_once()) for child in self._children]
         try:
-            await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
-            ended, stuck = await asyncio.wait(lives, timeout=self._peer_grace_s)
-            deaths = sorted((life.result() for life in ended), key=lambda death: death.at)
+            await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+            ended, stuck = await asyncio.wait(runs, timeout=self._peer_grace_s)
+            exits = sorted((run.result() for run in ended), key=lambda each: each.at)
             if stuck:
                 await asyncio.gather(*(child.stop() for child in self._children))
                 await asyncio.wait(stuck)
         finally:
-            for life in lives:
-                life.cancel()
-            await asyncio.gather(*lives, return_exceptions=True)
-        return next((death for death in deaths if death.status != PEER_LOST_STATUS), deaths[0])
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+        return next((each for each in exits if each.status != PEER_LOST_STATUS), exits[0])
 
 
 def _next_pause(before_s: float, served_s: float | None) -> float:
-    """Until a unit is started again, by the pause before this life, of which ``served_s`` is what ``Death`` says."""
+    """Return the pause before a restart, given the pause before and ``ChildExit.served_s``."""
     if served_s is None:
-        return min(2 * before_s, _HOPELESS_PAUSE_S)
+        return min(2 * before_s, _LONGEST_START_PAUSE_S)
     return _FIRST_PAUSE_S if served_s >= _SETTLED_S else min(2 * before_s, _LONGEST_PAUSE_S)
 
 
@@ -243,18 +249,17 @@ async def supervise(
     stop: Stop,
     on_ready: Callable[[], Awaitable[None]],
     drain_s: float = 0.0,
-    forward: Callable[[bytes], None] = write_plainly,
+    forward: Callable[[bytes], None] = write_line,
 ) -> None:
-    """Run the children until ``stop`` is set; call ``on_ready`` once, when all of them serve. Each gateway gets one of
-    ``listeners``, which are closed before the gateways are ended: whoever connects from then on shall hear of it.
+    """Run the children until ``stop`` is set. Call ``on_ready`` once, when all of them are ready.
 
-    Raises ``Unavailable`` with the reason when a unit dies before it ever served. Ends gateways first and workers last;
-    what they have to do may go on for ``drain_s`` seconds in all. ``forward`` writes each line of the children's
-    stderr.
+    Each gateway gets one of ``listeners``. They are closed before the gateways stop, so new connections are refused.
+    Gateways stop first and workers last, and drain for ``drain_s`` seconds in all. ``forward`` writes each line of the
+    children's stderr. Raises ``Unavailable`` with the reason if a unit exits before it was ever ready.
     """
-    waiting = iter(listeners)
-    children = [Child(spec, next(waiting) if spec.handover is not None else None, forward) for spec in specs]
-    units = [Unit(members) for members in _together(children)]
+    remaining = iter(listeners)
+    children = [Child(spec, next(remaining) if spec.handover is not None else None, forward) for spec in specs]
+    units = [Unit(members) for members in _by_unit(children)]
     runs = [asyncio.create_task(unit.run()) for unit in units]
     announce = asyncio.create_task(_announce(children, on_ready))
     stopped = asyncio.create_task(stop.wait())
@@ -278,8 +283,8 @@ async def supervise(
             await asyncio.gather(*(child.stop(stop, left_s) for child in children if child.spec.role == role))
 
 
-def _together(children: list[Child]) -> list[list[Child]]:
-    """The children of each unit."""
+def _by_unit(children: list[Child]) -> list[list[Child]]:
+    """Return the children of each unit."""
     units: dict[str, list[Child]] = {}
     for child in children:
         units.setdefault(child.spec.unit or child.spec.name, []).append(child)

@@ -1,4 +1,4 @@
-"""``toka key=value ...``: a whole deployment on one host, as supervised child processes."""
+"""Runs a whole deployment on one host as supervised child processes: the command ``toka key=value ...``."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,12 @@ from services.common.host.resources import has_gpus, usable_processors, visible_
 from services.common.model.files import read_card
 from services.common.process.handover import listen
 from services.common.process.log import is_coloured, is_console
-from services.common.process.service import Stop, run_service, unless_stopped
+from services.common.process.service import Stop, run_service, run_unless_stopped
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.display import StartDisplay
 from services.launcher.settings import Setting, choose_gateways, read_settings
-from services.launcher.supervisor import supervise, write_plainly
+from services.launcher.supervisor import supervise, write_line
 
 ADDRESSES = "scheduler_addresses"
 
@@ -35,15 +35,15 @@ def main() -> None:
 
 
 async def serve(given: DeploymentConfig, stop: Stop) -> None:
-    """Run the deployment until ``stop`` is set. Raises ``TokaError`` when it cannot start or go on."""
+    """Run the deployment until ``stop`` is set. Raises ``TokaError`` if it cannot start or continue."""
     if given.record_plans is not None:
-        _check_may_write(given.record_plans)
+        _check_writable(given.record_plans)
     gpus = choose_gpus(given, visible_gpus())
     count, reason = choose_gateways(given, has_gpus=has_gpus(), processors=usable_processors())
     config = ChosenDeploymentConfig.model_construct(**{**dict(given), "gateways": count})
-    # Fetched once, before the children ask.
+    # Downloaded once, before the children start.
     weights = config.load_format != "dummy"
-    card = await unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
+    card = await run_unless_stopped(lambda: read_card(config.model, config.served_model_name, weights=weights), stop)
     if card is None:
         return
     listeners = listen(config.host, config.port, config.gateways) if config.gateways else []
@@ -62,7 +62,7 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
             if listeners
             else _short_banner(card.name, schedulers)
         )
-        display, write = None, write_plainly
+        display, write = None, write_line
         if sys.stderr.isatty() and config.log_format == "console":
             display, children = StartDisplay.of(children, Path(runtime_dir))
             opened.callback(display.close)
@@ -74,38 +74,42 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
                 display.close()
             try:
                 print(await read_settings(given, Setting("gateways", str(count), reason), children[0]))
-            except grpc.aio.AioRpcError as error:  # the worker is restarted at this moment
-                log.info("settings are not known", reason=error.details())
+            except grpc.aio.AioRpcError as error:  # the worker is restarting
+                log.info("settings are unknown", reason=error.details())
             print(banner, flush=True)
 
         await supervise(children, listeners, stop, announce, config.drain_seconds, write)
 
 
-def _check_may_write(record_plans: str) -> None:
-    """Make the directory now: the schedulers would find out when the workers have begun to load. And try it: root may
-    write everywhere, says the mode, and yet not into a read-only file system."""
+def _check_writable(record_plans: str) -> None:
+    """Create the directory and try to write to it, before workers load for minutes.
+
+    The permissions alone are not enough: root may write everywhere, but not to a read-only file system.
+    """
     try:
         Path(record_plans).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=record_plans).close()
     except OSError as error:
         raise InvalidRequest(
-            f"flag record_plans={record_plans}: no directory that can be written to ({error.strerror}); name another",
+            f"flag record_plans={record_plans}: not a writable directory ({error.strerror}); choose another directory",
             field="record_plans",
         ) from error
 
 
 def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploymentConfig:
-    """Port 0 means any free one; children must be told which, and ranks where they meet. ``port`` is the one that was
-    bound for the gateways."""
+    """Replace port 0 by free ports, and choose the port on which ranks connect.
+
+    ``port`` is the port that was bound for the gateways.
+    """
     ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
     if config.tp_size * config.pp_size > 1:
-        # Whenever ranks are started again they meet there, so it is better none that systems give to clients.
+        # Restarted ranks use this port again, so the system should not give it to clients.
         ports["master_port"] = _free_ports(config.dp_size, type(config).model_fields["master_port"].default)
     return config.model_copy(update=ports)
 
 
 def _with_token(config: ChosenDeploymentConfig, runtime_dir: Path) -> ChosenDeploymentConfig:
-    """Where schedulers want API keys they know the gateways by a secret that nobody else can read."""
+    """If schedulers require API keys, create a token that authenticates the gateways."""
     if config.api_keys_file is None or config.grpc_token_file is not None:
         return config
     make_token_file(path := runtime_dir / "grpc-token")
@@ -113,14 +117,14 @@ def _with_token(config: ChosenDeploymentConfig, runtime_dir: Path) -> ChosenDepl
 
 
 def _with_log_format(config: ChosenDeploymentConfig) -> ChosenDeploymentConfig:
-    """Children's stderr is a pipe to this process: they are told what stands behind it."""
+    """Set the log format of the children, whose stderr is a pipe to this process."""
     if is_coloured():
         os.environ.setdefault("FORCE_COLOR", "1")
     return config.model_copy(update={"log_format": "console" if is_console(config.log_format) else "json"})
 
 
 def _free_ports(count: int, preferred: int) -> int:
-    """The first of ``count`` consecutive ports that are free now: ``preferred`` if they are, unless it is 0."""
+    """Return the first of ``count`` consecutive free ports. It is ``preferred`` if that is not 0 and they are free."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             first = preferred or probe.getsockname()[1]
@@ -165,7 +169,7 @@ def _banner(model: str, url: str, schedulers: list[str], *, keys: bool) -> str:
 
 
 def _short_banner(model: str, schedulers: list[str]) -> str:
-    """Without gateways. ``services.client`` reads it, too."""
+    """Return the banner of a deployment without gateways. ``services.client`` parses it."""
     return (
         f"\nTokasaurus serves {model} over gRPC. A gateway finds it by\n\n"
         f"  {ADDRESSES}={','.join(schedulers)}\n\n"

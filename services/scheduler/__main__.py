@@ -1,4 +1,4 @@
-"""``toka-scheduler``: one scheduler process."""
+"""Runs a scheduler: the command ``toka-scheduler``."""
 
 from services.common.config import SchedulerConfig
 from services.common.process.service import run_service, share_arena

@@ -1,4 +1,4 @@
-"""Puts the scheduler together: model, core, step loop, worker link, gRPC server; and takes it apart again."""
+"""Creates, starts and stops the parts of a scheduler: model, core, step loop, worker link, gRPC server."""
 
 import asyncio
 import sys
@@ -13,17 +13,17 @@ from services.common.errors import FailedPrecondition, Internal, TokaError, Unav
 from services.common.logprobs_mode import PROCESSED
 from services.common.metrics.server import serve_metrics
 from services.common.model.files import read_card
-from services.common.process.pulse import Pulse
 from services.common.process.service import Stop, collect_seldom
 from services.common.process.tracing import Tracing
+from services.common.process.watchdog_client import WatchdogClient
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES, Dialer
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.access import Access, exposure
 from services.scheduler.api.hub import Hub
-from services.scheduler.api.metrics import OwnMetrics
+from services.scheduler.api.metrics import SchedulerMetrics
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.patience import Patience
+from services.scheduler.api.send_timeout import SendTimeout
 from services.scheduler.api.servicer import SchedulerServicer
 from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
@@ -32,7 +32,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.engine.pace import MOST_AHEAD
 from services.scheduler.engine.statsd import Statsd
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.link import WorkerLink
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
@@ -41,15 +41,15 @@ from tokasaurus.worker.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 SERVICE = "tokasaurus.scheduler.v1.SchedulerService"
-_PULSE_S = 1.0  # between two looks at whether the step loop turns, at most
-_PULSE_TIMEOUT_S = 10.0  # a loop that does not answer for so long is stuck, if not sooner
-_IDLE_LOOK_S = 0.05  # between two looks at whether the last request has ended
-# The step loop's thread must not wait for the event loop's long Python runs: 5 ms, the default, is a third of a step.
+_HEALTH_S = 1.0  # longest interval between two checks of the step loop
+_HEALTH_TIMEOUT_S = 10.0  # longest time for the step loop to respond
+_IDLE_CHECK_S = 0.05  # interval of checks whether the last request has finished
+# The step loop must not wait long for the GIL. The default of 5 ms is a third of a step.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 def read_policy(config: SchedulerConfig) -> Policy:
-    """The flags in the core's words."""
+    """Convert the flags to the core's policy."""
     hydragen = HydragenPolicy(config.hydragen_min_group_size, config.hydragen_min_prefix_len)
     return Policy(
         steps_ahead=config.scheduling_steps_ahead,
@@ -65,21 +65,23 @@ def read_policy(config: SchedulerConfig) -> Policy:
 
 
 class SchedulerServer:
-    """One scheduler process's worth of objects. Owned by the asyncio loop."""
+    """Parts of a scheduler process. Used on the event loop."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self.scheduler_id = uuid.uuid4().hex
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turned = True  # the step loop, since ``progresses`` was asked last
+        self._loop_responded = True  # since the last call of ``has_progressed``
         self.address = ""
 
     async def start(self) -> str:
-        """Listen; returns the real address. Ready (health) once the worker answers."""
+        """Start to listen. Return the actual address. Health is SERVING when a worker is connected."""
         config, loop = self._config, asyncio.get_running_loop()
         card = await asyncio.to_thread(read_card, config.model, config.served_model_name)
         if card.defaults.ignored:
-            log.warning("generation_config.json: settings that are not followed", settings=list(card.defaults.ignored))
+            log.warning(
+                "generation_config.json has settings that are not supported", settings=list(card.defaults.ignored)
+            )
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer or str(card.directory))
         processed = config.logprobs_mode == PROCESSED
         self.model = ServedModel(card, tokenizer, config.max_samples_per_request, processed_logprobs=processed)
@@ -123,14 +125,16 @@ class SchedulerServer:
             certificates=dialer.certificates,
             interceptors=[access],
         )
-        self._prover = Prover(config.tokenizer or str(card.directory), card.eos_token_ids)
-        patience = Patience(config.slow_client_seconds)
-        servicer = SchedulerServicer(self._hub, self.model, self._prover, self.scheduler_id, patience, access)
+        self._grammar_checker = GrammarChecker(config.tokenizer or str(card.directory), card.eos_token_ids)
+        send_timeout = SendTimeout(config.slow_client_seconds)
+        servicer = SchedulerServicer(
+            self._hub, self.model, self._grammar_checker, self.scheduler_id, send_timeout, access
+        )
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
         self.address = await self._rpc.start(config.scheduler_listen)
         self.engine.start()
         self._link.start()
-        self._pulse = asyncio.create_task(self._watch_pulse())
+        self._health = asyncio.create_task(self._update_health())
         collect_seldom()
         workers = ",".join(config.worker_addresses)
         log.info("scheduler listening", address=self.address, model=card.name, workers=workers)
@@ -139,36 +143,41 @@ class SchedulerServer:
         return self.address
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set. Raises ``Internal`` when the step loop failed, ``FailedPrecondition`` when the first
-        worker is one that can never be used."""
+        """Block until ``stop`` is set.
+
+        Raises ``Internal`` if the step loop failed, and ``FailedPrecondition`` if the first worker cannot be used.
+        """
         await self._unless_failed(stop.wait())
 
     async def drain(self, stop: Stop) -> None:
-        """Take nothing new, and let requests go on until the last one ends, the time is over, the worker has gone or it
-        has to be at once; then send their clients elsewhere. Raises as ``wait``."""
+        """Refuse new requests and wait for the others, then end their streams.
+
+        It waits until all requests have finished, the drain time is over, the worker is lost or ``stop.at_once`` is
+        set. Raises as ``wait``.
+        """
         await self._rpc.set_ready(False)
         self.engine.drain()
         log.info("draining", seconds=self._config.drain_seconds)
         await stop.within(self._config.drain_seconds, lambda: self._unless_failed(self._idle()))
         if unfinished := await self._hub.ask(lambda core: len(core.state.queue.requests)):
-            log.warning("requests are handed over", requests=unfinished)
-        self._hub.end(Unavailable("the scheduler is going away; send what is left to another", reason="DRAINING"))
+            log.warning("unfinished requests are handed over", requests=unfinished)
+        self._hub.end(Unavailable("the scheduler is draining; send unfinished requests to another", reason="DRAINING"))
 
-    def metrics(self) -> OwnMetrics:
-        """What its page shows, once it has started."""
-        return OwnMetrics(self.engine, self.model.card.name, self.address)
+    def metrics(self) -> SchedulerMetrics:
+        """Return the collector of the metrics page. Call it after ``start``."""
+        return SchedulerMetrics(self.engine, self.model.card.name, self.address)
 
-    def progresses(self) -> bool:
-        """Whether the step loop has turned since this was asked last."""
-        turned, self._turned = self._turned, False
-        return turned
+    def has_progressed(self) -> bool:
+        """Return whether the step loop has responded since the last call."""
+        responded, self._loop_responded = self._loop_responded, False
+        return responded
 
     async def stop(self) -> None:
-        """Refuse new calls, cut the running ones, let the worker go."""
-        self._pulse.cancel()
+        """Refuse new calls, end running calls, and disconnect the worker."""
+        self._health.cancel()
         await self._rpc.stop(0.5)
         self.model.text.stop()
-        await self._prover.close()
+        await self._grammar_checker.close()
         await asyncio.to_thread(self._link.stop)
         await asyncio.to_thread(self.engine.stop)
         if self._recorder is not None:
@@ -178,10 +187,10 @@ class SchedulerServer:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         if not self._failure.cancel():
-            self._failure.exception()  # seen: ``wait`` raised it, or nobody waits
+            self._failure.exception()  # marks it as retrieved
 
     def _check_worker(self, info: worker_pb2.WorkerInfo) -> None:
-        """Runs on the link's thread."""
+        """Check that the worker fits this scheduler. Runs on the link's thread. Raises ``ValueError``."""
         card = self.model.card
         if info.vocab_size != card.vocab_size:
             raise ValueError(
@@ -198,14 +207,14 @@ class SchedulerServer:
             log.warning("use_hydragen=T has no effect: the worker has no shared-prefix attention", device=info.device)
         if policy.micro_batches > max(1, info.max_micro_batches):
             raise ValueError(
-                f"pp_size={self._config.pp_size} pp_num_buffer_stages={self._config.pp_num_buffer_stages} cut a step"
-                f" into {policy.micro_batches} micro-batches, and the worker takes {max(1, info.max_micro_batches)} at"
-                " most: lower pp_num_buffer_stages"
+                f"pp_size={self._config.pp_size} pp_num_buffer_stages={self._config.pp_num_buffer_stages} divide a step"
+                f" into {policy.micro_batches} micro-batches, but the worker supports"
+                f" {max(1, info.max_micro_batches)} at most: lower pp_num_buffer_stages"
             )
         self.model.set_shape(self.engine.shape_of(info))
 
     async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
-        """Until ``waiting`` is over. Raises what failed meanwhile."""
+        """Wait for ``waiting``. Raises the failure of the scheduler if it comes first."""
         waited = asyncio.create_task(waiting)
         await asyncio.wait((waited, self._failure), return_when=asyncio.FIRST_COMPLETED)
         waited.cancel()
@@ -213,26 +222,29 @@ class SchedulerServer:
             self._failure.result()
 
     async def _idle(self) -> None:
-        """Until there is no request any more, or no worker."""
+        """Wait until there are no requests, or no worker."""
         while True:
-            goes_on = await self._hub.ask(lambda core: self.engine.connected and bool(core.state.queue.requests))
-            if not (goes_on or self.engine.backlog):
+            unfinished = await self._hub.ask(lambda core: self.engine.connected and bool(core.state.queue.requests))
+            if not (unfinished or self.engine.backlog):
                 return
-            await asyncio.sleep(_IDLE_LOOK_S)
+            await asyncio.sleep(_IDLE_CHECK_S)
 
     def _fail(self, error: TokaError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def _watch_pulse(self) -> None:
-        """Report the state of the step loop as health, until the scheduler fails. Fail once the gRPC server has."""
-        ready, pause = False, min(_PULSE_S, self._config.step_deadline / 8)
+    async def _update_health(self) -> None:
+        """Report the readiness of the step loop as health until the scheduler fails.
+
+        Fail after the gRPC server fails.
+        """
+        ready, pause = False, min(_HEALTH_S, self._config.step_deadline / 8)
         while not self._failure.done():
-            now = await self._pulse_of_loop()
+            now = await self._loop_is_ready()
             try:
                 await self._rpc.check()
             except Exception as error:
-                self._fail(Internal(f"the gRPC server accepts no calls any more: {error!r}"))
+                self._fail(Internal(f"the gRPC server no longer accepts calls: {error!r}"))
                 break
             if now != ready:
                 ready = now
@@ -241,23 +253,23 @@ class SchedulerServer:
             await asyncio.sleep(pause if ready else pause / 10)
         await self._rpc.set_ready(False)
 
-    async def _pulse_of_loop(self) -> bool:
-        timeout_s = min(_PULSE_TIMEOUT_S, self._config.step_deadline)
+    async def _loop_is_ready(self) -> bool:
+        timeout_s = min(_HEALTH_TIMEOUT_S, self._config.step_deadline)
         try:
             ready = await asyncio.wait_for(self._hub.ask(lambda core: self.engine.ready), timeout_s)
         except (TimeoutError, Unavailable):
             return False
-        self._turned = True
+        self._loop_responded = True
         return ready
 
 
 async def serve(config: SchedulerConfig, stop: Stop) -> None:
-    """Run one scheduler until ``stop``, and what it has to do until then."""
+    """Run a scheduler until ``stop`` is set, then drain it."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    async with Pulse(config, "step loop") as pulse:
+    async with WatchdogClient(config, "step loop") as watchdog:
         server = SchedulerServer(config)
         await server.start()
-        pulse.serving(server.progresses)
+        watchdog.serving(server.has_progressed)
         try:
             async with serve_metrics(config, server.metrics()):
                 await server.wait(stop)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.common.config import WorkerConfig
-from services.common.process.pulse import Pulse
-from services.common.process.service import Stop, end_now, run_service, unless_stopped
+from services.common.process.service import Stop, exit_now, run_service, run_unless_stopped
+from services.common.process.watchdog_client import WatchdogClient
 from services.worker.boot.caches import keep_compiled_code_in
 from services.worker.boot.precompile.background import KernelCompiler, can_precompile
 from services.worker.boot.progress import BootProgress
@@ -31,15 +31,15 @@ def main() -> None:
 
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
-    async with Pulse(config, "compute thread", BOOT_S) as pulse:
+    async with WatchdogClient(config, "compute thread", BOOT_S) as watchdog:
         progress = BootProgress.of(config)
         compiler = KernelCompiler.start() if progress.first_start and can_precompile(config) else None
         with progress.phase("imports"):
             # In a thread: a signal must not wait until torch is loaded.
-            serve = await unless_stopped(lambda: _load_libraries(config), stop)
+            serve = await run_unless_stopped(lambda: _load_libraries(config), stop)
         if serve is None:
-            end_now(0)  # the thread cannot be interrupted, and the interpreter would not end beside it
-        await serve(config, stop, on_serving=pulse.serving, progress=progress, compiler=compiler)
+            exit_now(0)  # the thread cannot be interrupted, and the interpreter would not end beside it
+        await serve(config, stop, on_serving=watchdog.serving, progress=progress, compiler=compiler)
 
 
 def _load_libraries(config: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:

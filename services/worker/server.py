@@ -12,7 +12,7 @@ import structlog
 from services.common.config import WorkerConfig
 from services.common.errors import Internal
 from services.common.metrics.server import serve_metrics
-from services.common.process.service import Stop, collect_seldom, end_now, own_name
+from services.common.process.service import Stop, collect_seldom, exit_now, service_name
 from services.common.process.tracing import Tracing
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
@@ -112,7 +112,7 @@ async def _serve(
         if booted.done():  # a step in progress may end; a model that is still loading goes with the process
             await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
         # A thread that loads a model cannot be interrupted, and the interpreter would abort beside it.
-        if config.tp_size * config.pp_size > 1 or (own_name() and not booted.done()):
+        if config.tp_size * config.pp_size > 1 or (service_name() and not booted.done()):
             _exit_past_connections(0 if stopped else getattr(sys.exception(), "exit_status", 1))
         for future in (booted, ended):
             if not future.cancel():
@@ -123,7 +123,7 @@ def _exit_past_connections(status: int) -> None:
     """Make the process exit with ``status`` as soon as the main thread is done. The interpreter would close connections
     to other ranks first, and block on threads that wait for ranks which may be lost."""
 
-    atexit.register(end_now, status)  # called before that, and when the reason is logged
+    atexit.register(exit_now, status)  # called before that, and when the reason is logged
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from services.cli.doctor.command import look
+from services.cli.doctor.command import run_checks
 from services.cli.doctor.findings import Finding
 from services.cli.doctor.machine import Machine
 from services.common.config import DeploymentConfig
@@ -15,7 +15,7 @@ def findings(subject: str, model: Path | str = "builtin", planned: float | None 
     """Those of ``subject``, which come one after the other, in this process."""
     config = build(DeploymentConfig, {"model": str(model), "port": 0, "grpc_port": 0} | flags)
     machine = Machine(config, planned and int(planned * 2**30))
-    rest = itertools.dropwhile(lambda each: each.subject != subject, look(machine))
+    rest = itertools.dropwhile(lambda each: each.subject != subject, run_checks(machine))
     return list(itertools.takewhile(lambda each: each.subject == subject, rest))
 
 

@@ -121,7 +121,7 @@ def store(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 BROKEN = {
     "a missing file": (lambda folder: (folder / "part-2.safetensors").unlink(), "part-2.safetensors does not exist"),
-    "a truncated file": (truncate, "it is not whole"),
+    "a truncated file": (truncate, "it is incomplete"),
     "an index that is cut off": (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a":'), "is no index"),
     "no weights": (lambda folder: [each.unlink() for each in (*folder.glob("part*"), folder / INDEX)],
                    "model.safetensors does not exist"),
@@ -129,8 +129,8 @@ BROKEN = {
         lambda folder: (folder / "part-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid"),
         "is a Git LFS pointer",
     ),
-    "an empty file": (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "does not begin as"),
-    "noise": (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 4096), "does not begin as"),
+    "an empty file": (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "does not begin with"),
+    "noise": (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 4096), "does not begin with"),
     "a tensor that is not there": (lambda folder: store(folder, **{"model.norm.weight": None}), "e.g. model.norm"),
     "a tensor of another shape": (
         lambda folder: store(folder, **{"model.norm.weight": torch.ones(7)}), "model.norm.weight has shape [7]"
@@ -166,7 +166,7 @@ def test_an_index_of_another_version_is_found(folder):
     (folder / INDEX).write_text(json.dumps(index))
     found = findings("weights", folder)
     assert {each.level for each in found} == {Level.FAIL}
-    assert "which it has not" in found[0].text
+    assert "but it does not" in found[0].text
 
 
 def test_weights_of_another_format_are_named(folder):

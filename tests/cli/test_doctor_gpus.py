@@ -10,7 +10,7 @@ import torch
 
 from services.cli.doctor import machine
 from services.cli.doctor.findings import Finding, Level
-from services.cli.doctor.machine import installed_torch, seen
+from services.cli.doctor.machine import installed_torch, visible_of
 from services.cli.doctor.nvml import Gpu
 from tests.cli.looking import findings
 
@@ -80,7 +80,7 @@ def test_links_between_the_ranks_of_a_replica_are_looked_at(described, level, se
 
 def test_too_few_gpus_fail(gpus):
     few = [each for each in gpus("gpu", flags=TWO, count=1) if each.level is Level.FAIL]
-    assert "2 workers need a GPU each, and 1 can be seen" in few[0].text
+    assert "2 workers need a GPU each, but 1 are visible" in few[0].text
     hidden = [each for each in gpus("gpu", flags=TWO, count=2, visible="1") if each.level is Level.FAIL]
     assert len(hidden) == 1
     none = [each for each in gpus("gpu", flags={"device": "cuda"}, count=2, visible="-1") if each.level is Level.FAIL]
@@ -105,11 +105,11 @@ def test_shares_of_a_gpu_are_not_taken_for_none(gpus):
 
 def test_what_can_be_seen_is_what_cuda_sees():
     first, second = (Gpu(index, f"GPU-{index}abc", "", 1, 1, (9, 0)) for index in range(2))
-    assert seen((first, second), None) == [first, second]
-    assert seen((first, second), "1,0") == [second, first]
-    assert seen((first, second), "GPU-1,0") == [second, first]
-    assert seen((first, second), "0,7,1") == [first]
-    assert seen((first, second), "") == []
+    assert visible_of((first, second), None) == [first, second]
+    assert visible_of((first, second), "1,0") == [second, first]
+    assert visible_of((first, second), "GPU-1,0") == [second, first]
+    assert visible_of((first, second), "0,7,1") == [first]
+    assert visible_of((first, second), "") == []
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_driver_that_does_not_work_is_a_finding(described, sentence, gpus):
 
 def test_a_torch_that_does_not_go_with_the_driver_is_named(gpus, monkeypatch):
     for torch_build, flags, level, sentence in (
-        (machine.Torch("2.13.0+cpu", None), {}, Level.WARN, "built for CPUs, and there are GPUs"),
-        (machine.Torch("2.13.0+cpu", None), {"device": "cuda"}, Level.FAIL, "built for CPUs, and there are GPUs"),
-        (machine.Torch("2.13.0", (14, 0)), {}, Level.FAIL, "driver 580.1 takes CUDA 13.0 at most"),
+        (machine.Torch("2.13.0+cpu", None), {}, Level.WARN, "built for CPUs, but there are GPUs"),
+        (machine.Torch("2.13.0+cpu", None), {"device": "cuda"}, Level.FAIL, "built for CPUs, but there are GPUs"),
+        (machine.Torch("2.13.0", (14, 0)), {}, Level.FAIL, "driver 580.1 supports CUDA up to 13.0"),
         (machine.Torch("2.13.0", (13, 2)), {}, Level.OK, "built for CUDA 13.2"),
         (None, {}, Level.WARN, "no worker can start"),
     ):

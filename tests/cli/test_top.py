@@ -18,8 +18,8 @@ from rich.console import Console
 from bench.server import free_port
 from services.cli.top.command import main
 from services.cli.top.figures import History
-from services.cli.top.source import Sample
-from services.cli.top.view import away, duration, frame, resample
+from services.cli.top.source import Snapshot
+from services.cli.top.view import duration, frame, resample, unavailable
 from tests.cli.running import Outcome, run
 from tests.gateway.access.conftest import KeysFile
 from tests.gateway.deployment import PATIENCE_S, Deployment, Process, eventually
@@ -167,9 +167,9 @@ class Screen:
 def test_who_may_not_look_is_told_what_is_needed(guarded):
     keys, url, admin_url = guarded
     for key, sentence in (
-        ({}, "wants an API key: give --api-key, or set TOKA_API_KEY"),
+        ({}, "requires an API key: give --api-key, or set TOKA_API_KEY"),
         ({"TOKA_API_KEY": keys.keys["team"]}, "use a key with the scope admin"),
-        ({"OPENAI_API_KEY": keys.keys["boss"]}, "where admin_port= is set, ask there"),
+        ({"OPENAI_API_KEY": keys.keys["boss"]}, "if admin_port= is set, use that port"),
     ):
         done = top("--url", url, **key)
         assert done.status == 1
@@ -190,10 +190,10 @@ def test_what_is_no_gateway_is_told(tmp_path):
         assert sentence in done.stderr
 
 
-def sample(at: float, generated: float, ended: float = 0, counts: dict[float, float] | None = None) -> Sample:
+def sample(at: float, generated: float, finished: float = 0, counts: dict[float, float] | None = None) -> Snapshot:
     counters = {"generated_tokens": generated, "prompt_tokens": 2 * generated, "cached_prompt_tokens": generated}
     replicas = [{"address": "a", "load": {"counters": counters}}, {"address": "b", "load": None}]
-    return Sample({"at": at, "replicas": replicas}, ended, {"first token": counts or {}})
+    return Snapshot({"at": at, "replicas": replicas}, finished, {"first token": counts or {}})
 
 
 def test_rates_are_between_two_looks_and_a_restart_is_no_fall():
@@ -202,9 +202,9 @@ def test_rates_are_between_two_looks_and_a_restart_is_no_fall():
     assert history.rates is None
     for _ in range(2):  # what was told already changes nothing
         history.take(sample(102, 1500, 12))
-        assert (history.rates.generated, history.rates.prompt, history.rates.ended) == (250, 500, 1)
+        assert (history.rates.generated, history.rates.prompt, history.rates.finished) == (250, 500, 1)
     history.take(sample(104, 20, 0))
-    assert (history.rates.generated, history.rates.ended) == (0, 0)
+    assert (history.rates.generated, history.rates.finished) == (0, 0)
     assert list(history.generated) == [250, 0]
     history.forget()
     history.take(sample(200, 5000))
@@ -239,8 +239,8 @@ def test_what_clients_call_their_requests_is_shown_as_it_is():
     gateway = {"draining": False, "ready": True}
     console = Console(file=io.StringIO(), width=200)
     state = {"at": 0.0, "gateway": gateway, "replicas": [replica]}
-    console.print(frame("http://[fe80::1]:1", Sample(state, 0), History(), 10))
-    console.print(away("http://[fe80::1]:1", "[/]", 1.0))
+    console.print(frame("http://[fe80::1]:1", Snapshot(state, 0), History(), 10))
+    console.print(unavailable("http://[fe80::1]:1", "[/]", 1.0))
     shown = console.file.getvalue()
     assert "[/red]\N{REPLACEMENT CHARACTER}[2J[bold]" in shown
     assert shown.count("http://[fe80::1]:1") == 2

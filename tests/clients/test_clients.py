@@ -95,7 +95,7 @@ async def test_a_client_shows_certificates_and_a_key_and_is_told_when_to_come_ba
         assert (status, [line.partition(":")[0] for line in out]) == (1, ["model"])
         assert err == [
             "error: RESOURCE_EXHAUSTED, RATE_LIMIT_EXCEEDED",
-            "message: 1 requests of this API key run already, its limit; try again later",
+            "message: 1 requests of this API key are running, which is its limit; try again later",
             "retry: after 1000 ms",
         ]
         running.cancel()

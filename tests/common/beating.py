@@ -14,8 +14,8 @@ import structlog
 
 from services.common.config import ServiceFlags
 from services.common.errors import Unavailable
-from services.common.process.pulse import Pulse
 from services.common.process.service import Stop, run_service
+from services.common.process.watchdog_client import WatchdogClient
 
 LINES = 6_000  # of some 200 bytes each
 
@@ -31,12 +31,12 @@ async def serve(config: BeatingConfig, stop: Stop) -> None:
         print("beat", flush=True)
         return config.manner != "stuck"
 
-    async with Pulse(config, "work") as pulse:
+    async with WatchdogClient(config, "work") as watchdog:
         if config.manner == "slow":
             time.sleep(1.5 * config.step_deadline)  # noqa: ASYNC251 (that is the point)
         for number in range(LINES if config.manner == "wordy" else 0):
             log.info("said", number=number, filling="." * 100)
-        pulse.serving(progresses)
+        watchdog.serving(progresses)
         print("serving", flush=True)
         log.info("last words")
         match config.manner:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from services.common.batch_line import MAX_VALUES, WrongLine, is_large, read_request
+from services.common.batch_line import MAX_VALUES, InvalidLine, is_large, read_request
 
 
 def line(**body) -> bytes:
@@ -21,11 +21,11 @@ def test_a_large_line_is_the_request_that_it_says():
 
 def test_a_line_with_more_values_than_are_counted_to_is_refused_before_they_are_made():
     text = line(prompt="x", unknown=[[]] * (MAX_VALUES + 1))
-    with pytest.raises(WrongLine, match=str(MAX_VALUES)) as refused:
+    with pytest.raises(InvalidLine, match=str(MAX_VALUES)) as refused:
         read_request(text)
     assert refused.value.code == "invalid_value"
 
 
 def test_a_large_line_that_is_no_json_is_refused():
-    with pytest.raises(WrongLine, match="not valid JSON"):
+    with pytest.raises(InvalidLine, match="not valid JSON"):
         read_request(line(prompt="x" * 200_000)[:-1])

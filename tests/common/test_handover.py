@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from services.common.errors import Unavailable
-from services.common.host.spreading import spread
+from services.common.host.reuseport import select_listeners
 from services.common.process.handover import Handover, listen
 
 
@@ -97,9 +97,9 @@ def test_new_connections_get_to_those_that_are_there(listening, tmp_path):
 @needs_linux
 def test_who_waits_in_the_queue_of_one_that_leaves_stays_there(listening):
     first, second = listening("127.0.0.1", 0, 2)
-    assert spread(first, [1])
+    assert select_listeners(first, [1])
     with socket.create_connection(first.getsockname()) as client:
-        assert spread(first, [0])
+        assert select_listeners(first, [0])
         second.settimeout(10)
         with second.accept()[0] as accepted:
             assert accepted.getpeername() == client.getsockname()
@@ -141,10 +141,10 @@ def test_gateways_have_places_of_their_own_and_one_alone_counts_for_itself(tmp_p
     several = [Handover(str(tmp_path), index, 2) for index in range(2)]
     assert [each.name for each in several] == ["gateway-0", "gateway-1"]
     assert several[0].own_socket != several[1].own_socket
-    assert several[0].numbers == several[1].numbers
-    assert len(set(several[0].numbers)) == 2
+    assert several[0].counter_files == several[1].counter_files
+    assert len(set(several[0].counter_files)) == 2
     alone = Handover(str(tmp_path), 0, 1)
-    assert (alone.name, alone.numbers) == ("gateway", [])
+    assert (alone.name, alone.counter_files) == ("gateway", [])
 
 
 async def test_small_writes_on_its_connections_are_sent_at_once(listening):

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.flags import load
-from services.common.host import watched
+from services.common.host import file_watch
 from services.common.keys import Key, KeyRing, hash_of, new_key, salted
 from services.gateway.http.new_key import NewKeyConfig
 from services.gateway.http.new_key import entry as entry_of
@@ -20,7 +20,7 @@ def entry(name: str, key: str, *lines: str) -> str:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watch, "CHECK_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_file_that_is_missing_or_that_anybody_may_write_is_refused(path):
         KeyRing.load(path)
     path.write_text(entry("a", "one"))
     path.chmod(0o666)
-    with pytest.raises(InvalidRequest, match="anybody may write"):
+    with pytest.raises(InvalidRequest, match="every user of this host can write"):
         KeyRing.load(path)
 
 

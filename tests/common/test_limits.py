@@ -4,7 +4,7 @@ import pytest
 
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.keys import Key
-from services.common.limits import Limits
+from services.common.limits import KeyLimits
 from tests.fakes.clock import Clock
 
 
@@ -18,7 +18,7 @@ def clock():
 
 
 def test_so_many_requests_run_at_once_of_each_key(clock):
-    limits, one, other = Limits(clock=clock), key(max_concurrent=2), key("b", max_concurrent=2)
+    limits, one, other = KeyLimits(clock=clock), key(max_concurrent=2), key("b", max_concurrent=2)
     with limits.running(one), limits.running(one):
         with pytest.raises(Overloaded) as caught, limits.running(one):
             pass
@@ -30,7 +30,7 @@ def test_so_many_requests_run_at_once_of_each_key(clock):
 
 
 def test_a_bucket_of_tokens_fills_in_a_minute(clock):
-    limits, one = Limits(clock=clock), key(tokens_per_minute=600)
+    limits, one = KeyLimits(clock=clock), key(tokens_per_minute=600)
     limits.reserve(one, 600)
     with pytest.raises(Overloaded) as caught:
         limits.reserve(one, 100)
@@ -46,7 +46,7 @@ def test_a_bucket_of_tokens_fills_in_a_minute(clock):
 
 
 def test_what_was_not_used_comes_back_and_what_was_used_beyond_is_owed(clock):
-    limits, one = Limits(clock=clock), key(tokens_per_minute=600)
+    limits, one = KeyLimits(clock=clock), key(tokens_per_minute=600)
     made = limits.reserve(one, 500)
     made.settle(200)
     assert limits.headers(one)["x-ratelimit-remaining-tokens"] == "400"
@@ -63,24 +63,24 @@ def test_what_was_not_used_comes_back_and_what_was_used_beyond_is_owed(clock):
 
 def test_what_never_fits_is_not_to_be_tried_again(clock):
     with pytest.raises(InvalidRequest, match="601 tokens together") as caught:
-        Limits(clock=clock).reserve(key(tokens_per_minute=600), 601)
+        KeyLimits(clock=clock).reserve(key(tokens_per_minute=600), 601)
     assert caught.value.field == "max_tokens"
 
 
 def test_gateways_of_one_deployment_share_a_keys_limits(clock):
-    limits, one = Limits(4, clock), key(max_concurrent=6, tokens_per_minute=600)
+    limits, one = KeyLimits(4, clock), key(max_concurrent=6, tokens_per_minute=600)
     assert limits.headers(one)["x-ratelimit-limit-requests"] == "2"
     assert limits.headers(one)["x-ratelimit-limit-tokens"] == "150"
 
 
 def test_nothing_is_counted_where_nothing_is_limited(clock):
-    limits = Limits(clock=clock)
+    limits = KeyLimits(clock=clock)
     assert limits.reserve(None, 10**9) is limits.reserve(key(), 10**9) is None
     assert limits.headers(None) == limits.headers(key()) == {}
 
 
 def test_limits_that_a_new_file_sets_hold_at_once(clock):
-    limits = Limits(clock=clock)
+    limits = KeyLimits(clock=clock)
     limits.reserve(key(tokens_per_minute=600), 600)
     with pytest.raises(Overloaded):
         limits.reserve(key(tokens_per_minute=60), 10)

@@ -117,7 +117,7 @@ def test_a_service_that_would_be_process_1_gets_one_in_front_of_it():
         service.send_signal(signal.SIGSTOP)
         _, errors = namespace.communicate(timeout=PATIENCE_S)
         assert namespace.returncode == 128 + signal.SIGKILL
-        assert "no sign of life" in errors
+        assert "no heartbeat" in errors
 
 
 async def test_circles_are_freed_though_the_collector_waits_for_many():

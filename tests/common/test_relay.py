@@ -108,7 +108,7 @@ def test_what_nobody_takes_is_dropped_and_counted(pipe, waits):
     *kept, note = read_to(reading, b"dropped").splitlines(keepends=True)
     assert kept == written[: len(kept)]
     assert 10 <= len(kept) < 50
-    assert note == b"%d lines were dropped, since nobody took them\n" % (50 - len(kept))
+    assert note == b"%d lines were dropped because the log consumer stalled\n" % (50 - len(kept))
     relay.write(b"on\n")
     assert read_to(reading, b"on") == b"on\n"
 
@@ -119,7 +119,7 @@ def test_how_much_was_dropped_is_said_on_a_line_of_its_own(pipe):
     relay = Relay(writing, most_bytes=10)
     fill(writing)
     relay.write(b"a\n")
-    while relay._waiting:  # until its thread is at work on that
+    while relay._buffer:  # until its thread is at work on that
         relay.drain(0)
     for piece in (b"b\n", b"piece", b" of a line\n"):
         relay.write(piece)
@@ -208,7 +208,7 @@ def test_a_service_goes_on_though_more_is_said_than_can_wait(pipe):
     ("manner", "status", "last", "late"),
     [
         ("failing", 1, b"RuntimeError: of this it dies\n", True),
-        ("refusing", 1, b'"event": "cannot go on"', True),
+        ("refusing", 1, b'"event": "cannot continue"', True),
         ("aborting", -signal.SIGABRT, b"Fatal Python error: Aborted\n", False),
     ],
 )

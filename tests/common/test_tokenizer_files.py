@@ -206,9 +206,9 @@ def test_texts_of_published_ranks_begin_with_bos(tmp_path, monkeypatch):
         (b"not a model", {}, "it is not a SentencePiece model"),
         (b"", {}, "it is not a SentencePiece model: it has no pieces"),
         (b"IQ== 0\nnothing\n", {}, "line 2 is not a token in base64 and its rank"),
-        (b"IQ== 0\nIg== 2\n", {}, "its ranks are not the numbers from 0 on"),
-        (b"IQ== 0\n", {"add_bos_token": True}, "its texts should have '<s>', which is no token there"),
-        (b"IQ== 0\n", {"added_tokens_decoder": {"0": {"content": "x"}}}, "token 'x' is said to have id 0"),
+        (b"IQ== 0\nIg== 2\n", {}, "its ranks are not the consecutive numbers from 0"),
+        (b"IQ== 0\n", {"add_bos_token": True}, "its texts should have '<s>', which is not in the vocabulary"),
+        (b"IQ== 0\n", {"added_tokens_decoder": {"0": {"content": "x"}}}, "token 'x' has the id 0"),
     ],
 )
 def test_a_file_that_cannot_be_converted_says_why(tmp_path, content, settings, reason):

@@ -69,12 +69,12 @@ def test_a_process_that_is_stopped_is_killed():
     with beating() as process:
         beats(process, 1)
         process.send_signal(signal.SIGSTOP)
-        assert reason(process).startswith("no sign of life for 1.")
+        assert reason(process).startswith("no heartbeat for 1.")
 
 
 def test_a_process_whose_event_loop_is_blocked_is_killed():
     with beating("manner=blocked") as process:
-        assert reason(process).endswith("it is stopped, or its work is blocked")
+        assert reason(process).endswith("it is suspended, or its work is blocked")
 
 
 def test_a_process_that_has_work_and_makes_no_progress_is_killed():
@@ -111,7 +111,7 @@ def test_a_watchdog_that_dies_is_replaced():
         eventually(lambda: any(other.pid != first.pid for other in watchdogs(process)))
         beats(process, 12)
         process.send_signal(signal.SIGSTOP)
-        assert "no sign of life" in reason(process)
+        assert "no heartbeat" in reason(process)
 
 
 def test_a_watchdog_that_is_stopped_is_replaced():
@@ -124,7 +124,7 @@ def test_a_watchdog_that_is_stopped_is_replaced():
         eventually(lambda: not first.is_running())
         beats(process, 12)
         process.send_signal(signal.SIGSTOP)
-        assert "no sign of life" in reason(process)
+        assert "no heartbeat" in reason(process)
 
 
 def test_a_watchdog_is_replaced_once_there_are_files_for_it_again():
@@ -189,7 +189,7 @@ def watched():
 def test_each_phase_has_a_limit_of_its_own(watched, phase, limits):
     say, result = watched(*limits)
     say(PROGRESS + phase)
-    assert result().startswith("no sign of life for 0.2")
+    assert result().startswith("no heartbeat for 0.2")
 
 
 def test_signs_of_life_are_no_progress(watched):

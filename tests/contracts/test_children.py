@@ -27,7 +27,7 @@ STARTS = {
 OTHERS = {
     ("cli/doctor/host.py", "_run"): "docker",
     ("cli/bench/clients.py", "_start"): "cli/entry.py calls use_safe_paths",
-    ("common/process/init.py", "stand_in_front"): "isolated; starts the command line again that started this process",
+    ("common/process/init.py", "run_under_init"): "isolated; starts the command line again that started this process",
     ("worker/boot/precompile/compiler.py", "__init__"): "forks: no interpreter starts",
     ("common/process/init.py", "main"): "runs the command that it was given, in an image that sets PYTHONSAFEPATH",
 }

@@ -72,7 +72,7 @@ async def test_a_connection_that_is_not_begun_again_ends_it_too(monkeypatch):
 
 
 async def test_other_tasks_run_while_many_prompts_of_one_request_are_sent(monkeypatch):
-    monkeypatch.setattr("services.common.process.turn.TURN_S", 0.0)
+    monkeypatch.setattr("services.common.process.time_slice.SLICE_S", 0.0)
     fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
     turns = 0
 
@@ -94,7 +94,7 @@ async def test_other_tasks_run_while_many_prompts_of_one_request_are_sent(monkey
 
 
 async def test_no_more_prompts_of_a_request_are_sent_once_one_of_them_has_failed(monkeypatch):
-    monkeypatch.setattr("services.common.process.turn.TURN_S", 0.0)
+    monkeypatch.setattr("services.common.process.time_slice.SLICE_S", 0.0)
     sent = []
 
     def enqueue(self, call, error) -> None:

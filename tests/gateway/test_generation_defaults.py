@@ -37,6 +37,6 @@ def test_completions_keep_the_limit_of_openai(running):
 
 
 def test_settings_that_are_not_followed_are_named_in_one_line_at_the_start(running):
-    [line] = [line for line in running.scheduler.log.read_text().splitlines() if "not followed" in line]
+    [line] = [line for line in running.scheduler.log.read_text().splitlines() if "not supported" in line]
     assert "no_repeat_ngram_size=3" in line
     assert "num_beams" not in line

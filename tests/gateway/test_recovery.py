@@ -137,7 +137,7 @@ async def test_a_scheduler_whose_worker_loads_gets_its_session_the_moment_it_is_
     with capture_logs() as lines:
         fleet.start()
         try:
-            await eventually_async(lambda: "the worker is not there yet" in fleet.trouble)
+            await eventually_async(lambda: "the worker has not connected yet" in fleet.trouble)
             await worker.load()
             await eventually_async(lambda: fleet.trouble == "")
         finally:

@@ -10,7 +10,7 @@ import yaml
 
 from services.common.config import GatewayConfig, SchedulerConfig, ServiceFlags, WorkerConfig
 from services.common.flags import Config, load
-from services.launcher.supervisor import LAST_WORDS_S, STOP_GRACE_S
+from services.launcher.supervisor import SHUTDOWN_MARGIN_S, STOP_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -57,7 +57,7 @@ def test_a_service_has_a_place_of_its_own_to_write_to(name: str, volume: str):
 def test_there_is_time_to_drain():
     period = COMPOSE["x-service"]["stop_grace_period"]
     seconds = int(re.fullmatch(r"\$\{STOP_GRACE_PERIOD:-(\d+)s\}", period)[1])
-    assert seconds >= ServiceFlags().drain_seconds + LAST_WORDS_S + STOP_GRACE_S
+    assert seconds >= ServiceFlags().drain_seconds + SHUTDOWN_MARGIN_S + STOP_GRACE_S
 
 
 @pytest.mark.parametrize("name", OURS)

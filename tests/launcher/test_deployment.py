@@ -129,13 +129,13 @@ def test_a_worker_on_a_cpu_needs_no_gpu():
 
 @pytest.mark.parametrize(
     ("device", "visible", "seen"),
-    [("auto", "4,6,7", r"3 can be seen \(4,6,7\)"), ("cuda", "", r"0 can be seen \(none\)")],
+    [("auto", "4,6,7", r"3 are visible \(4,6,7\)"), ("cuda", "", r"0 are visible \(none\)")],
 )
 async def test_too_few_gpus_are_refused_before_anything_is_loaded(device, visible, seen, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(toka, "read_card", None)
     config = load(ChosenDeploymentConfig, ["dp_size=2", "pp_size=2", f"device={device}"], {})
-    with pytest.raises(InvalidRequest, match=f"dp_size=2 tp_size=1 pp_size=2: 4 workers need a GPU each, and {seen}"):
+    with pytest.raises(InvalidRequest, match=f"dp_size=2 tp_size=1 pp_size=2: 4 workers need a GPU each, but {seen}"):
         await toka.serve(config, Stop())
 
 
@@ -170,7 +170,8 @@ async def test_a_place_that_cannot_be_recorded_to_is_refused_before_anything_is_
         raise AssertionError("the model is looked for already")
 
     monkeypatch.setattr(toka, "read_card", read_card)
-    with pytest.raises(InvalidRequest, match=rf"flag record_plans={place}: no directory .*\(.+\); name another"):
+    expected = rf"flag record_plans={place}: not a writable directory \(.+\); choose another"
+    with pytest.raises(InvalidRequest, match=expected):
         await toka.serve(load(ChosenDeploymentConfig, [f"record_plans={place}"], {}), Stop())
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.config import DeploymentConfig
 from services.common.flags import load
-from services.launcher.settings import Setting, choose_gateways, describe, hydragen
+from services.launcher.settings import Setting, choose_gateways, describe, hydragen_setting
 from tokasaurus.worker.v1 import worker_pb2
 
 WORKER = [
@@ -41,7 +41,7 @@ def test_gateways_get_the_processors_that_others_leave(flags, has_gpus, processo
 )
 def test_the_printed_command_is_accepted_and_names_what_was_chosen(flags):
     config = load(DeploymentConfig, flags, {})
-    rows = [*WORKER, hydragen(config, worker_pb2.WorkerInfo()), Setting("gateways", "1", "a reason")]
+    rows = [*WORKER, hydragen_setting(config, worker_pb2.WorkerInfo()), Setting("gateways", "1", "a reason")]
     printed = describe(config, rows, "cpu")
     assert all(each.reason in printed for each in rows)
     [command] = [line for line in printed.splitlines() if line.startswith("The same again: toka ")]

@@ -51,7 +51,7 @@ async def test_a_deployment_outlives_requests_that_kill_its_worker_again_and_aga
                 poisoned = await asyncio.gather(complete(POISON, 20), complete(POISON, 21))
                 after = await complete(20, 21)  # by a worker that was started after the last death
             assert [(each.status_code, each.json()["error"]["code"]) for each in poisoned] == [(500, "quarantined")] * 2
-            deaths = [line["child"] for line in logs if line["event"] == "child died and is started again"]
+            deaths = [line["child"] for line in logs if line["event"] == "child exited and is started again"]
             assert set(deaths) == {"worker-0"}
             assert len(deaths) >= 6
             assert after.status_code == 200

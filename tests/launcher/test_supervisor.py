@@ -86,7 +86,7 @@ async def test_a_dead_child_is_noticed_though_what_it_started_lives(child):
     run = asyncio.create_task(Unit([child]).run())
     inner = await started(child)
     child.process.kill()
-    with pytest.raises(Unavailable, match="was ended by SIGKILL before it was ready"):
+    with pytest.raises(Unavailable, match="was killed by SIGKILL before it was ready"):
         await asyncio.wait_for(run, 30)
     await eventually_async(lambda: is_gone(inner))
 
@@ -94,17 +94,17 @@ async def test_a_dead_child_is_noticed_though_what_it_started_lives(child):
 async def test_a_line_that_does_not_end_holds_nobody_up(child, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(supervisor, "_LONGEST_LINE", 1000)
     child.spec = WordySpec("wordy", "worker", f"unix:{tmp_path}/nobody.sock", ())
-    death = await asyncio.wait_for(child.live(), 30)
-    assert death.status == 7
-    assert death.last_lines[-1] == "the end"
+    child_exit = await asyncio.wait_for(child.run_once(), 30)
+    assert child_exit.status == 7
+    assert child_exit.last_lines[-1] == "the end"
     assert capfd.readouterr().err.count("x") == 1_000_000
 
 
 async def test_the_stderr_of_a_dead_child_is_closed_though_somebody_has_it(child, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_READ_S", 0.1)
     child.spec = EscapingSpec("escaping", "worker", f"unix:{tmp_path}/nobody.sock", ())
-    death = await asyncio.wait_for(child.live(), 30)
-    escaped = psutil.Process(int(death.last_lines[0]))
+    child_exit = await asyncio.wait_for(child.run_once(), 30)
+    escaped = psutil.Process(int(child_exit.last_lines[0]))
     try:
         assert escaped.is_running()
         assert child._stderr.is_closing()
@@ -130,14 +130,14 @@ async def test_ranks_are_started_again_together_and_counted_once(rank: Callable[
         await eventually_async(lambda: not any(child.ready.is_set() for child in ranks))
         assert before.isdisjoint(await all_ready(ranks))
     [told] = [line for line in logs if line["log_level"] == "error"]
-    assert (told["reason"], told["peers"]) == ("rank-1 was ended by SIGKILL", ["rank-0", "rank-2"])
+    assert (told["reason"], told["peers"]) == ("rank-1 was killed by SIGKILL", ["rank-0", "rank-2"])
     assert told["in_s"] == 0.2
     await ended(run)
 
 
 async def test_the_reason_is_a_ranks_own_though_its_peers_end_before_it(rank: Callable[..., Child]):
     run = asyncio.create_task(Unit([rank(), rank("broken"), rank()]).run())
-    with pytest.raises(Unavailable, match="rank-1 ended with exit status 1 before it was ready\n  there is no such"):
+    with pytest.raises(Unavailable, match="rank-1 exited with status 1 before it was ready\n  there is no such"):
         await asyncio.wait_for(run, 30)
 
 
@@ -152,7 +152,7 @@ async def test_a_rank_that_does_not_notice_the_end_of_its_peers_is_ended(rank: C
 
 
 async def test_who_has_served_once_is_started_again_however_often_it_dies_before_it_is_ready(rank, monkeypatch):
-    monkeypatch.setattr(supervisor, "_HOPELESS_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "_LONGEST_START_PAUSE_S", 0.01)
     ranks = [rank(), rank(), rank()]
     run = asyncio.create_task(Unit(ranks, peer_grace_s=0.01).run())
     pids = await all_ready(ranks)

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from services.common.config import SchedulerConfig
 from services.common.errors import InvalidRequest
-from services.common.host import watched
+from services.common.host import file_watch
 from services.common.keys import hash_of, new_key
 from services.common.rpc.channel import PLAIN, Dialer
 from services.common.rpc.token import TokenFile, make_token_file
@@ -341,7 +341,7 @@ async def test_keys_share_cached_prefixes_unless_they_are_isolated(keys, isolate
 
 
 async def test_a_new_token_counts_without_a_restart(token, monkeypatch):
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watch, "CHECK_EVERY_S", 0.0)
     async with serving(grpc_token_file=str(token)) as service:
         old, new = token.read_text().strip(), "a-token-that-is-new"
         token.write_text(new)
@@ -378,10 +378,10 @@ def test_a_token_that_others_may_read_is_warned_of(token):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({}, "other hosts may ask without credentials"),
+        ({}, "other hosts may call without credentials"),
         ({"api_keys_file": "k"}, "cross the network unencrypted"),
         ({"grpc_token_file": "t"}, "cross the network unencrypted"),
-        ({"grpc_cert": "c", "grpc_key": "k"}, "other hosts may ask without credentials"),
+        ({"grpc_cert": "c", "grpc_key": "k"}, "other hosts may call without credentials"),
         ({"grpc_cert": "c", "grpc_key": "k", "grpc_ca": "a"}, ""),
         ({"api_keys_file": "k", "grpc_cert": "c", "grpc_key": "k"}, ""),
     ],

@@ -31,7 +31,7 @@ async def test_a_scheduler_whose_server_accepts_no_calls_ends(monkeypatch):
     config = SchedulerConfig(worker_addresses=("127.0.0.1:1",), scheduler_listen="127.0.0.1:0")  # no worker is there
     server = SchedulerServer(config)
     await call(await server.start(), NOT_UTF8)
-    with pytest.raises(Internal, match="accepts no calls"):
+    with pytest.raises(Internal, match="no longer accepts calls"):
         async with asyncio.timeout(60):
             await server.wait(asyncio.Event())
     await server.stop()

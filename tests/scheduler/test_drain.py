@@ -118,8 +118,8 @@ async def test_an_idle_scheduler_leaves_at_once_and_its_worker_hears_of_it():
 async def test_the_step_loops_turns_are_progress():
     async with start(step_deadline=1) as service:
         server = service.server
-        server.progresses()
-        await eventually_async(server.progresses)
+        server.has_progressed()
+        await eventually_async(server.has_progressed)
         stuck, go_on = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -130,9 +130,9 @@ async def test_the_step_loops_turns_are_progress():
         blocked = asyncio.wrap_future(server.engine.ask(block))
         await stuck.wait()
         await service.until_health(False)  # asked for as long as the deadline
-        server.progresses()
-        assert not server.progresses()
+        server.has_progressed()
+        assert not server.has_progressed()
         go_on.set()
         await blocked
         await service.until_health(True)
-        assert server.progresses()
+        assert server.has_progressed()

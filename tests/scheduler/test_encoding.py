@@ -7,7 +7,7 @@ import pytest
 
 from services.common.model.files import read_card
 from services.common.text.tokenizer import Tokenizer
-from services.scheduler.api.encoding import encode_load, encode_plan_news
+from services.scheduler.api.encoding import encode_load, encode_plan_event
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.validation import read_request
@@ -16,7 +16,7 @@ from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
 from services.scheduler.core.step.load import Load
-from services.scheduler.engine.news import PlanNews
+from services.scheduler.engine.events import PlanEvent
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 
@@ -93,7 +93,7 @@ def test_a_watched_plan_shows_groups_micro_batches_preemptions_and_what_was_post
         micro_batches=3,
         postponed=True,
     )
-    sent = encode_plan_news(PlanNews(plan, waiting_sequences=5, in_use_pages=40, plans_in_flight=2))
+    sent = encode_plan_event(PlanEvent(plan, waiting_sequences=5, in_use_pages=40, plans_in_flight=2))
     assert (sent.step, sent.sequences, sent.hydragen_groups, sent.hydragen_rows, sent.micro_batches) == (
         9,
         70,
@@ -106,5 +106,5 @@ def test_a_watched_plan_shows_groups_micro_batches_preemptions_and_what_was_post
 
 
 def test_a_plain_plan_is_one_micro_batch():
-    sent = encode_plan_news(PlanNews(PlannedStep(step=1), waiting_sequences=0, in_use_pages=0, plans_in_flight=1))
+    sent = encode_plan_event(PlanEvent(PlannedStep(step=1), waiting_sequences=0, in_use_pages=0, plans_in_flight=1))
     assert (sent.micro_batches, sent.hydragen_groups, sent.postponed) == (1, 0, False)

@@ -12,10 +12,10 @@ from services.common.plan.types import SamplingSettings
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine.inbox import MOST_TAKEN_IN, Inbox
+from services.scheduler.engine.events import Accepted, HeartbeatReply, Rejected
+from services.scheduler.engine.inbox import MOST_SUBMITTED, Inbox
 from services.scheduler.engine.loop import EngineLoop
-from services.scheduler.engine.news import Accepted, HeartbeatAnswer, Rejected
-from services.scheduler.workers.stream import Answer
+from services.scheduler.workers.stream import ReceivedResult
 from tests.fakes.model import FakeModel, FakeShape
 
 SINK = 1
@@ -43,7 +43,7 @@ class Worker:
         """The oldest plan in flight, if there is one."""
         if self._answers:
             message = self._answers.popleft()
-            self.loop.worker_answered(self, Answer(decode_result(message), message, time.monotonic()))
+            self.loop.worker_result(self, ReceivedResult(decode_result(message), message, time.monotonic()))
 
 
 class Bench:
@@ -98,8 +98,8 @@ def test_plans_go_out_between_submissions_and_not_behind_all_of_them(bench, monk
         bench.submit(handle)
     bench.run_until(lambda: len(bench.told(Accepted)) == 3000)
     steps = np.diff(bench.worker.accepted_before, prepend=0)
-    assert steps.max() <= MOST_TAKEN_IN
-    assert len(steps) >= 3000 / MOST_TAKEN_IN
+    assert steps.max() <= MOST_SUBMITTED
+    assert len(steps) >= 3000 / MOST_SUBMITTED
 
 
 def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, monkeypatch):
@@ -121,7 +121,7 @@ def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, mon
     assert len(answered_at) == 38
     waited = np.array(plans[:37]) - answered_at[:37]
     assert (waited >= 0).all()
-    assert (waited < MOST_TAKEN_IN).all()
+    assert (waited < MOST_SUBMITTED).all()
 
 
 def test_a_submission_of_many_samples_counts_as_many(bench, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_cancel_waits_for_what_was_submitted_before_it(bench):
         bench.submit(handle)
     bench.loop.cancel(SINK, [499, 3])
     bench.loop.heartbeat(SINK, 7)
-    bench.run_until(lambda: bench.told(HeartbeatAnswer))
+    bench.run_until(lambda: bench.told(HeartbeatReply))
     assert bench.finished() == {499: FinishReason.CANCELLED, 3: FinishReason.CANCELLED}
     kinds = Counter(type(item) for item in bench.told(object))
     assert kinds[Accepted] == 500
@@ -172,7 +172,7 @@ def test_what_was_posted_before_a_request_is_done_before_it(bench, monkeypatch):
     monkeypatch.setattr(inbox, "next_request", posted_at_the_last_moment)
     inbox.put_request(lambda: order.append("request"))
     bench.loop.heartbeat(SINK, 1)
-    bench.run_until(lambda: bench.told(HeartbeatAnswer))
+    bench.run_until(lambda: bench.told(HeartbeatReply))
     assert order[:2] == ["post", "request"]
 
 
@@ -193,7 +193,7 @@ def test_requests_are_taken_in_while_there_is_no_worker_and_refused(bench):
 
 def test_every_answer_and_the_first_plan_in_flight_begin_the_silence_anew(bench, monkeypatch):
     begun, send = [], bench.worker.send
-    monkeypatch.setattr(bench.loop._silence, "begin", begun.append)
+    monkeypatch.setattr(bench.loop._step_timeout, "restart", begun.append)
     monkeypatch.setattr(bench.worker, "send", lambda plan: (send(plan), bench.worker.answer()))
     bench.loop.worker_connected(bench.worker)
     bench.submit(0, max_tokens=30)
@@ -210,7 +210,7 @@ def test_a_loop_that_drains_takes_nothing_new_and_goes_on_with_what_it_has(bench
     drained = []
 
     def after_the_first() -> bool:
-        if bench.told(HeartbeatAnswer) and not drained:
+        if bench.told(HeartbeatReply) and not drained:
             drained.append(True)
             bench.loop.drain()
             bench.submit(1)

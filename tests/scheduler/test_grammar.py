@@ -15,11 +15,11 @@ from services.common.plan.types import SamplingSettings
 from services.common.rpc.status import from_rpc_error, from_status
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
-from services.scheduler.api.proofs import Proofs
+from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.request import Request
 from services.scheduler.grammar import child, walk
-from services.scheduler.grammar.compiler import Limits
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.grammar.checker import GrammarChecker
+from services.scheduler.grammar.compiler import GrammarLimits
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
 from tests.scheduler.service import PROMPT, session, start, status_of
@@ -39,10 +39,10 @@ SLOW_TOO = SLOW.replace("(x|y)", "(x|z)")
 SLOW_LATER = 'start: "x" T0\n' + "\n".join(f'T{i}: (T{i + 1} "c")*' for i in range(400)) + '\nT400: "a"'
 
 WRONG = [
-    (g.Grammar(), "of no kind"),
+    (g.Grammar(), "has no kind"),
     (g.Grammar(json_schema="{"), "cannot be read as JSON"),
-    (g.Grammar(json_schema="[1]"), "not a JSON object"),
-    (g.Grammar(json_schema="false"), "not a JSON object"),
+    (g.Grammar(json_schema="[1]"), "must be a JSON object"),
+    (g.Grammar(json_schema="false"), "must be a JSON object"),
     (g.Grammar(json_schema="[" * 100_000), "cannot be read as JSON"),
     (g.Grammar(json_schema='{"type": "strin"}'), "the JSON schema cannot be followed: Invalid type: strin"),
     (g.Grammar(json_schema='{"not": {}}'), 'Unimplemented keys: ["not"]'),
@@ -120,7 +120,7 @@ async def test_a_resumed_sample_keeps_its_grammar_and_says_what_was_generated(se
 async def test_what_does_not_go_with_a_grammar_is_named(service):
     x = g.Grammar(regex="x")
     error = await refusal(service, **asking(x, stopping=g.Stopping(ignore_eos=True)))
-    assert (error.field, "behind whose end" in error.message) == ("stopping.ignore_eos", True)
+    assert (error.field, "no token can follow its end" in error.message) == ("stopping.ignore_eos", True)
     error = await refusal(service, **asking(x, stopping=g.Stopping(min_tokens=1)))
     assert (error.field, "leave one out" in error.message) == ("stopping.min_tokens", True)
     await service.generate(**asking(x, stopping=g.Stopping(max_tokens=3, strings=["x"], token_ids=[50])))
@@ -130,7 +130,7 @@ async def test_a_worker_without_grammars_is_said_to_be_one():
     async with start(FakeShape(grammars=False)) as service:
         assert not (await service.stub.GetModel(observe_pb2.GetModelRequest())).model.grammars
         error = await refusal(service, **asking(g.Grammar(regex="x")))
-        assert (error.field, error.message[:30]) == ("sampling.grammar", "the worker follows no grammars")
+        assert (error.field, error.message[:31]) == ("sampling.grammar", "the worker does not support gra")
         await service.generate(tokens=TOKENS, stopping=MOST)
 
 
@@ -145,7 +145,7 @@ async def test_a_model_says_that_it_takes_grammars_and_a_forecast_proves_them(se
 
 
 async def test_requests_of_a_session_pass_one_whose_grammar_takes_its_whole_time(monkeypatch):
-    monkeypatch.setattr("services.scheduler.grammar.compiler.Limits.__new__.__defaults__", (1.0, 1024**3))
+    monkeypatch.setattr("services.scheduler.grammar.compiler.GrammarLimits.__new__.__defaults__", (1.0, 1024**3))
     async with start() as service, session(service) as client:
         await client.submit(0, **asking(g.Grammar(json_schema=SLOW_TOO), n=2))
         await client.submit(2, **asking(g.Grammar(json_schema=SLOW)))
@@ -193,49 +193,49 @@ async def test_a_client_that_leaves_while_its_grammar_is_proven_leaves_nothing_b
 
 
 @pytest.fixture
-async def prover():
-    prover = Prover("builtin", [0, 1], Limits(cpu_seconds=1, memory_bytes=200 * 1024**2))
-    yield prover
-    await prover.close()
+async def checker():
+    checker = GrammarChecker("builtin", [0, 1], GrammarLimits(cpu_seconds=1, memory_bytes=200 * 1024**2))
+    yield checker
+    await checker.close()
 
 
-async def test_a_grammar_that_many_ask_for_compiles_once_and_is_known_then(prover, monkeypatch):
+async def test_a_grammar_that_many_ask_for_compiles_once_and_is_known_then(checker, monkeypatch):
     compiled = []
-    run = Prover._compile
-    monkeypatch.setattr(Prover, "_compile", lambda self, text: compiled.append(text) or run(self, text))
-    await asyncio.gather(*(prover.prove("start: /x/", "it") for _ in range(50)))
-    await prover.prove("start: /x/", "it")
+    run = GrammarChecker._compile
+    monkeypatch.setattr(GrammarChecker, "_compile", lambda self, text: compiled.append(text) or run(self, text))
+    await asyncio.gather(*(checker.check("start: /x/", "it") for _ in range(50)))
+    await checker.check("start: /x/", "it")
     assert compiled == ["start: /x/"]
-    assert prover.knows("start: /x/")
+    assert checker.is_cached("start: /x/")
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="it cannot be followed"):
-            await prover.prove("start: y", "it")
+            await checker.check("start: y", "it")
     assert compiled == ["start: /x/", "start: y"]
 
 
-async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_one_is_not(prover):
+async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_one_is_not(checker):
     nested = "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(24)) + '\nT24: "a"'
     with pytest.raises(InvalidRequest, match=r"more than (200 MiB|1 s) to compile"):
-        await prover.prove(nested, "it")
-    await prover.prove("start: /x/", "it")
+        await checker.check(nested, "it")
+    await checker.check("start: /x/", "it")
 
 
 def test_a_grammar_whose_later_tokens_take_long_is_found_out(monkeypatch):
     """A bound between the masks of this one, some 100 ms, and those of ordinary ones."""
     monkeypatch.setattr(walk, "_MOST_MASK_S", 0.02)
     grammars = Grammars(Tokenizer.load("builtin"), [0, 1])
-    assert "takes too long" in walk.too_slow(grammars.matcher(SLOW_LATER), [0, 1])
-    assert not walk.too_slow(grammars.matcher("start: /(.|\\n)*/"), [0, 1])
+    assert "takes too long" in walk.mask_time_problem(grammars.matcher(SLOW_LATER), [0, 1])
+    assert not walk.mask_time_problem(grammars.matcher("start: /(.|\\n)*/"), [0, 1])
 
 
-async def test_a_grammar_that_needs_more_stack_than_workers_have_is_refused(prover):
+async def test_a_grammar_that_needs_more_stack_than_workers_have_is_refused(checker):
     chain = "start: t0\n" + "\n".join(f't{i}: t{i + 1} "c"' for i in range(3000)) + '\nt3000: "a"'
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        await prover.prove(chain, "it")
-    await prover.prove("start: /x/", "it")
+        await checker.check(chain, "it")
+    await checker.check("start: /x/", "it")
 
 
-async def test_clients_take_turns_and_what_nobody_waits_for_is_not_begun(prover, monkeypatch):
+async def test_clients_take_turns_and_what_nobody_waits_for_is_not_begun(checker, monkeypatch):
     begun, gate = [], asyncio.Event()
 
     async def compile(self, text):
@@ -243,11 +243,11 @@ async def test_clients_take_turns_and_what_nobody_waits_for_is_not_begun(prover,
         await gate.wait()
         return ""
 
-    monkeypatch.setattr(Prover, "_compile", compile)
-    many = [asyncio.create_task(prover.prove(f"m{i}", "it", "many")) for i in range(6)]
+    monkeypatch.setattr(GrammarChecker, "_compile", compile)
+    many = [asyncio.create_task(checker.check(f"m{i}", "it", "many")) for i in range(6)]
     await asyncio.sleep(0)
-    shared = asyncio.create_task(prover.prove("m5", "it", "one"))
-    other = asyncio.create_task(prover.prove("o", "it", "other"))
+    shared = asyncio.create_task(checker.check("m5", "it", "one"))
+    other = asyncio.create_task(checker.check("o", "it", "other"))
     await asyncio.sleep(0)
     assert begun == ["m0", "m1"]
     many[3].cancel()
@@ -255,15 +255,15 @@ async def test_clients_take_turns_and_what_nobody_waits_for_is_not_begun(prover,
     gate.set()
     await asyncio.gather(*(task for task in many if task is not many[3]), shared, other)
     assert begun == ["m0", "m1", "m2", "m5", "o", "m4"]
-    assert not prover._proofs
-    await prover.prove("m3", "it", "many")  # asked for again
+    assert not checker._checks
+    await checker.check("m3", "it", "many")  # asked for again
 
 
 async def test_a_deadline_is_kept_while_a_grammar_is_proven(monkeypatch):
     async def never(self, text):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Prover, "_compile", never)
+    monkeypatch.setattr(GrammarChecker, "_compile", never)
     async with start() as service, session(service) as client:
         asked = asking(g.Grammar(regex="x"), deadline_unix_ms=int(time.time() * 1000) + 50)
         await client.submit(0, **asked)
@@ -284,37 +284,37 @@ def test_a_child_asks_for_no_more_memory_than_it_may_have(monkeypatch):
     assert asked == [(1 << 20, 1 << 20)]
 
 
-async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(prover):
-    proofs = Proofs(None, prover, sink=1)
+async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(checker):
+    pending = PendingGrammars(None, checker, sink=1)
     request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar=ENDLESS), n=2, handle=5)
-    proofs.begin(request, "it")
+    pending.begin(request, "it")
     for _ in range(100):
-        assert proofs.keep_cancels([5, 6, 7]) == [7]
-    assert proofs._cancels == {5: {5, 6}}
-    proofs.close()
-    await asyncio.gather(*proofs._tasks, return_exceptions=True)
+        assert pending.defer_cancels([5, 6, 7]) == [7]
+    assert pending._cancels == {5: {5, 6}}
+    pending.close()
+    await asyncio.gather(*pending._tasks, return_exceptions=True)
 
 
-async def test_a_child_that_was_killed_is_replaced(prover):
-    await prover.prove("start: /x/", "it")
-    [compiler] = prover._idle
+async def test_a_child_that_was_killed_is_replaced(checker):
+    await checker.check("start: /x/", "it")
+    [compiler] = checker._idle
     await compiler.close()
-    await prover.prove("start: /y/", "it")
+    await checker.check("start: /y/", "it")
 
 
-async def test_who_waits_when_the_scheduler_stops_is_told(prover):
-    waiting = asyncio.create_task(prover.prove(ENDLESS, "it"))
+async def test_who_waits_when_the_scheduler_stops_is_told(checker):
+    waiting = asyncio.create_task(checker.check(ENDLESS, "it"))
     await asyncio.sleep(0)
-    await prover.close()
+    await checker.close()
     with pytest.raises(Unavailable):
         await waiting
 
 
 async def test_a_tokenizer_without_an_end_of_sequence_has_no_grammars():
-    prover = Prover("builtin", [])
+    checker = GrammarChecker("builtin", [])
     with pytest.raises(Unavailable, match="no end-of-sequence token"):
-        await prover.prove("start: /x/", "it")
-    await prover.close()
+        await checker.check("start: /x/", "it")
+    await checker.close()
 
 
 async def test_a_sample_that_goes_on_after_a_lost_worker_keeps_its_grammar():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.scheduler.grammar.message import grammar_text, keep_long_text
+from services.scheduler.grammar.message import cache_long_text, grammar_text
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 
 SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
@@ -28,7 +28,7 @@ def test_what_is_wrong_with_one_is_found_once(monkeypatch):
     loads = json.loads
     monkeypatch.setattr("services.scheduler.grammar.message.json.loads", lambda text: read.append(text) or loads(text))
     for _ in range(3):
-        with pytest.raises(InvalidRequest, match="not a JSON object") as caught:
+        with pytest.raises(InvalidRequest, match="must be a JSON object") as caught:
             grammar_text(g.Grammar(json_schema='["what is wrong with one is found once"]'))
         assert caught.value.field == "sampling.grammar"
     assert len(read) == 1
@@ -40,9 +40,9 @@ async def test_a_long_text_is_made_by_a_thread(monkeypatch):
         "services.scheduler.grammar.message.asyncio.to_thread", lambda *call: threads.append(call) or _done()
     )
     for length, times in ((100, 0), (100_000, 1)):
-        await keep_long_text(g.Sampling(grammar=g.Grammar(regex="a" * length)))
+        await cache_long_text(g.Sampling(grammar=g.Grammar(regex="a" * length)))
         assert len(threads) == times
-    await keep_long_text(g.Sampling())
+    await cache_long_text(g.Sampling())
 
 
 async def _done() -> None: ...

@@ -8,9 +8,9 @@ from services.common.errors import Internal
 from services.scheduler.api import encoding, generate, validation
 from services.scheduler.api import session as session_module
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.api.proofs import Proofs
+from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.life.intake import Intake
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.grammar.checker import GrammarChecker
 from tests.fakes.model import continuation
 from tests.scheduler.service import PROMPT, Client, Service, session, status_of
 from tokasaurus.scheduler.v1 import generate_pb2 as g
@@ -51,7 +51,7 @@ def break_at(monkeypatch):
         (session_module, "read_request", lambda message, *_, **__: message.request_id == f"r{BAD}"),
         (validation, "encode_sampling", lambda wanted: wanted.seed == BAD),
         (Intake, "_resolve", lambda self, request: request.handle == BAD),
-        (Proofs, "check_handles", lambda self, request: request.handle == BAD),
+        (PendingGrammars, "check_handles", lambda self, request: request.handle == BAD),
     ],
 )
 async def test_a_request_that_cannot_be_read_or_queued_is_rejected(service, owner, name, concerns, break_at):
@@ -65,8 +65,8 @@ async def test_a_request_that_cannot_be_read_or_queued_is_rejected(service, owne
 
 
 async def test_a_grammar_that_cannot_be_checked_rejects_its_request(service, break_at):
-    break_at(Prover, "knows", lambda self, grammar: False)
-    break_at(Prover, "_check_room", lambda self, client, new: True)
+    break_at(GrammarChecker, "is_cached", lambda self, grammar: False)
+    break_at(GrammarChecker, "_check_capacity", lambda self, client, new: True)
     async with session(service) as client:
         await _submit_all(client, sampling=g.Sampling(seed=BAD, grammar=g.Grammar(regex="[ab]{3}")))
         await _check_others(service, client)
@@ -95,7 +95,7 @@ async def test_news_that_cannot_be_written_end_their_request(service, name, conc
 
 
 async def test_a_text_that_cannot_be_made_ends_its_call(service, break_at):
-    break_at(generate.Generation, "_text", lambda self, text, tokens, finish: self._stops == [b"bad"])
+    break_at(generate.GenerateCall, "_text", lambda self, text, tokens, finish: self._stops == [b"bad"])
     async with session(service) as client:
         await client.submit(0, **request(0))
         bad = request(BAD, stopping=g.Stopping(max_tokens=40, strings=["bad"]), output=g.Output(text=True))
@@ -118,7 +118,7 @@ async def test_a_stream_that_cannot_be_told_something_ends_and_others_are_told_t
 
 
 async def test_a_session_that_cannot_be_read_ends(service, break_at):
-    break_at(Proofs, "keep_cancels", lambda self, handles: True)
+    break_at(PendingGrammars, "defer_cancels", lambda self, handles: True)
     async with session(service) as client:
         await client.submit(0, **request(0))
         await client.send(cancel=session_pb2.Cancel(handles=[0]))

@@ -82,7 +82,7 @@ async def test_a_worker_that_is_stopped_is_fenced_and_its_requests_go_on(tmp_pat
         while len(client.samples[3].tokens) < 20:
             await client.read()
         worker.signal(signal.SIGSTOP)
-        silent = f"worker {worker.address} has not answered plan "
+        silent = f"worker {worker.address} has returned no result of plan "
         load = await service.until_load(lambda load: load.not_ready_reason)
         assert load.not_ready_reason.startswith(silent)
         assert "for 1 s" in load.not_ready_reason

@@ -11,7 +11,7 @@ from services.common.config import SchedulerConfig
 from services.common.errors import Unavailable
 from services.common.metrics.server import serve_on
 from services.common.process.handover import listen
-from services.scheduler.api.metrics import reachable
+from services.scheduler.api.metrics import public_address
 from services.scheduler.core.step.load import Load
 from services.scheduler.engine.statsd import Statsd
 from tests.scheduler.service import PROMPT, session, start
@@ -131,7 +131,7 @@ def test_a_statsd_server_that_is_not_there_costs_nothing_and_one_without_address
         url = f"udp://127.0.0.1:{gone.getsockname()[1]}"
     statsd = Statsd(url, "tokasaurus")
     for _ in range(3):
-        statsd.tell(Load())
+        statsd.send(Load())
     statsd.close()
     with pytest.raises(Unavailable, match="statsd_server_url"):
         Statsd("no-such-host.invalid:8125", "tokasaurus")
@@ -140,6 +140,6 @@ def test_a_statsd_server_that_is_not_there_costs_nothing_and_one_without_address
 
 
 def test_a_replica_is_named_by_where_it_is_reached():
-    assert reachable("127.0.0.1:10310") == "127.0.0.1:10310"
-    assert reachable("0.0.0.0:10310") == f"{socket.gethostname()}:10310"
-    assert reachable("unix:/run/scheduler.sock") == "unix:/run/scheduler.sock"
+    assert public_address("127.0.0.1:10310") == "127.0.0.1:10310"
+    assert public_address("0.0.0.0:10310") == f"{socket.gethostname()}:10310"
+    assert public_address("unix:/run/scheduler.sock") == "unix:/run/scheduler.sock"

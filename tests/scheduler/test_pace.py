@@ -23,7 +23,7 @@ class Loop:
     def turn(self) -> None:
         """Fill the worker's queue, then wait for its next answer."""
         while len(self.due) < self.steps_ahead:
-            hurry = self.pace.runs_dry(self.now, self.steps_ahead) and self.in_a_row < 3
+            hurry = self.pace.is_starving(self.now, self.steps_ahead) and self.in_a_row < 3
             self.in_a_row = self.in_a_row + 1 if hurry else 0
             self.hurried += hurry
             took = self.light_s if hurry else self.full_s
@@ -35,7 +35,7 @@ class Loop:
             self.due.append(self.worker_free)
         answered = self.due.pop(0)
         self.now = max(self.now, answered)
-        self.pace.answered(answered)
+        self.pace.result_received(answered)
 
     def run(self, turns: int) -> "Loop":
         for _ in range(turns):
@@ -64,14 +64,14 @@ def test_a_worker_that_would_run_dry_gets_light_plans_first():
     hurried = Loop(0.01, 0.025, 0.002).run(200)
     assert hurried.hurried > 100
     patient = Loop(0.01, 0.025, 0.002)
-    patient.pace.runs_dry = lambda now, most: False
+    patient.pace.is_starving = lambda now, most: False
     assert hurried.idle_s < 0.5 * patient.run(200).idle_s
 
 
 def test_prompts_that_keep_the_worker_are_not_put_off_for_steps_that_do_not():
     loop = Loop(0.006, 0.02, 0.002, full_step_s=0.065)
     loop.pace.sent(loop.now - 0.1, 0.3, full=True)  # the first plan took far too long
-    loop.pace.answered(loop.now - 0.035)
+    loop.pace.result_received(loop.now - 0.035)
     loop.run(50)
     before, idle_s = loop.hurried, loop.idle_s
     loop.run(100)
@@ -89,7 +89,7 @@ def test_one_slow_first_plan_does_not_make_the_loop_hurry_for_ever():
 def test_where_a_light_plan_is_no_faster_nothing_is_postponed():
     loop = Loop(0.001, 0.01, 0.008)
     loop.pace.sent(loop.now, 0.008, full=False)
-    loop.pace.answered(loop.now + 0.001)
+    loop.pace.result_received(loop.now + 0.001)
     assert loop.run(100).hurried == 0
 
 
@@ -148,7 +148,7 @@ class Pipeline:
                 self.first_free = max(self.first_free, arrived) + self.step_s
                 self.due.append(self.first_free + self.lead * self.step_s + self.link_s)
             self.now = self.due.pop(0)
-            self.pace.answered(self.now)
+            self.pace.result_received(self.now)
         return self
 
 
@@ -178,8 +178,8 @@ def test_the_first_stage_runs_dry_before_the_last_does():
     for pace in paces:
         for second in range(3):
             pace.sent(second, 0.7, full=True)
-            pace.answered(second + 0.5)
+            pace.result_received(second + 0.5)
         pace._light.plan_s = 0.1
         pace.sent(10.0, 0.7, full=True)
         pace.sent(10.0, 0.7, full=True)
-    assert [pace.runs_dry(10.1, 3) for pace in paces] == [False, True]
+    assert [pace.is_starving(10.1, 3) for pace in paces] == [False, True]

@@ -14,7 +14,7 @@ from services.common.plan.result import StepResult
 from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.server import SchedulerServer, serve
 from services.scheduler.workers.link import WorkerLink
-from services.scheduler.workers.stream import Answer, RankStream, WorkerStream
+from services.scheduler.workers.stream import RankStream, ReceivedResult, WorkerStream
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeReplica, FakeWorker
 from tests.scheduler.service import PROMPT, Service, session, start
@@ -180,7 +180,7 @@ async def test_a_rank_that_hangs_is_given_up_with_the_others():
 
 async def test_a_scheduler_that_stops_leaves_no_rank_with_a_plan_less(monkeypatch):
     """Ranks wait for one another: a plan that only some of them have would never end."""
-    monkeypatch.setattr("services.scheduler.workers.link._FAREWELL_S", 60.0)  # a busy machine is slow
+    monkeypatch.setattr("services.scheduler.workers.link._STOP_TIMEOUT_S", 60.0)  # a busy machine is slow
     replica = FakeReplica(tp_size=2, pp_size=2)
     for worker in replica.workers:
         worker.record = True
@@ -263,7 +263,7 @@ def test_an_address_is_named_once():
         ({"tp_size": 2}, [0], {}, "flag worker_addresses=.*: 1 named, expected 2"),
         ({"pp_size": 2}, [0, 1], {}, "flag pp_size=1 of the scheduler and pp_size=2 of its workers: start both"),
         ({"tp_size": 2}, [0, 1], {"pp_size": 2}, "flag pp_size=2 of the scheduler and pp_size=1 of its workers"),
-        ({"pp_size": 2}, [0, 1], {"pp_size": 2, "pp_num_buffer_stages": 7}, "takes 8 at most: lower pp_num_buffer"),
+        ({"pp_size": 2}, [0, 1], {"pp_size": 2, "pp_num_buffer_stages": 7}, "supports 8 at most: lower pp_num_buffer"),
     ],
 )
 async def test_flags_that_never_go_together_end_the_start_with_the_reason(sizes, named, flags, reason):
@@ -291,7 +291,7 @@ class Events:
     def worker_connected(self, stream) -> None:
         self._say("connected", stream)
 
-    def worker_answered(self, stream, answer) -> None:
+    def worker_result(self, stream, answer) -> None:
         self._say("answered", answer)
 
     def worker_lost(self, stream, reason, *, stopping=False) -> None:
@@ -349,25 +349,25 @@ async def test_an_answer_is_held_back_until_every_rank_has_given_it():
     stream = WorkerStream(worker_pb2.WorkerInfo(), 4, ranks, events)
     first, reporter, other = ranks
 
-    def answer(step: int) -> Answer:
-        return Answer(StepResult(step, NO_SLOTS, NO_SLOTS), plan_pb2.StepResult(step=step), time.monotonic())
+    def answer(step: int) -> ReceivedResult:
+        return ReceivedResult(StepResult(step, NO_SLOTS, NO_SLOTS), plan_pb2.StepResult(step=step), time.monotonic())
 
     async def handed_on() -> list[int]:
         await asyncio.sleep(0)
         return [events.said.get_nowait()[1].result.step for _ in range(events.said.qsize())]
 
-    stream.answered(first, None)
-    stream.answered(first, None)
-    stream.answered(reporter, answer(1))
+    stream.result_received(first, None)
+    stream.result_received(first, None)
+    stream.result_received(reporter, answer(1))
     assert await handed_on() == []
-    stream.answered(other, None)
+    stream.result_received(other, None)
     assert await handed_on() == [1]
-    stream.answered(reporter, answer(2))
-    stream.answered(reporter, answer(3))
-    stream.answered(other, None)
+    stream.result_received(reporter, answer(2))
+    stream.result_received(reporter, answer(3))
+    stream.result_received(other, None)
     assert await handed_on() == [2]
-    stream.answered(other, None)
-    stream.answered(first, None)
+    stream.result_received(other, None)
+    stream.result_received(first, None)
     assert await handed_on() == [3]
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from services.scheduler.workers.replica import Unready, as_one, reports
+from services.scheduler.workers.replica import Unready, is_reporter, merge_infos
 from tests.fakes.model import FakeShape
 from tokasaurus.worker.v1 import worker_pb2
 
@@ -25,18 +25,18 @@ def replica(address: str = "", **other) -> dict[str, worker_pb2.WorkerInfo]:
 
 
 def test_one_rank_reports_wherever_it_is_named():
-    assert [address for address, info in replica().items() if reports(info)] == [REPORTER]
+    assert [address for address, info in replica().items() if is_reporter(info)] == [REPORTER]
 
 
 def test_a_worker_alone_is_as_it_says():
     info = FakeShape().worker_info("x")
-    assert as_one({"a:1": info}) == info
+    assert merge_infos({"a:1": info}) == info
 
 
 def test_limits_suit_every_rank_and_the_rest_is_the_reporter_s():
     infos = replica("b:2", page_count=900, hydragen=False, max_plans_in_flight=5, max_micro_batches=3, device="other")
     infos["d:4"].page_count = 800
-    one = as_one(infos)
+    one = merge_infos(infos)
     assert (one.page_count, one.max_plans_in_flight, one.max_micro_batches, one.hydragen) == (800, 5, 3, False)
     one.page_count, one.max_plans_in_flight, one.max_micro_batches, one.hydragen = 1024, 64, 8, True
     assert one == infos[REPORTER]
@@ -45,8 +45,8 @@ def test_limits_suit_every_rank_and_the_rest_is_the_reporter_s():
 
 @pytest.mark.parametrize("address", RANKS)
 def test_ranks_of_two_starts_are_not_ready(address):
-    with pytest.raises(Unready, match="of another start than worker c:3") as unready:
-        as_one(replica(address, incarnation_id="y"))
+    with pytest.raises(Unready, match="and worker c:3 belong to different starts") as unready:
+        merge_infos(replica(address, incarnation_id="y"))
     assert address in str(unready.value) or address == REPORTER
 
 
@@ -66,7 +66,7 @@ def test_ranks_of_two_starts_are_not_ready(address):
 )
 def test_workers_that_are_no_replica_are_told_apart(other, reason):
     with pytest.raises(ValueError, match=reason):
-        as_one(replica("b:2", **other))
+        merge_infos(replica("b:2", **other))
 
 
 def test_a_rank_that_is_not_named_is_missed_and_a_stranger_is_noticed():
@@ -75,17 +75,17 @@ def test_a_rank_that_is_not_named_is_missed_and_a_stranger_is_noticed():
     with pytest.raises(
         ValueError, match=r"flag worker_addresses=b:2,c:3,d:4: 3 named, expected 4, each .* of tp_size=2 pp_size=2"
     ):
-        as_one(infos)
+        merge_infos(infos)
     alone = FakeShape().worker_info("x")
     with pytest.raises(
         ValueError, match=r"flag worker_addresses=a:1,b:2: 2 named, expected 1, each .* of tp_size=1 pp_size=1"
     ):
-        as_one({"a:1": alone, "b:2": alone})
+        merge_infos({"a:1": alone, "b:2": alone})
 
 
 def test_flags_are_named_before_a_restart_is_waited_for():
     """It would be waited for in vain."""
     with pytest.raises(ValueError, match="start one for each rank"):
-        as_one(replica("b:2", tp_rank=1, incarnation_id="y"))
+        merge_infos(replica("b:2", tp_rank=1, incarnation_id="y"))
     with pytest.raises(ValueError, match="data_parallel_rank=1"):
-        as_one(replica("b:2", data_parallel_rank=1, incarnation_id="y"))
+        merge_infos(replica("b:2", data_parallel_rank=1, incarnation_id="y"))

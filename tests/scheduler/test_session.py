@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import Overloaded
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.engine.news import HeartbeatAnswer
+from services.scheduler.engine.events import HeartbeatReply
 from tests.fakes.model import FakeShape, chosen_logprob, continuation
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
@@ -231,7 +231,7 @@ async def test_a_reader_that_never_reads_is_given_up(service, monkeypatch):
 
 
 async def test_requests_of_a_client_that_falls_silent_end(service, monkeypatch):
-    monkeypatch.setattr("services.scheduler.api.session._SILENCE_S", 1)
+    monkeypatch.setattr("services.scheduler.api.session._HEARTBEAT_TIMEOUT_S", 1)
     service.worker.hold()
     async with session(service) as never_beats, session(service) as client:
         await never_beats.submit(0, **request())
@@ -239,7 +239,7 @@ async def test_requests_of_a_client_that_falls_silent_end(service, monkeypatch):
         await client.submit(0, **request(n=5))
         await client.send(heartbeat=session_pb2.Heartbeat(nonce=1))
         await client.decided(0)
-        with pytest.raises(grpc.aio.AioRpcError, match="has not been heard of"):
+        with pytest.raises(grpc.aio.AioRpcError, match="has sent no message for"):
             await client.until(lambda message: False)
         assert await client.call.code() == grpc.StatusCode.UNAVAILABLE
         load = await service.load()
@@ -251,9 +251,9 @@ async def test_requests_of_a_client_that_falls_silent_end(service, monkeypatch):
 async def test_a_mailbox_that_overflowed_says_so():
     told = []
     mailbox = Mailbox(lambda: told.append(True), most_bytes=100)
-    mailbox.put(HeartbeatAnswer(1))
-    mailbox.put(HeartbeatAnswer(2))
-    mailbox.put(HeartbeatAnswer(3))
+    mailbox.put(HeartbeatReply(1))
+    mailbox.put(HeartbeatReply(2))
+    mailbox.put(HeartbeatReply(3))
     assert told == [True]
     with pytest.raises(Overloaded, match="too slowly"):
         await mailbox.get()

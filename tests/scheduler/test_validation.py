@@ -33,7 +33,7 @@ WRONG = [
     ({"sampling": g.Sampling(repetition_penalty=math.inf)}, "sampling.repetition_penalty", "0.01 to 100"),
     ({"sampling": g.Sampling(frequency_penalty=2.5)}, "sampling.frequency_penalty", "-2 to 2"),
     ({"sampling": g.Sampling(presence_penalty=math.nan)}, "sampling.presence_penalty", "-2 to 2"),
-    ({"sampling": g.Sampling(logit_bias_token_ids=[1])}, "sampling.logit_bias_values", "as many"),
+    ({"sampling": g.Sampling(logit_bias_token_ids=[1])}, "sampling.logit_bias_values", "the same number"),
     (
         {"sampling": g.Sampling(logit_bias_token_ids=[1, 4000], logit_bias_values=[1, 1])},
         "sampling.logit_bias_token_ids[1]",
@@ -105,13 +105,13 @@ WRONG = [
     ({"length_class": "x" * 65}, "length_class", "65 characters: expected at most 64"),
     ({"fairness_key": "x" * 257}, "fairness_key", "257 characters: expected at most 256"),
     ({"request_id": "x" * 300}, "request_id", "256"),
-    ({"resume": g.Resume(generated_tokens=4)}, "resume.generated_tokens", "before"),
+    ({"resume": g.Resume(generated_tokens=4)}, "resume.generated_tokens", "original prompt"),
     ({"resume": g.Resume(generated_tokens=2), "n": 2}, "n", "one sample"),
     ({"resume": g.Resume(generated_tokens=1), "text": "hello"}, "resume", "token ids"),
     (
         {"resume": g.Resume(generated_tokens=3), "stopping": g.Stopping(max_tokens=2)},
         "resume.generated_tokens",
-        "ended before",
+        "has already finished",
     ),
     ({"resume": g.Resume(sample_index=2**32 - 1), "n": 2}, "resume.sample_index", "32 bits"),
 ]

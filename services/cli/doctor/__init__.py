@@ -1,8 +1,8 @@
-"""``toka-doctor``: would this start work here, and if not, what to change. It starts, loads and fetches nothing."""
+"""The command ``toka-doctor``, which checks whether a deployment would start here. It starts and downloads nothing."""
 
 from services.cli.entry import run
 
 
 def main() -> None:
-    """The ``toka-doctor`` command."""
+    """Run the ``toka-doctor`` command."""
     run("toka-doctor", "services.cli.doctor.command")

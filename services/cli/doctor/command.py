@@ -12,15 +12,15 @@ from rich.text import Text
 from services.cli.doctor import model
 from services.cli.doctor.findings import Finding, Level
 from services.cli.doctor.host import (
-    look_at_docker,
-    look_at_limits,
-    look_at_places,
-    look_at_ports,
-    look_at_shared_memory,
+    check_directories,
+    check_docker,
+    check_limits,
+    check_ports,
+    check_shared_memory,
 )
 from services.cli.doctor.machine import Machine
-from services.cli.doctor.memory import look_at_memory
-from services.cli.doctor.software import look_at_gpus, look_at_packages
+from services.cli.doctor.memory import check_memory
+from services.cli.doctor.software import check_gpus, check_packages
 from services.common.config import DeploymentConfig, from_command_line
 from services.common.flags import Bool, Examples, Excludes, Float
 
@@ -38,7 +38,7 @@ class DoctorConfig(DeploymentConfig):
     examples: ClassVar[Examples] = (
         ("", "this machine, and the built-in model"),
         ("model=/models/Llama-3.1-8B-Instruct tp_size=2", "a model on two GPUs"),
-        ("model=/models/Llama-3.1-8B-Instruct --gpu-memory 80", "for a GPU that is elsewhere"),
+        ("model=/models/Llama-3.1-8B-Instruct --gpu-memory 80", "for a GPU of another machine"),
     )
 
     as_json: Bool = Field(False, alias="json", description="one JSON object, for programs")
@@ -51,7 +51,7 @@ class DoctorConfig(DeploymentConfig):
 def main() -> None:
     """Run the ``toka-doctor`` command."""
     config = from_command_line(DoctorConfig)
-    findings = look(Machine(config, None if config.gpu_memory is None else int(config.gpu_memory * 2**30)))
+    findings = run_checks(Machine(config, None if config.gpu_memory is None else int(config.gpu_memory * 2**30)))
     if config.as_json:
         found = list(findings)
         document = [{key: value for key, value in vars(each).items() if value} for each in found]
@@ -61,26 +61,26 @@ def main() -> None:
     raise SystemExit(1 if _failed(found) else 0)
 
 
-def look(machine: Machine) -> Iterator[Finding]:
-    """Yield the findings of all checks."""
+def run_checks(machine: Machine) -> Iterator[Finding]:
+    """Run all checks."""
     config = machine.config
-    yield from look_at_packages(machine)
-    yield from look_at_gpus(machine)
-    yield from look_at_ports(machine)
-    yield from look_at_limits(machine)
-    yield from look_at_shared_memory(machine)
-    yield from look_at_places(machine)
+    yield from check_packages(machine)
+    yield from check_gpus(machine)
+    yield from check_ports(machine)
+    yield from check_limits(machine)
+    yield from check_shared_memory(machine)
+    yield from check_directories(machine)
     directory, findings = model.find(config)
     yield from findings
     if directory is not None:
-        shape, findings = model.look_at_config(config, directory)
+        shape, findings = model.check_config(config, directory)
         yield from findings
-        yield from model.look_at_tokenizer(config, directory)
-        yield from model.look_at_weights(config, directory, None if shape is None else shape.described)
+        yield from model.check_tokenizer(config, directory)
+        yield from model.check_weights(config, directory, None if shape is None else shape.described)
         if shape is not None:
-            yield from model.look_at_device(machine, shape)
-            yield from look_at_memory(machine, shape)
-    yield from look_at_docker(machine)
+            yield from model.check_device(machine, shape)
+            yield from check_memory(machine, shape)
+    yield from check_docker(machine)
 
 
 def _failed(findings: list[Finding]) -> int:
@@ -96,7 +96,7 @@ def _print(findings: Iterator[Finding], *, quiet: bool) -> list[Finding]:
             continue
         if console.is_terminal:
             console.print(_cells(each))
-        else:  # a line is a line, for grep
+        else:  # one line for each finding, for grep
             console.print(f"{each.level:7} {each.subject:15} {each.text}", markup=False, soft_wrap=True)
             if each.fix:
                 console.print(f"{'':23} → {each.fix}", markup=False, soft_wrap=True)
@@ -106,7 +106,7 @@ def _print(findings: Iterator[Finding], *, quiet: bool) -> list[Finding]:
 
 
 def _cells(finding: Finding) -> Table:
-    """Return a row as wide as the terminal, in which long texts are wrapped."""
+    """Return a finding as a row with wrapped text."""
     line = Table.grid(padding=(0, 1))
     line.add_column(width=7)
     line.add_column(width=15)

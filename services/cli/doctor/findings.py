@@ -1,4 +1,4 @@
-"""What one look found."""
+"""Results of checks."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,22 +6,22 @@ from typing import Any
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
-    UNKNOWN = "unknown"  # it could not be looked at, or is of no use here
-    WARN = "warn"  # the start may work, with less than it could have
-    FAIL = "fail"  # the start does not work
+    UNKNOWN = "unknown"  # could not be checked, or does not apply
+    WARN = "warn"  # the start may work, with restrictions
+    FAIL = "fail"  # the start would fail
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report."""
+    """Line of the report."""
 
     subject: str
     level: Level
     text: str
-    fix: str = ""  # what to do; never empty for WARN and FAIL
+    fix: str = ""  # the remedy; never empty for WARN and FAIL
     facts: dict[str, Any] = field(default_factory=dict)  # for programs
 
 
@@ -42,11 +42,11 @@ def fail(subject: str, text: str, fix: str, **facts: Any) -> Finding:
 
 
 def from_error(subject: str, message: str) -> Finding:
-    """Of an error of ours, whose sentence ends with what to do."""
+    """Return a finding for an error whose message ends with the remedy."""
     text, _, fix = message.rpartition("; ")
     return fail(subject, text or message, fix if text else "see above")
 
 
 def amount(count: float) -> str:
-    """``1.5 GiB``, or ``3.0 MiB``. ``count``: bytes."""
+    """Format a number of bytes: ``1.5 GiB`` or ``3.0 MiB``."""
     return f"{count / 2**30:,.1f} GiB" if abs(count) >= 2**29 else f"{count / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""Ports, limits, shared memory, places to write to, and Docker."""
+"""Checks ports, limits, shared memory, writable directories, and Docker."""
 
 import resource
 import shutil
@@ -15,16 +15,16 @@ from services.common.errors import Unavailable
 from services.common.process.handover import listen
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED = 1 << 30  # for ranks: NCCL's and gloo's buffers
-_ENOUGH_CONNECTIONS = 3072  # where max_connections is auto
-_FILES_BESIDE = 1024  # of a gateway, beside its connections
-_COMPILED = 5 << 30  # what compilers' caches may come to
+_LEAST_SHARED = 1 << 30  # of several ranks, for the buffers of NCCL and gloo
+_ENOUGH_CONNECTIONS = 3072  # assumed if max_connections is auto
+_OTHER_FILES = 1024  # of a gateway, besides its connections
+_COMPILED = 5 << 30  # largest size of compilers' caches
 _STORED = 1 << 30
 _DOCKER_S = 20.0
 
 
-def look_at_ports(machine: Machine) -> Iterator[Finding]:
-    """Those that the start would listen on. 0 is any that is free."""
+def check_ports(machine: Machine) -> Iterator[Finding]:
+    """Check the ports on which the start would listen. Port 0 is any free port."""
     config = machine.config
     wanted: list[tuple[str, int, str]] = []
     if config.gateways:
@@ -51,14 +51,14 @@ def look_at_ports(machine: Machine) -> Iterator[Finding]:
     if free:
         yield ok("ports", f"free: {', '.join(free)}")
     elif not any(port for _, port, _ in wanted):
-        yield ok("ports", "none is asked for that would have to be free")
+        yield ok("ports", "no fixed ports are configured")
 
 
-def look_at_limits(machine: Machine) -> Iterator[Finding]:
-    """Of this user's processes. Services raise the soft limit of files to the hard one themselves."""
+def check_limits(machine: Machine) -> Iterator[Finding]:
+    """Check the limits of this user's processes. Services raise the soft limit of open files to the hard limit."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = machine.config.max_connections
-    wanted = (_ENOUGH_CONNECTIONS if most == "auto" else most) + _FILES_BESIDE
+    wanted = (_ENOUGH_CONNECTIONS if most == "auto" else most) + _OTHER_FILES
     if machine.config.gateways and files != resource.RLIM_INFINITY and files < wanted:
         yield warn(
             "limits",
@@ -73,15 +73,15 @@ def look_at_limits(machine: Machine) -> Iterator[Finding]:
     if machine.on_cuda and machine.ranks > 1 and not any_number:
         yield warn(
             "limits",
-            f"{text}; NCCL locks more where it uses InfiniBand",
+            f"{text}; NCCL locks more memory with InfiniBand",
             "ulimit -l unlimited (LimitMEMLOCK=infinity of systemd, --ulimit memlock=-1 of docker)",
         )
     else:
         yield ok("limits", text)
 
 
-def look_at_shared_memory(machine: Machine) -> Iterator[Finding]:
-    """Ranks of a replica exchange through it."""
+def check_shared_memory(machine: Machine) -> Iterator[Finding]:
+    """Check the shared memory through which ranks of a replica exchange data."""
     if not _SHARED_MEMORY.is_dir():
         yield unknown("shared memory", f"there is no {_SHARED_MEMORY} here")
         return
@@ -90,71 +90,71 @@ def look_at_shared_memory(machine: Machine) -> Iterator[Finding]:
     if machine.ranks > 1 and usage.free < _LEAST_SHARED:
         yield warn(
             "shared memory",
-            f"{text}; {machine.ranks} ranks want {amount(_LEAST_SHARED)}",
+            f"{text}; {machine.ranks} ranks need {amount(_LEAST_SHARED)}",
             "docker run --shm-size=8g (shm_size: of Compose), mount -o remount,size=8g /dev/shm, or remove old files",
         )
     else:
         yield ok("shared memory", text)
 
 
-def look_at_places(machine: Machine) -> Iterator[Finding]:
-    """Directories that the services write to."""
+def check_directories(machine: Machine) -> Iterator[Finding]:
+    """Check the directories to which the services write."""
     config = machine.config
     compiles = machine.on_cuda or config.torch_compile
-    yield _place("compile cache", config.compile_cache_dir, _COMPILED if compiles else 0, "compile_cache_dir=")
+    yield _directory("compile cache", config.compile_cache_dir, _COMPILED if compiles else 0, "compile_cache_dir=")
     if config.gateways and config.store_url != "none" and "://" not in config.store_dir:
-        yield _place("store", config.store_dir, _STORED, "store_dir=")
+        yield _directory("store", config.store_dir, _STORED, "store_dir=")
     if config.record_plans is not None:
-        yield _place("record", config.record_plans, _STORED, "record_plans=")
+        yield _directory("record", config.record_plans, _STORED, "record_plans=")
     if config.model != "builtin" and not Path(config.model).exists():
-        yield _place("model cache", HF_HUB_CACHE, 0, "HF_HOME in the environment")
-    yield _place("temporary files", tempfile.gettempdir(), 0, "TMPDIR in the environment")
+        yield _directory("model cache", HF_HUB_CACHE, 0, "HF_HOME in the environment")
+    yield _directory("temporary files", tempfile.gettempdir(), 0, "TMPDIR in the environment")
 
 
-def _place(subject: str, directory: str, wanted: int, flag: str) -> Finding:
-    """What is there of ``directory`` is tried by writing: modes do not know of read-only mounts."""
+def _directory(subject: str, directory: str, wanted: int, flag: str) -> Finding:
+    """Check a directory by writing to it or its nearest parent. Permissions do not show read-only mounts."""
     path = Path(directory).expanduser().absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
+    existing = next(each for each in (path, *path.parents) if each.exists())
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         return fail(
             subject,
             f"{path} cannot be written to ({error.strerror})",
             f"choose a directory that this user may write with {flag}, or change its owner",
         )
-    free = shutil.disk_usage(there).free
-    text = f"{path}: {amount(free)} free{'' if there == path else ', is made at the start'}"
+    free = shutil.disk_usage(existing).free
+    text = f"{path}: {amount(free)} free{'' if existing == path else ', is created at the start'}"
     if free < wanted:
         return warn(subject, f"{text}; it may take {amount(wanted)}", f"make room, or choose another disk with {flag}")
     return ok(subject, text)
 
 
-def look_at_docker(machine: Machine) -> Iterator[Finding]:
-    """Only containers need it."""
+def check_docker(machine: Machine) -> Iterator[Finding]:
+    """Check Docker, which only containers need."""
     if shutil.which("docker") is None:
         yield unknown("docker", "no docker command here; only docker compose needs it")
         return
-    engine, trouble = _run("docker", "version", "--format", "{{.Server.Version}}")
-    if trouble:
+    engine, error = _run("docker", "version", "--format", "{{.Server.Version}}")
+    if error:
         yield warn(
             "docker",
-            f"its engine does not answer: {trouble}",
+            f"its engine does not respond: {error}",
             "start it (systemctl start docker), join its group, or set DOCKER_HOST; only docker compose needs it",
         )
         return
-    compose, trouble = _run("docker", "compose", "version", "--short")
-    if trouble or not compose.lstrip("v")[:1].isdigit() or int(compose.lstrip("v").partition(".")[0]) < 2:
+    compose, error = _run("docker", "compose", "version", "--short")
+    if error or not compose.lstrip("v")[:1].isdigit() or int(compose.lstrip("v").partition(".")[0]) < 2:
         yield warn("docker", f"engine {engine}, no Compose v2", "install the plugin docker-compose-plugin")
     else:
         yield ok("docker", f"engine {engine}, Compose {compose}")
 
 
 def _run(*command: str) -> tuple[str, str]:
-    """Its output; and what went wrong, if anything did."""
+    """Run a command. Return its output, and the error or an empty string."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DOCKER_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
-    said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-    return done.stdout.strip(), said if done.returncode else ""
+    message = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return done.stdout.strip(), message if done.returncode else ""

@@ -1,4 +1,4 @@
-"""What the doctor knows of this machine before it looks at single things, and of the start that is meant."""
+"""Facts about this machine and the planned start that several checks use."""
 
 import importlib.metadata
 import importlib.util
@@ -15,15 +15,18 @@ from services.common.config import DeploymentConfig
 
 @dataclass(frozen=True)
 class Torch:
-    """The build that is installed, without loading it."""
+    """Installed build of torch, read without loading it."""
 
     version: str
-    cuda: tuple[int, int] | None  # None: it is for CPUs
+    cuda: tuple[int, int] | None  # None for a CPU build
 
 
 class Machine:
-    """Of one run of the command, in its only thread. ``planned_gpu``: bytes of the GPUs that the start is planned for;
-    None = those that are here."""
+    """Machine and config of one run. Used by one thread.
+
+    ``planned_gpu`` is the memory in bytes of the GPUs for which the start is planned. None means the GPUs of this
+    machine.
+    """
 
     def __init__(self, config: DeploymentConfig, planned_gpu: int | None = None) -> None:
         self.config, self.planned_gpu = config, planned_gpu
@@ -36,40 +39,42 @@ class Machine:
 
     @cached_property
     def torch(self) -> Torch | None:
-        """None = it is not installed."""
+        """The installed torch, or None."""
         return installed_torch()
 
     @property
     def visible(self) -> str | None:
-        """The GPUs as ``CUDA_VISIBLE_DEVICES`` lists them."""
+        """The value of ``CUDA_VISIBLE_DEVICES``, or all GPUs."""
         here = ",".join(str(gpu.index) for gpu in self.driver.gpus)
         return os.environ.get("CUDA_VISIBLE_DEVICES", here)
 
     @property
     def gpus(self) -> list[Gpu]:
-        """Those that can be seen, in that order."""
+        """The visible GPUs, in the order of ``visible``."""
         if self.planned_gpu is not None:
             planned = Gpu(0, "", "a GPU", self.planned_gpu, self.planned_gpu, (9, 0))
             return [replace(planned, index=index) for index in range(self.workers)]
-        return seen(self.driver.gpus, self.visible)
+        return visible_of(self.driver.gpus, self.visible)
 
     @property
-    def has_shares(self) -> bool:
-        """Whether what can be seen are parts of GPUs, whose sizes are not asked for."""
+    def has_mig_instances(self) -> bool:
+        """True if MIG instances of GPUs are visible. Their sizes are not read."""
         return "MIG-" in (self.visible or "")
 
     @cached_property
     def on_cuda(self) -> bool:
-        """Whether the workers would run on GPUs."""
+        """True if the workers would run on GPUs."""
         if self.config.device != "auto" or self.planned_gpu is not None:
             return self.config.device != "cpu"
-        there = bool(self.gpus) or self.has_shares
+        there = bool(self.gpus) or self.has_mig_instances
         return there and (self.torch is None or self.torch.cuda is not None)
 
 
-def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """Those of ``gpus`` that ``visible`` names, by number or by (the beginning of) a UUID. As CUDA does, what comes
-    after a name of none is not seen."""
+def visible_of(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+    """Return the GPUs that ``visible`` names by number or by the beginning of a UUID.
+
+    As in CUDA, an unknown name hides all names after it.
+    """
     if visible is None:
         return list(gpus)
     found: list[Gpu] = []
@@ -82,7 +87,7 @@ def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def installed_torch() -> Torch | None:
-    """From its files: loading it takes seconds, and may be what does not work."""
+    """Read the build of torch from its files, since loading torch takes seconds and may fail."""
     if (version := installed("torch")) is None:
         return None
     spec = importlib.util.find_spec("torch")
@@ -98,7 +103,7 @@ def installed_torch() -> Torch | None:
 
 
 def installed(package: str) -> str | None:
-    """Its version."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,5 +1,7 @@
-"""Do weights, the largest step and the KV cache fit? By the worker's own rules; the step's part is a guess until the
-worker has measured it at its start."""
+"""Checks whether weights, the largest step and the KV cache fit into memory.
+
+It uses the worker's own rules. The memory of a step is an estimate, which the worker measures at its start.
+"""
 
 from collections.abc import Iterator
 
@@ -13,26 +15,24 @@ from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footp
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 
-# What a process has on a device before it loads anything: CUDA's context and libraries.
+# Memory of a process on a device before it loads anything: CUDA's context and libraries.
 _CONTEXT = 1 << 30
-# The guess of a step's memory is taken so many times, to be sure.
-_CAUTION = 1.5
+_STEP_MARGIN = 1.5  # factor of the estimate of a step's memory, to be safe
 
 
-def look_at_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
-    """Yield the settings that the workers would choose, and what a replica's scarcest rank has room for."""
-    if not machine.on_cuda or machine.gpus:  # sizes of parts of GPUs are not known
+def check_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
+    """Yield the settings that the workers would choose, and the room on the rank with the least memory."""
+    if not machine.on_cuda or machine.gpus:  # sizes of MIG instances are unknown
         yield ok("settings", ", ".join(f"{each.name}={each.value}" for each in choices(machine, shape)))
     if not machine.on_cuda:
         yield from _on_cpu(machine, shape)
     elif machine.workers <= len(machine.gpus):
         yield from _on_cuda(machine, shape)
-    # else: what is said of the GPUs says it
+    # Otherwise the check of the GPUs has reported the lack.
 
 
 def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
-    """Return the footprints of a replica's ranks on CUDA, in their order, with the settings that the workers would
-    choose."""
+    """Return the footprints of a replica's ranks on CUDA, with the settings that the workers would choose."""
     config, found, device = machine.config, [], _device(machine)
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
@@ -50,8 +50,10 @@ def choices(machine: Machine, shape: Shape) -> tuple[FlagChoice, ...]:
 
 
 def _device(machine: Machine) -> Device:
-    """Return the scarcest device of the start. NVIDIA's library does not report multiprocessors: those of an H200 are
-    assumed."""
+    """Return the device with the least free memory.
+
+    NVIDIA's library does not report the number of multiprocessors, so that of an H200 is assumed.
+    """
     if not machine.on_cuda:
         free = available_memory()
         return Device("cpu", "CPU", free, free, 1)
@@ -68,7 +70,7 @@ def _on_cuda(machine: Machine, shape: Shape) -> Iterator[Finding]:
     pairs = [(ranks[index % len(ranks)], gpu.total, gpu.free - _CONTEXT) for index, gpu in enumerate(gpus)]
     most, likely, least = (
         min(rank.pages_in(free, total, steps=steps) for rank, total, free in pairs) * size
-        for steps in (0.0, 1.0, _CAUTION)
+        for steps in (0.0, 1.0, _STEP_MARGIN)
     )
     rank, total, free = min(pairs, key=lambda pair: pair[0].pages_in(pair[2], pair[1]))
     text = (
@@ -82,33 +84,33 @@ def _on_cuda(machine: Machine, shape: Shape) -> Iterator[Finding]:
         "cache_tokens_that_fit": max(0, likely),
         "bytes_per_token": rank.page // size,
     }
-    asked = config.kv_cache_num_tokens
+    requested = config.kv_cache_num_tokens
     smaller = "a GPU with more memory, tp_size= or pp_size= for more GPUs, quantization=fp8, or a smaller model"
     if most < size:
         yield fail("memory", f"{text}; nothing is left for the KV cache", smaller, **facts)
         return
     text += f"; room for about {max(0, likely):,} tokens of KV cache, {amount(max(0, likely) * rank.page / size)}"
     lower = "max_tokens_per_forward= or max_seqs_per_forward= lower"
-    if asked == "auto":
+    if requested == "auto":
         if least < shape.max_context:
             text += f", and the context is {shape.max_context:,}"
             yield warn("memory", text, f"{smaller}; or max_context_tokens={max(size, least)}", **facts)
         else:
             yield ok("memory", f"{text}, which auto takes: {_sequences(likely, shape)}", **facts)
-    elif asked > most:
+    elif requested > most:
         fix = f"kv_cache_num_tokens={max(size, least)} or auto; or {smaller}"
-        yield fail("memory", f"{text}, and kv_cache_num_tokens={asked:,} are asked for", fix, **facts)
-    elif asked > least:
+        yield fail("memory", f"{text}, but kv_cache_num_tokens={requested:,} are requested", fix, **facts)
+    elif requested > least:
         fix = f"kv_cache_num_tokens={max(size, least)} or auto; or {lower}"
-        yield warn("memory", f"{text}; whether the {asked:,} that are asked for fit, the start will show", fix, **facts)
+        yield warn("memory", f"{text}; the start will show whether the requested {requested:,} fit", fix, **facts)
     else:
-        yield from _fits(text, asked, shape, facts, spare=likely > 2 * asked)
+        yield from _fits(text, requested, shape, facts, spare=likely > 2 * requested)
 
 
-def _fits(text: str, asked: int, shape: Shape, facts: dict[str, int], *, spare: bool) -> Iterator[Finding]:
-    text += f"; {asked:,} are asked for: {_sequences(asked, shape)}"
-    if asked < shape.max_context:
-        fix = f"kv_cache_num_tokens={shape.max_context} or more, or max_context_tokens={asked}"
+def _fits(text: str, requested: int, shape: Shape, facts: dict[str, int], *, spare: bool) -> Iterator[Finding]:
+    text += f"; {requested:,} are requested: {_sequences(requested, shape)}"
+    if requested < shape.max_context:
+        fix = f"kv_cache_num_tokens={shape.max_context} or more, or max_context_tokens={requested}"
         yield warn("memory", f"{text}, so longer requests are refused", fix, **facts)
     elif spare:
         yield ok("memory", f"{text} (kv_cache_num_tokens=auto takes all)", **facts)
@@ -124,19 +126,19 @@ def _sequences(tokens: int, shape: Shape) -> str:
 
 
 def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
-    """All workers share the host's memory. A page of the cache takes some when it is first written to."""
+    """Check the host's memory, which all workers share. A page of the cache takes memory when it is first written."""
     config = machine.config
     item = FLOAT32 if config.dtype in ("auto", "float32") else BFLOAT16
-    asked = config.kv_cache_num_tokens
-    if asked == "auto":
-        asked = int(next(each.value for each in choices(machine, shape) if each.name == "kv_cache_num_tokens"))
+    requested = config.kv_cache_num_tokens
+    if requested == "auto":
+        requested = int(next(each.value for each in choices(machine, shape) if each.name == "kv_cache_num_tokens"))
     weights = cache = 0
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
             ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
             local = local_config(shape.described, ranks, len(layers))
             weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
-            cache += page_bytes(local, config.page_size, item) * (asked // config.page_size)
+            cache += page_bytes(local, config.page_size, item) * (requested // config.page_size)
     weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()
     text = f"CPU: weights {amount(weights)}, KV cache {amount(cache)} when it is full, of {amount(free)}"
     facts = {"weights_bytes": weights, "cache_bytes": cache, "free_bytes": free}
@@ -145,4 +147,4 @@ def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
     elif weights + cache > free:
         yield warn("memory", text, "lower kv_cache_num_tokens=, or end other programs", **facts)
     else:
-        yield from _fits(text, asked, shape, facts, spare=False)
+        yield from _fits(text, requested, shape, facts, spare=False)

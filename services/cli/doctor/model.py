@@ -1,4 +1,4 @@
-"""The model: its files, and whether this worker runs it as the flags say."""
+"""Checks the model: its files, and whether the worker supports it with these flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from services.cli.doctor.machine import Machine
 from services.cli.doctor.nvml import Gpu
 from services.common.config import DeploymentConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import Broken, Shard, read_shards
+from services.common.model.checkpoint_files import BrokenFile, Shard, read_shards
 from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
@@ -29,7 +29,7 @@ from services.worker.described.stages import layers_of
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model that can be run: what memory is reckoned with."""
+    """Sizes of a supported model, from which the memory is computed."""
 
     described: ModelConfig
     stages: tuple[range, ...]  # layers
@@ -37,7 +37,7 @@ class Shape:
 
 
 def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
-    """Where the model is, on this machine: nothing is fetched."""
+    """Return the directory of the model on this machine. Download nothing."""
     if config.model == "builtin" or Path(config.model).exists() or config.model.startswith((".", "/", "~")):
         try:
             return resolve(config.model, weights=False), []
@@ -48,14 +48,16 @@ def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
     wanted = [*TEXT_FILES, *(WEIGHT_FILES if config.load_format != "dummy" else ())]
     try:
         found = huggingface_hub.snapshot_download(config.model, allow_patterns=wanted, local_files_only=True)
-    except Exception as error:  # of many kinds, its own and others
-        said = f"{config.model} is not on this machine ({type(error).__name__}); the start fetches it"
-        return None, [warn("model", said, f"toka-download model={config.model} fetches it now, and says if it cannot")]
+    except Exception as error:  # the client raises many kinds
+        text = f"{config.model} is not on this machine ({type(error).__name__}); the start downloads it"
+        return None, [
+            warn("model", text, f"toka-download model={config.model} downloads it now, or prints why it cannot")
+        ]
     return Path(found), []
 
 
-def look_at_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | None, list[Finding]]:
-    """``config.json``, and the flags that must go with it."""
+def check_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | None, list[Finding]]:
+    """Check ``config.json``, and the flags that depend on it."""
     try:
         described = read_model_config(read_json(directory / "config.json", required=True))
         refuse_unshareable(described, config.tp_size)
@@ -76,8 +78,8 @@ def look_at_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | N
     return Shape(described, tuple(stages), config.max_context_tokens or limit), findings
 
 
-def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
-    """Flags, and sizes of the model, that the workers' devices have not. Of those that they have nothing is said."""
+def check_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
+    """Check that the workers' devices support the flags and sizes of the model. Yield failures only."""
     config = machine.config
     try:
         if config.quantization == "fp8":
@@ -92,7 +94,7 @@ def look_at_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
         yield from_error("flags", error.message)
         return
     if config.use_hydragen is True:
-        text = "flag use_hydragen=T: has no effect where the workers run on cpu, as they would here"
+        text = "flag use_hydragen=T: has no effect because the workers would run on CPUs"
         yield warn("flags", text, "leave it out, or use device=cuda")
 
 
@@ -110,23 +112,23 @@ def _with_fix(message: str) -> Finding:
     return fail("model", message, "give the directory of a model that this worker runs, with all of its files")
 
 
-def look_at_tokenizer(config: DeploymentConfig, directory: Path) -> Iterator[Finding]:
-    """By loading it, as a gateway does."""
+def check_tokenizer(config: DeploymentConfig, directory: Path) -> Iterator[Finding]:
+    """Check the tokenizer by loading it."""
     try:
-        from services.common.text.tokenizer import Tokenizer  # not where only the commands are installed
+        from services.common.text.tokenizer import Tokenizer  # missing if only the commands are installed
     except ImportError as error:
-        yield unknown("tokenizer", f"not looked at: {error.name} is not installed", "pip install 'tokasaurus[text]'")
+        yield unknown("tokenizer", f"not checked: {error.name} is not installed", "pip install 'tokasaurus[text]'")
         return
     place = config.tokenizer or str(directory)
     if not Path(place).is_dir() and config.tokenizer:
-        yield unknown("tokenizer", f"{place} is no directory here: not looked at", f"toka-download model={place}")
+        yield unknown("tokenizer", f"{place} is not a directory here: not checked", f"toka-download model={place}")
         return
     try:
         tokenizer = Tokenizer.load(place)
     except InvalidRequest as error:
         yield fail("tokenizer", error.message, "fetch tokenizer.json and its neighbours, or name another tokenizer=")
         return
-    except Exception as error:  # a library's, of whatever kind: what it was given is broken
+    except Exception as error:  # the library raises any kind for broken files
         yield fail("tokenizer", f"{place}: cannot be read ({error})", "fetch its files again")
         return
     if tokenizer.has_chat_template:
@@ -136,15 +138,15 @@ def look_at_tokenizer(config: DeploymentConfig, directory: Path) -> Iterator[Fin
         yield warn("tokenizer", f"{place}: no chat template, so chats are refused", fix)
 
 
-def look_at_weights(config: DeploymentConfig, directory: Path, described: ModelConfig | None) -> Iterator[Finding]:
-    """Are the files whole, and the tensors those that ``config.json`` asks for (None: it is not readable)?"""
+def check_weights(config: DeploymentConfig, directory: Path, described: ModelConfig | None) -> Iterator[Finding]:
+    """Check that the files are complete, and contain the tensors of ``config.json`` (None if it is not readable)."""
     if config.load_format == "dummy":
         yield ok("weights", "load_format=dummy: none are read")
         return
     shards: list[Shard] = []
     broken = False
     for each in read_shards(directory):
-        if isinstance(each, Broken):
+        if isinstance(each, BrokenFile):
             broken = True
             yield fail("weights", each.text, each.fix)
         else:
@@ -158,14 +160,14 @@ def look_at_weights(config: DeploymentConfig, directory: Path, described: ModelC
         if differences:
             return
     size = sum(shard.size for shard in shards)
-    yield ok("weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, whole", bytes=size)
+    yield ok("weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete", bytes=size)
 
 
 def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> Iterator[Finding]:
     expected = checkpoint_shapes(described)
     allowed = {"lm_head.weight"} if described.tied_embeddings else set()
     absent = sorted(expected.keys() - stored.keys())
-    strange = sorted(name for name in stored.keys() - expected.keys() - allowed if not name.endswith(DERIVED))
+    unexpected = sorted(name for name in stored.keys() - expected.keys() - allowed if not name.endswith(DERIVED))
     other = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
     if absent:
         text = f"{len(absent)} tensors that config.json asks for are missing, e.g. {absent[0]}"
@@ -173,6 +175,6 @@ def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> I
     if other:
         text = f"{other[0]} has shape {list(stored[other[0]])}, config.json asks for {list(expected[other[0]])}"
         yield fail("weights", text, "config.json and the weights do not belong together: fetch both again")
-    if strange:
-        text = f"{len(strange)} tensors have no place in this architecture, e.g. {strange[0]}"
-        yield fail("weights", text, "fetch weights that are not quantised already, and their own config.json")
+    if unexpected:
+        text = f"{len(unexpected)} tensors have no place in this architecture, e.g. {unexpected[0]}"
+        yield fail("weights", text, "fetch weights that are not quantised, with their config.json")

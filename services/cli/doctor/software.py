@@ -1,4 +1,4 @@
-"""GPUs, their driver, and what is installed to use them."""
+"""Checks the GPUs, their driver, and the installed packages."""
 
 import shutil
 import sys
@@ -11,12 +11,11 @@ from services.launcher.deployment import choose_gpus
 
 _PACKAGES = ("triton", "flashinfer-python", "numpy", "grpcio", "protobuf", "tokenizers")
 _COMPILERS = ("cc", "gcc", "clang")
-# Of a GPU that other programs use.
-_TAKEN_SHARE = 0.05
+_TAKEN_SHARE = 0.05  # of a GPU's memory; more means that other programs use it
 
 
-def look_at_packages(machine: Machine) -> Iterator[Finding]:
-    """Versions, by their metadata: nothing is loaded."""
+def check_packages(machine: Machine) -> Iterator[Finding]:
+    """Check the versions in packages' metadata, without loading them."""
     found = {name: version for name in _PACKAGES if (version := installed(name))}
     python = ".".join(map(str, sys.version_info[:3]))
     yield ok("packages", ", ".join([f"python {python}", *(f"{name} {version}" for name, version in found.items())]))
@@ -31,11 +30,11 @@ def look_at_packages(machine: Machine) -> Iterator[Finding]:
     driver, device = machine.driver, machine.config.device
     if driver.gpus and torch.cuda is None and device != "cpu":
         say = fail if device == "cuda" else warn
-        yield say("torch", f"{text}, and there are GPUs", "install PyPI's build of torch, or say device=cpu")
+        yield say("torch", f"{text}, but there are GPUs", "install PyPI's build of torch, or use device=cpu")
     elif driver.gpus and torch.cuda is not None and driver.cuda[0] < torch.cuda[0]:
         yield fail(
             "torch",
-            f"{text}, and driver {driver.version} takes CUDA {_dotted(driver.cuda)} at most",
+            f"{text}, and driver {driver.version} supports CUDA up to {_dotted(driver.cuda)}",
             f"update the driver, or install a torch that is built for CUDA {driver.cuda[0]}",
         )
     else:
@@ -46,24 +45,27 @@ def look_at_packages(machine: Machine) -> Iterator[Finding]:
 
 def _compilers() -> Iterator[Finding]:
     if not any(map(shutil.which, _COMPILERS)):
-        yield fail("compiler", "Triton compiles its kernels' launchers, and there is no C compiler", "apt install gcc")
+        yield fail("compiler", "Triton compiles its kernels' launchers, but there is no C compiler", "apt install gcc")
     if installed("flashinfer-python") is None:
         yield warn(
-            "flashinfer", "not installed: Triton's kernels take its place", "pip install 'tokasaurus[worker-cuda]'"
+            "flashinfer", "not installed: Triton's kernels are used instead", "pip install 'tokasaurus[worker-cuda]'"
         )
     elif shutil.which("nvcc") is None and installed("flashinfer-jit-cache") is None:
         yield warn(
             "flashinfer",
-            "no nvcc to compile its kernels with: Triton's take their place where it has none built",
+            "no nvcc to compile its kernels: Triton's are used where it has no compiled ones",
             "install the CUDA toolkit, or the package flashinfer-jit-cache of FlashInfer's index",
         )
 
 
-def look_at_gpus(machine: Machine) -> Iterator[Finding]:
-    """Which there are, whether they are enough and free, and how they reach each other."""
+def check_gpus(machine: Machine) -> Iterator[Finding]:
+    """Check the number, the free memory and the links of the GPUs."""
     config, driver = machine.config, machine.driver
     if machine.planned_gpu is not None:
-        yield ok("gpu", f"planned: {machine.workers} of {amount(machine.planned_gpu)} each, none here was looked at")
+        yield ok(
+            "gpu",
+            f"planned: {machine.workers} of {amount(machine.planned_gpu)} each, GPUs of this machine were not checked",
+        )
         return
     if driver.trouble:
         if config.device == "cuda":
@@ -71,7 +73,7 @@ def look_at_gpus(machine: Machine) -> Iterator[Finding]:
         else:
             yield unknown("gpu", f"{driver.trouble}; workers run on the CPU")
         return
-    yield ok("driver", f"{driver.version}, takes CUDA {_dotted(driver.cuda)}")
+    yield ok("driver", f"{driver.version}, supports CUDA {_dotted(driver.cuda)}")
     for gpu in driver.gpus:
         text = f"{gpu.index}: {gpu.name}, capability {_dotted(gpu.capability)}"
         text += f", {amount(gpu.free)} of {amount(gpu.total)} free"
@@ -85,15 +87,15 @@ def look_at_gpus(machine: Machine) -> Iterator[Finding]:
             yield ok("gpu", text if gpu in machine.gpus else f"{text}; not in CUDA_VISIBLE_DEVICES")
     if config.device == "cpu":
         return
-    if machine.has_shares:
-        yield unknown("gpu", f"{machine.visible}: memory and number of MIG's shares are not looked at", "--gpu-memory")
+    if machine.has_mig_instances:
+        yield unknown("gpu", f"{machine.visible}: memory and number of MIG instances are not checked", "--gpu-memory")
         return
     try:
         choose_gpus(config, machine.visible)
     except InvalidRequest as error:
         yield from_error("gpu", error.message)
         return
-    if machine.workers > len(machine.gpus):  # choose_gpus leaves a lack of any to the workers
+    if machine.workers > len(machine.gpus):  # choose_gpus does not raise if there are none
         say = fail if config.device == "cuda" else warn
         yield say("gpu", "CUDA_VISIBLE_DEVICES shows none", "show some in CUDA_VISIBLE_DEVICES, or use device=cpu")
     elif machine.ranks > 1:
@@ -101,17 +103,17 @@ def look_at_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _links(machine: Machine) -> Iterator[Finding]:
-    """Ranks of a replica exchange activations in every layer."""
+    """Check the links between the GPUs of a replica, whose ranks exchange activations in every layer."""
     for replica in range(machine.config.dp_size):
         gpus = machine.gpus[replica * machine.ranks : (replica + 1) * machine.ranks]
         pairs = [(one, other) for one in gpus for other in gpus if one.index < other.index]
-        apart = [f"{one.index}-{other.index}" for one, other in pairs if other.index not in one.peers]
+        unlinked = [f"{one.index}-{other.index}" for one, other in pairs if other.index not in one.peers]
         slow = [f"{one.index}-{other.index}" for one, other in pairs if other.index not in one.nvlinks]
         name = "-".join(str(gpu.index) for gpu in gpus)
-        if apart:
+        if unlinked:
             yield warn(
                 "links",
-                f"replica {replica}: GPUs {', '.join(apart)} cannot read each other's memory; ranks exchange through"
+                f"replica {replica}: GPUs {', '.join(unlinked)} cannot read each other's memory; ranks exchange through"
                 " the host's",
                 "choose GPUs with NVLink in CUDA_VISIBLE_DEVICES (nvidia-smi topo -m), more replicas, or pp_size for"
                 " tp_size",
@@ -120,7 +122,7 @@ def _links(machine: Machine) -> Iterator[Finding]:
             yield warn(
                 "links",
                 f"replica {replica}: no NVLink between GPUs {', '.join(slow)}",
-                "tp_size is slow over PCIe: use dp_size, or pp_size, in its place where the model fits",
+                "tp_size is slow over PCIe: use dp_size or pp_size instead if the model fits",
             )
         else:
             yield ok("links", f"replica {replica}: GPUs {name} reach each other{'' if slow else ' by NVLink'}")

@@ -1,8 +1,8 @@
-"""``toka-top``: a running deployment on a terminal, as its gateway sees it."""
+"""The command ``toka-top``, which shows a running deployment on a terminal."""
 
 from services.cli.entry import run
 
 
 def main() -> None:
-    """The ``toka-top`` command."""
+    """Run the ``toka-top`` command."""
     run("toka-top", "services.cli.top.command")

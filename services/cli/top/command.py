@@ -11,12 +11,12 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from services.cli.top.figures import History
-from services.cli.top.source import Away, Refused, Source
-from services.cli.top.view import away, frame
+from services.cli.top.source import GatewayUnavailable, Source, SourceError
+from services.cli.top.view import frame, unavailable
 from services.common.config import API_KEY_VARIABLES, fail, from_command_line
 from services.common.flags import Bool, Config, Examples, Float, Int
 
-_PIPE_COLUMNS = 200  # wide enough that no line is cut, for grep
+_PIPE_COLUMNS = 200  # wide enough for complete lines, for grep
 
 
 class TopConfig(Config):
@@ -54,7 +54,7 @@ def main() -> None:
                 console.print(_once(source, config.interval, config.requests))
             else:
                 _live(source, config.interval, config.requests, console)
-    except (Away, Refused) as error:
+    except (GatewayUnavailable, SourceError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         pass
@@ -70,16 +70,16 @@ def _once(source: Source, interval: float, most: int) -> RenderableType:
 
 
 def _live(source: Source, interval: float, most: int, console: Console) -> None:
-    """Show frames until Ctrl-C, or until the gateway refuses. Keeps asking a gateway that cannot be reached."""
-    history, answered = History(), time.monotonic()
+    """Update the terminal until Ctrl-C or a ``SourceError``. A gateway that does not respond is retried."""
+    history, responded_at = History(), time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 sample = source.read()
-                answered = time.monotonic()
+                responded_at = time.monotonic()
                 history.take(sample)
                 live.update(frame(source.url, sample, history, most), refresh=True)
-            except Away as error:
+            except GatewayUnavailable as error:
                 history.forget()
-                live.update(away(source.url, str(error), time.monotonic() - answered), refresh=True)
+                live.update(unavailable(source.url, str(error), time.monotonic() - responded_at), refresh=True)
             time.sleep(interval)

@@ -1,4 +1,4 @@
-"""A moment as it is drawn."""
+"""Draws a snapshot."""
 
 import math
 import time
@@ -11,14 +11,14 @@ from rich.text import Text
 
 from services.cli.sparkline import sparkline
 from services.cli.top.figures import History
-from services.cli.top.source import Sample
+from services.cli.top.source import Snapshot
 
 _BAR, _CURVE = 12, 48
-_CROWDED = 0.9  # of the cache
+_CROWDED = 0.9  # share of the cache
 
 
-def frame(url: str, sample: Sample, history: History, most: int) -> RenderableType:
-    """Everything. ``most``: requests that are shown."""
+def frame(url: str, sample: Snapshot, history: History, most: int) -> RenderableType:
+    """Draw everything. ``most`` is the number of requests shown."""
     state = sample.state
     parts: list[RenderableType] = [_head(url, state), _rates(history)]
     parts.append(_replicas(state["replicas"], history))
@@ -27,10 +27,10 @@ def frame(url: str, sample: Sample, history: History, most: int) -> RenderableTy
     return Group(*parts)
 
 
-def away(url: str, reason: str, seconds: float) -> RenderableType:
-    """Instead of a moment."""
+def unavailable(url: str, reason: str, seconds: float) -> RenderableType:
+    """Draw the reason why there is no snapshot."""
     text = Text(f"away for {duration(seconds)}\n", "bold red")
-    text.append(f"{reason}\nIt is asked again until it answers; Ctrl-C ends.", "default")
+    text.append(f"{reason}\nIt is retried until it responds; Ctrl-C exits.", "default")
     return Panel(text, title=Text(url))
 
 
@@ -50,15 +50,15 @@ def _head(url: str, state: dict[str, Any]) -> Text:
 def _rates(history: History) -> Text:
     rates = history.rates
     if rates is None:
-        return Text("rates come with the second look", "dim")
+        return Text("rates follow with the second update", "dim")
     text = Text.assemble(
         ("generated ", "dim"), (f"{rates.generated:,.0f} tokens/s ", "bold"),
         (sparkline(list(history.generated)), "cyan"), ("\nprompts   ", "dim"), f"{rates.prompt:,.0f} tokens/s",
         f", {rates.cached / rates.prompt:.0%} cached" if rates.prompt else "",
-        ("   samples that ended ", "dim"), f"{rates.ended:,.1f}/s",
+        ("   samples finished ", "dim"), f"{rates.finished:,.1f}/s",
     )  # fmt: skip
-    for label, (half, nearly_all) in history.quantiles.items():
-        text.append(f"   {label} ", "dim").append(f"p50 {duration(half)} p99 {duration(nearly_all)}")
+    for label, (p50, p99) in history.quantiles.items():
+        text.append(f"   {label} ", "dim").append(f"p50 {duration(p50)} p99 {duration(p99)}")
     return text
 
 
@@ -74,16 +74,16 @@ def _replicas(replicas: list[dict[str, Any]], history: History) -> Table:
     for each in replicas:
         load = each["load"]
         cells = [] if load is None else _load_cells(each, load, history)
-        table.add_row(_told(each["address"]), _replica_state(each), *cells)
+        table.add_row(_printable(each["address"]), _replica_state(each), *cells)
     return table
 
 
 def _replica_state(replica: dict[str, Any]) -> Text:
-    """Of the scheduler and of its workers, whose absence it reports as its reason."""
+    """Return the state of the scheduler. Its reason includes the absence of its workers."""
     if not replica["ready"]:
-        return _told(replica["reason"] or "not ready", "bold red")
+        return _printable(replica["reason"] or "not ready", "bold red")
     if replica["trouble"]:
-        return _told(f"ready, but does not tell: {replica['trouble']}", "yellow")
+        return _printable(f"ready, but its state cannot be read: {replica['trouble']}", "yellow")
     return Text("ready", "green")
 
 
@@ -107,7 +107,7 @@ def _load_cells(replica: dict[str, Any], load: dict[str, Any], history: History)
 
 
 def _forecast(replica: dict[str, Any]) -> Text:
-    """Pages in use from now to the end of all that is known."""
+    """Draw the pages in use from now to the end of the forecast."""
     schedule = replica["schedule"]
     curve, step_s = schedule["curve"], schedule["step_seconds"]
     steps, pages, total = curve["steps"], curve["pages"], max(1, curve["total_pages"])
@@ -121,7 +121,7 @@ def _forecast(replica: dict[str, Any]) -> Text:
 
 
 def resample(steps: list[int], pages: list[int], count: int) -> list[float]:
-    """The curve's most in each of ``count`` equal parts of its time: ``pages[i]`` hold from ``steps[i]`` on."""
+    """Return the curve's maximum in each of ``count`` equal intervals. ``pages[i]`` hold from ``steps[i]`` on."""
     width = max(1.0, (steps[-1] + 1) / count)
     parts = [0.0] * count
     for index, (step, used) in enumerate(zip(steps, pages, strict=True)):
@@ -132,7 +132,7 @@ def resample(steps: list[int], pages: list[int], count: int) -> list[float]:
 
 
 def _requests(replicas: list[dict[str, Any]], most: int) -> Table:
-    """Those that have been here longest."""
+    """Draw the oldest requests."""
     found = [each for replica in replicas if replica["schedule"] for each in replica["schedule"]["requests"]]
     unfinished = sum(replica["schedule"]["unfinished_requests"] for replica in replicas if replica["schedule"])
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -143,8 +143,8 @@ def _requests(replicas: list[dict[str, Any]], most: int) -> Table:
         table.add_column(name, justify="right")
     for each in sorted(found, key=lambda request: -request["age_s"])[:most]:
         table.add_row(
-            _told(each["id"]),
-            _told(each["key"]),
+            _printable(each["id"]),
+            _printable(each["key"]),
             each["priority"],
             duration(each["age_s"]),
             f"{each['prompt_tokens']:,}",
@@ -154,13 +154,13 @@ def _requests(replicas: list[dict[str, Any]], most: int) -> Table:
     return table
 
 
-def _told(text: str, style: str = "") -> Text:
-    """What others wrote, who choose the ids of requests: no markup, and nothing that a terminal would obey."""
+def _printable(text: str, style: str = "") -> Text:
+    """Return text of clients, such as request ids, without markup and control characters."""
     return Text("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text), style)
 
 
 def duration(seconds: float) -> str:
-    """``12.3 ms``, ``3.45 s``, ``2:05``, ``1:02:05``; beyond every bound: ``∞``."""
+    """Format a duration: ``12.3 ms``, ``3.45 s``, ``2:05``, ``1:02:05``, and ``∞`` for infinity."""
     if math.isinf(seconds):
         return "∞"
     if seconds < 1:

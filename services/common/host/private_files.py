@@ -1,4 +1,4 @@
-"""Files that only this user can read: prompts and answers are in the store, in recordings and on sockets."""
+"""Keeps files that hold prompts and answers private to this user: the store, recordings and sockets."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-OTHERS = 0o077  # all permissions of the group and of others
-WRITING = 0o022  # those to write
-_given: int | None = None  # the umask that this process was started with, once it keeps its files private
+OTHERS = 0o077  # all permissions of the group and of other users
+WRITING = 0o022  # write permission of the group and of other users
+_given: int | None = None  # the umask at the start of this process; None until ``keep_files_private`` is called
 
 
 def keep_files_private() -> None:
@@ -24,9 +24,9 @@ def keep_files_private() -> None:
 
 @contextlib.contextmanager
 def usual_permissions() -> Iterator[None]:
-    """Create files as the user's umask says, for what other programs share, such as the cache of downloaded models.
+    """Create files with the user's own umask, for data shared with other programs such as the model cache.
 
-    A umask belongs to the process. Other threads must create no files meanwhile.
+    A umask belongs to the process, so other threads must not create files meanwhile.
     """
     if _given is None:
         yield
@@ -39,15 +39,15 @@ def usual_permissions() -> Iterator[None]:
 
 
 def usual_umask() -> int:
-    """Return the umask to start children with that call ``keep_files_private`` themselves; -1 = the own one."""
+    """Return the umask for children that call ``keep_files_private`` themselves. -1 keeps this process's umask."""
     return -1 if _given is None else _given
 
 
 def warn_if_shared(what: str, paths: Iterable[Path], permissions: int = OTHERS) -> None:
     """Log a warning if other users of this host have ``permissions`` for ``paths``, which contain ``what``.
 
-    Paths that do not exist, belong to another user, or are in a directory that other users cannot enter do not count.
-    Files of earlier versions have such permissions.
+    Earlier versions created files with such permissions. Ignores paths that do not exist, belong to another user, or
+    are in a directory that other users cannot enter.
     """
     if loose := [path for path in paths if _is_loose(path, permissions)]:
         change = "go-w" if permissions == WRITING else "go="

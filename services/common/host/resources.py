@@ -1,7 +1,7 @@
-"""The memory, the processors and the GPUs that this process may use.
+"""Detects the memory, the processors and the GPUs that this process may use.
 
-On Linux, the limits of the container count (control groups, versions 1 and 2). On other systems, memory and processors
-are those of the whole machine.
+On Linux, the limits of the container count (control groups, versions 1 and 2). On other systems, the values are those
+of the whole machine.
 """
 
 import math
@@ -13,7 +13,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that new programs can use on this host, or in its container if that is less."""
+    """Return the bytes of memory that new programs can use on this host, or in its container if that is less."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -28,7 +28,7 @@ def available_memory() -> int:
 
 
 def usable_processors() -> int:
-    """Return the smaller of the number of processors that this process may run on and its container's quota."""
+    """Return the number of processors that this process may run on, limited by the quota of its container."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for group in _groups("cpu"):
@@ -39,7 +39,7 @@ def usable_processors() -> int:
 
 
 def visible_gpus() -> str | None:
-    """Return the GPUs as a list for ``CUDA_VISIBLE_DEVICES``, or None if there is no GPU.
+    """Return the GPUs as a value of ``CUDA_VISIBLE_DEVICES``, or None if there is no GPU.
 
     If the variable is set, return its value. Otherwise return all GPUs that have a device file of NVIDIA's driver.
     """
@@ -48,7 +48,7 @@ def visible_gpus() -> str | None:
 
 
 def has_gpus() -> bool:
-    """Return whether an NVIDIA GPU is probably visible. A certain answer needs torch, which takes seconds to load."""
+    """Return whether an NVIDIA GPU is probably visible. A certain result needs torch, which takes seconds to load."""
     return bool(gpu_names(visible_gpus() or ""))
 
 
@@ -74,7 +74,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> tuple[int | None, int | None]:
-    """Return the microseconds of processor time in each period, or None for no limit, and those of the period."""
+    """Return the processor time per period, or None without a limit, and the length of the period, in microseconds."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return (None if quota == "max" else int(quota)), int(period)
@@ -85,12 +85,12 @@ def _quota(group: Path) -> tuple[int | None, int | None]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # it is not there, or says "max"
+    except (OSError, ValueError):  # the file is missing, or contains "max"
         return None
 
 
 def _reclaimable(stat: Path) -> int:
-    """Return the bytes of cached files that the kernel gives up when programs need memory."""
+    """Return the bytes of cached files that the kernel frees when programs need memory."""
     try:
         fields = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
         return int(fields.get("inactive_file", 0))

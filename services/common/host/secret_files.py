@@ -1,4 +1,4 @@
-"""Files that flags name, and the secrets in some of them."""
+"""Reads files that are named by flags, and checks the permissions of secrets."""
 
 import stat
 from pathlib import Path
@@ -11,14 +11,14 @@ log = structlog.get_logger(__name__)
 
 
 def read_file(flag: str, path: str) -> bytes:
-    """What is in the file that ``flag`` names. Raises ``InvalidRequest``."""
+    """Return the content of the file that ``flag`` names. Raises ``InvalidRequest`` if it cannot be read."""
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise InvalidRequest(f"flag {flag}={path}: cannot be read ({error.strerror})", field=flag) from None
 
 
-def warn_if_open(flag: str, path: str) -> None:
-    """A secret that everybody on the host may read is none."""
+def warn_if_not_secret(flag: str, path: str) -> None:
+    """Log a warning if every user of this host can read or write the secret in ``path``."""
     if stat.S_IMODE(Path(path).expanduser().stat().st_mode) & (stat.S_IROTH | stat.S_IWOTH):
-        log.warning("a secret may be read or written by anybody on this host: chmod o-rw it", flag=flag, path=path)
+        log.warning("every user of this host can read or write a secret: run chmod o-rw on it", flag=flag, path=path)

@@ -1,4 +1,4 @@
-"""What a service's ``/metrics`` page shows."""
+"""Registries of a service's ``/metrics`` page."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ from prometheus_client.registry import Collector
 
 
 def registry_of(collectors: Iterable[Collector]) -> CollectorRegistry:
-    """What ``collectors`` tell, and facts about this process."""
+    """Return a registry with ``collectors`` and standard metrics of this process."""
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)
-    for facts in (ProcessCollector, PlatformCollector, GCCollector):
-        facts(registry=registry)
+    for standard in (ProcessCollector, PlatformCollector, GCCollector):
+        standard(registry=registry)
     return registry

@@ -1,6 +1,6 @@
-"""What schedulers tell of themselves, their latest ``Load``, as metrics: on a gateway's page and on a scheduler's own.
+"""Metrics of schedulers, from their latest ``Load`` messages, for the pages of gateways and schedulers.
 
-Each figure is read from the one message that has it. Those that operators of vLLM know have its name, too.
+Metrics that vLLM has too are also published under vLLM's names.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,7 +13,7 @@ from tokasaurus.scheduler.v1 import observe_pb2
 
 
 class Report(NamedTuple):
-    """One scheduler's."""
+    """Latest load of one scheduler."""
 
     replica: str  # its address
     model: str
@@ -24,14 +24,14 @@ class _Gauge(NamedTuple):
     name: str
     documentation: str
     read: Callable[[observe_pb2.Load], float]
-    known_as: tuple[str, ...] = ()  # to operators of vLLM
+    vllm_names: tuple[str, ...] = ()  # further names, as in vLLM
 
 
 class _Counter(NamedTuple):
     name: str
     documentation: str
     field: str  # of Counters
-    known_as: tuple[str, ...] = ()
+    vllm_names: tuple[str, ...] = ()
 
 
 _Figure = tuple[
@@ -51,9 +51,9 @@ _GAUGES = (
         lambda load: load.waiting_sequences,
         ("vllm:num_requests_waiting",),
     ),
-    _Gauge("toka_kv_pages_total", "KV pages there are", lambda load: load.total_pages),
-    _Gauge("toka_kv_pages_free", "KV pages that hold nothing", lambda load: load.free_pages),
-    _Gauge("toka_kv_pages_cached", "KV pages kept for their prefix, free when needed", lambda load: load.cached_pages),
+    _Gauge("toka_kv_pages_total", "KV pages in total", lambda load: load.total_pages),
+    _Gauge("toka_kv_pages_free", "Empty KV pages", lambda load: load.free_pages),
+    _Gauge("toka_kv_pages_cached", "KV pages of cached prefixes, evicted when needed", lambda load: load.cached_pages),
     _Gauge("toka_kv_pages_in_use", "KV pages held by sequences", lambda load: load.in_use_pages),
     _Gauge("toka_kv_page_size_tokens", "Tokens in a KV page", lambda load: load.page_size),
     _Gauge(
@@ -62,56 +62,68 @@ _GAUGES = (
         lambda load: load.in_use_pages / max(load.total_pages, 1),
         ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     ),
-    _Gauge("toka_outstanding_tokens", "Tokens still to compute at most", lambda load: load.outstanding_tokens),
-    _Gauge("toka_plans_in_flight", "Plans sent to the worker and not yet answered", lambda load: load.plans_in_flight),
-    _Gauge("toka_plans_ahead", "Most plans that may be in flight now", lambda load: load.plans_ahead),
-    _Gauge("toka_step_seconds", "Recent time of a model step", lambda load: load.step_ns * 1e-9),
+    _Gauge(
+        "toka_outstanding_tokens", "Upper bound of the tokens still to compute", lambda load: load.outstanding_tokens
+    ),
+    _Gauge(
+        "toka_plans_in_flight", "Plans sent to the worker that have no result yet", lambda load: load.plans_in_flight
+    ),
+    _Gauge("toka_plans_ahead", "Limit of plans in flight", lambda load: load.plans_ahead),
+    _Gauge("toka_step_seconds", "Recent duration of a model step", lambda load: load.step_ns * 1e-9),
 )
 _COUNTERS = (
     _Counter("toka_steps", "Model steps", "steps"),
     _Counter("toka_step_tokens", "Tokens of all model steps: prefilled, decoded, and computed again", "step_tokens"),
-    _Counter("toka_wasted_steps", "Steps of which every token was for a sample that had ended", "wasted_steps"),
+    _Counter("toka_wasted_steps", "Steps that computed tokens of finished samples only", "wasted_steps"),
     _Counter("toka_prompt_tokens", "Prompt tokens of accepted requests", "prompt_tokens", ("vllm:prompt_tokens",)),
     _Counter("toka_generation_tokens", "Tokens delivered", "generated_tokens", ("vllm:generation_tokens",)),
     _Counter(
         "toka_prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache, each sample's",
+        "Prompt tokens looked up in the prefix cache, counted for each sample",
         "looked_up_prompt_tokens",
         ("vllm:prefix_cache_queries",),
     ),
     _Counter(
         "toka_prefix_cache_hits",
-        "Prompt tokens not computed: cached or shared with a sibling",
+        "Prompt tokens not computed because they were cached or shared with a sibling",
         "cached_prompt_tokens",
         ("vllm:prefix_cache_hits",),
     ),
-    _Counter("toka_wasted_tokens", "Tokens computed after their sample had ended", "wasted_tokens"),
+    _Counter("toka_wasted_tokens", "Tokens computed after their sample had finished", "wasted_tokens"),
     _Counter(
         "toka_num_preemptions",
-        "Sequences put back into the queue for their pages",
+        "Sequences preempted to free their pages",
         "preemptions",
         ("vllm:num_preemptions",),
     ),
-    _Counter("toka_yields", "Sequences of class low put back into the queue to make way for a higher class", "yields"),
-    _Counter("toka_recomputed_tokens", "Tokens computed again after either, or a lost worker", "recomputed_tokens"),
-    _Counter("toka_queue_overtakes", "Sequences admitted ahead of a queue head that did not fit", "overtakes"),
+    _Counter("toka_yields", "Sequences of class low preempted for a higher class", "yields"),
     _Counter(
-        "toka_postponed_plans", "Plans sent without onboarding: the worker was about to run dry", "postponed_plans"
+        "toka_recomputed_tokens",
+        "Tokens computed again after a preemption or the loss of a worker",
+        "recomputed_tokens",
+    ),
+    _Counter("toka_queue_overtakes", "Sequences admitted before a queue head that did not fit", "overtakes"),
+    _Counter(
+        "toka_postponed_plans",
+        "Plans sent without new sequences because the worker was about to become idle",
+        "postponed_plans",
     ),
     _Counter("toka_batch_rows", "Rows of all steps: one for each sequence in the step", "batch_rows"),
-    _Counter("toka_hydragen_rows", "Rows that ran in a Hydragen group, of toka_batch_rows", "hydragen_rows"),
+    _Counter("toka_hydragen_rows", "Rows of toka_batch_rows that ran in a Hydragen group", "hydragen_rows"),
     _Counter("toka_requests_accepted", "Requests accepted", "requests_accepted"),
     _Counter("toka_admission_rejections", "Requests rejected", "requests_rejected"),
-    _Counter("toka_sequences_finished", "Sequences that ended by themselves", "sequences_finished"),
+    _Counter("toka_sequences_finished", "Sequences that finished without being cancelled", "sequences_finished"),
     _Counter("toka_sequences_cancelled", "Sequences cancelled", "sequences_cancelled"),
-    _Counter("toka_worker_restarts", "Times the worker came back as another process", "worker_restarts"),
+    _Counter("toka_worker_restarts", "Restarts of the worker process", "worker_restarts"),
 )
 _SECONDS = (
     _Counter(
-        "toka_device_busy_seconds", "The worker's device worked on steps; 0 where it is not measured", "device_busy_ns"
+        "toka_device_busy_seconds", "Time in which the worker's device ran steps; 0 if not measured", "device_busy_ns"
     ),
     _Counter(
-        "toka_device_idle_seconds", "It waited for the host between two steps that were both planned", "device_idle_ns"
+        "toka_device_idle_seconds",
+        "Time in which the device waited for the host although the next step was planned",
+        "device_idle_ns",
     ),
 )
 _STEP_SIZES: dict[str, Collection[int]] = {
@@ -121,8 +133,8 @@ _STEP_SIZES: dict[str, Collection[int]] = {
 _STAGES = ("wait", "take", "plan", "send", "report", "deliver")  # of the step loop: loop_<stage>_ns
 
 
-def show(reports: Iterable[Report]) -> Iterator[Metric]:
-    """Every figure of ``reports``, with the label ``replica``; those under vLLM's names also with ``model_name``."""
+def replica_metrics(reports: Iterable[Report]) -> Iterator[Metric]:
+    """Yield all metrics of ``reports`` with the label ``replica``, and vLLM's names also with ``model_name``."""
     reports = list(reports)
     gauges: Iterator[_Figure] = ((each, GaugeMetricFamily, each.read) for each in _GAUGES)
     counters: Iterator[_Figure] = ((each, CounterMetricFamily, _reader(each.field)) for each in _COUNTERS)
@@ -133,7 +145,7 @@ def show(reports: Iterable[Report]) -> Iterator[Metric]:
         for report, value in zip(reports, values, strict=True):
             family.add_metric([report.replica], value)
         yield family
-        for name in figure.known_as:
+        for name in figure.vllm_names:
             family = family_of(name, figure.documentation, labels=["model_name", "replica"])
             for report, value in zip(reports, values, strict=True):
                 family.add_metric([report.model, report.replica], value)
@@ -143,7 +155,7 @@ def show(reports: Iterable[Report]) -> Iterator[Metric]:
 
 
 def _waiting(reports: list[Report]) -> Metric:
-    """vLLM's reasons: ``capacity``, for slots and pages; ``deferred``, here while no worker is ready."""
+    """Return vLLM's waiting requests by reason: ``capacity`` or, while no worker is ready, ``deferred``."""
     family = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Sequences accepted and not yet running; deferred: no worker is ready",
@@ -159,7 +171,7 @@ def _waiting(reports: list[Report]) -> Metric:
 def _cache(reports: list[Report]) -> Metric:
     family = GaugeMetricFamily(
         "vllm:cache_config_info",
-        "1; block_size: tokens in a KV page; num_gpu_blocks: KV pages there are",
+        "1; block_size: tokens in a KV page; num_gpu_blocks: KV pages in total",
         labels=["model_name", "replica", "block_size", "num_gpu_blocks"],
     )
     for report in reports:
@@ -169,7 +181,7 @@ def _cache(reports: list[Report]) -> Metric:
 
 
 def _step_sizes(reports: list[Report], name: str, shown: Collection[int]) -> Metric:
-    """Return the histogram of tokens in a step, with the bounds ``shown``. Loads count by powers of two."""
+    """Return the histogram of tokens in a step with the bounds ``shown``. Loads count by powers of two."""
     known = name.startswith("vllm:")
     labels = ["model_name", "replica"] if known else ["replica"]
     family = HistogramMetricFamily(name, "Tokens in a model step", labels=labels)
@@ -188,7 +200,7 @@ def _reader(field: str, scale: float = 1) -> Callable[[observe_pb2.Load], float]
 
 def _stages(reports: list[Report]) -> Metric:
     family = CounterMetricFamily(
-        "toka_step_loop_seconds", "What the step loop's thread did; wait: nothing", labels=["replica", "stage"]
+        "toka_step_loop_seconds", "Time of the step loop's thread by stage; wait: idle", labels=["replica", "stage"]
     )
     for report in reports:
         for stage in _STAGES:
@@ -199,7 +211,7 @@ def _stages(reports: list[Report]) -> Metric:
 def _forecast(reports: list[Report]) -> Metric:
     family = GaugeMetricFamily(
         "toka_forecast_kv_pages",
-        "KV pages that what runs will use so many steps from now",
+        "KV pages that running sequences will use after this number of steps",
         labels=["replica", "steps"],
     )
     for report in reports:

@@ -1,4 +1,4 @@
-"""``/metrics`` of schedulers and workers, which serve no other HTTP."""
+"""Serves ``/metrics`` of schedulers and workers, which have no other HTTP."""
 
 import asyncio
 import contextlib
@@ -18,18 +18,18 @@ from services.common.process.handover import listen
 log = structlog.get_logger(__name__)
 
 _MOST_HEAD_BYTES = 16 * 1024
-_MOST_CONNECTIONS = 16  # each may occupy a thread; another one is closed at once
+_MOST_CONNECTIONS = 16  # each may occupy a thread; a further connection is closed at once
 _TIMEOUT_S = 10.0  # from accepting a connection to the end of its response
 _PATH = "/metrics"
-_FOREIGN_HOST = b"the header Host has no name of this server; if it is one, add it to allowed_hosts=\n"
+_FOREIGN_HOST = b"the header Host does not name this server; to accept the name, add it to allowed_hosts=\n"
 
 
 @contextlib.asynccontextmanager
 async def serve_metrics(config: SchedulerConfig | WorkerConfig, collector: Collector) -> AsyncIterator[str]:
-    """Serve ``GET /metrics`` on ``metrics_host:metrics_port``: the figures of ``collector`` and of the process.
+    """Serve ``GET /metrics`` on ``metrics_host:metrics_port``: the metrics of ``collector`` and of the process.
 
-    Yields the address, or an empty string if ``metrics_port`` is 0. ``collector`` runs in a thread. Raises Unavailable
-    if the port cannot be bound.
+    Yields the address, or an empty string if ``metrics_port`` is 0. ``collector`` runs in a thread. Raises
+    ``Unavailable`` if the port cannot be bound.
     """
     if not config.metrics_port:
         yield ""
@@ -45,7 +45,7 @@ async def serve_metrics(config: SchedulerConfig | WorkerConfig, collector: Colle
 async def serve_on(
     listener: socket.socket, collectors: Iterable[Collector], hosts: AllowedHosts | None = None
 ) -> AsyncIterator[str]:
-    """Do as ``serve_metrics`` on a listening socket. ``hosts`` of None: no names are listed in ``allowed_hosts``."""
+    """Serve ``/metrics`` on a listening socket. If ``hosts`` is None, no names of ``allowed_hosts`` are accepted."""
     page = _Page(registry_of(collectors), hosts or AllowedHosts(""))
     server = Acceptor(listener, page.make_protocol, backlog=_MOST_CONNECTIONS, for_operators=True)
     host, port = listener.getsockname()[:2]
@@ -57,7 +57,7 @@ async def serve_on(
 
 
 class _Page:
-    """The one page and its connections. All of it runs on the service's event loop."""
+    """Page ``/metrics`` and its connections. Runs on the service's event loop."""
 
     def __init__(self, registry: CollectorRegistry, hosts: AllowedHosts) -> None:
         self._registry = registry
@@ -78,7 +78,7 @@ class _Page:
                     writer.write(await self._response(head.decode("latin-1")))
                     await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
-            pass  # the client left, is too slow, or does not send HTTP
+            pass  # the client disconnected, is too slow, or does not send HTTP
         finally:
             self._connections.discard(writer)
             writer.close()
@@ -95,7 +95,7 @@ class _Page:
                 return _message("403 Forbidden", _FOREIGN_HOST, "text/plain")
         method, _, target = line.partition(" ")
         if target.partition(" ")[0].partition("?")[0] != _PATH:
-            return _message("404 Not Found", b"there is /metrics here\n", "text/plain")
+            return _message("404 Not Found", b"this server has only /metrics\n", "text/plain")
         if method not in ("GET", "HEAD"):
             return _message("405 Method Not Allowed", b"", "text/plain", "allow: GET, HEAD\r\n")
         text = await asyncio.to_thread(generate_latest, self._registry)

@@ -1,4 +1,4 @@
-"""The files of a model: config, generation config, weights' headers. No torch.
+"""Readers of a model's files: config, generation config, the headers of weight files. No torch.
 
 Threads: the caller's.
 """

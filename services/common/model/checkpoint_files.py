@@ -1,7 +1,7 @@
-"""The weight files of a model: which there are, and what their heads say. The weights are not read. No torch here.
+"""Reads the headers of a model's weight files, not the weights. No torch here.
 
-A safetensors file is 8 bytes with the length of a JSON object, that object (the head: dtype, shape and place of each
-tensor), and the tensors' bytes.
+A safetensors file consists of 8 bytes with the length of a JSON object, that object (the header: dtype, shape and
+offsets of each tensor), and the tensors' bytes.
 """
 
 import math
@@ -17,7 +17,7 @@ from services.common.model.json_object import LARGEST_JSON, check_name, parse_js
 _INDEX = "model.safetensors.index.json"
 _ALONE = "model.safetensors"
 _GIT_LFS = b"version https://git-lfs"
-# Bits of an element, by dtype.
+# bits of an element, by dtype
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16},
     **{"BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64},
@@ -25,10 +25,10 @@ _BITS = {
 }
 FLOATS = frozenset({"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
 _MOST_DIMENSIONS = 8
-_AGAIN = "fetch the file again (toka-download model= with the hub's id goes on where it stopped)"
+_AGAIN = "fetch the file again (toka-download model= with the hub's id resumes an interrupted download)"
 
 
-class Broken(InvalidRequest):
+class BrokenFile(InvalidRequest):
     """A weight file is incomplete or damaged. ``text`` is the defect and ``fix`` the remedy."""
 
     def __init__(self, text: str, fix: str) -> None:
@@ -37,10 +37,10 @@ class Broken(InvalidRequest):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor as its file describes it."""
 
-    dtype: str  # of ``_BITS``
+    dtype: str  # a key of ``_BITS``
     shape: tuple[int, ...]
 
 
@@ -50,25 +50,25 @@ class Shard:
 
     path: Path
     size: int  # bytes
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
 
-def read_shards(directory: Path) -> Iterator[Shard | Broken]:
-    """Yield each file that the index names, or the only one, and a ``Broken`` for each that is not whole."""
+def read_shards(directory: Path) -> Iterator[Shard | BrokenFile]:
+    """Yield each file that the index names, or the only file. For a damaged file, yield a ``BrokenFile``."""
     try:
         placed = read_index(directory)
-    except Broken as broken:
+    except BrokenFile as broken:
         yield broken
         return
     for name in sorted(set(placed.values())) or [_ALONE]:
         try:
             shard = read_shard(directory / name)
-        except Broken as broken:
+        except BrokenFile as broken:
             yield broken
             continue
         if absent := [tensor for tensor, file in placed.items() if file == name and tensor not in shard.tensors]:
-            yield Broken(
-                f"{_INDEX} says that {name} has {reprlib.repr(absent[0])}{_more(absent)}, which it has not",
+            yield BrokenFile(
+                f"{_INDEX} says that {name} contains {reprlib.repr(absent[0])}{_more(absent)}, but it does not",
                 "fetch both again: they are of different versions",
             )
         else:
@@ -76,34 +76,34 @@ def read_shards(directory: Path) -> Iterator[Shard | Broken]:
 
 
 def weight_paths(directory: Path) -> list[Path]:
-    """Return the weight files that the index names, or the only one. Raises ``InvalidRequest``."""
+    """Return the weight files that the index names, or the only file. Raises ``InvalidRequest``."""
     names = sorted(set(read_index(directory).values())) or [_ALONE]
     for name in names:
         if not (directory / name).is_file():
-            raise Broken(f"{directory / name} does not exist: the weights are incomplete", _AGAIN)
+            raise BrokenFile(f"{directory / name} does not exist: the weights are incomplete", _AGAIN)
     return [directory / name for name in names]
 
 
 def read_index(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor; empty where all tensors are in one file. Raises ``Broken``."""
+    """Return the file name of each tensor, or nothing if all tensors are in one file. Raises ``BrokenFile``."""
     path, alone = directory / _INDEX, (directory / _ALONE).exists()
     try:
         content = read_json(path)
         placed = content.get("weight_map") if content else {}
         if not isinstance(placed, dict) or (content and not placed):
-            raise InvalidRequest("weight_map must be an object that has the file name of each tensor", field="model")
+            raise InvalidRequest("weight_map must be an object with the file name of each tensor", field="model")
         placed = {tensor: check_name("weight_map", file) for tensor, file in placed.items()}
         if strange := next((file for file in placed.values() if not file.endswith(".safetensors")), None):
             raise InvalidRequest(f"weight_map: {reprlib.repr(strange)} is no safetensors file", field="model")
     except InvalidRequest as error:
-        raise Broken(f"{path} is no index ({error.message})", "fetch the file again") from error
+        raise BrokenFile(f"{path} is no index ({error.message})", "fetch the file again") from error
     if not placed and not alone and any(directory.glob("*.bin")):
-        raise Broken(
+        raise BrokenFile(
             f"{directory} has weights as *.bin only",
             "convert them to safetensors, the only format read: transformers' save_pretrained writes it",
         )
     if not placed and not alone:
-        raise Broken(
+        raise BrokenFile(
             f"{directory / _ALONE} does not exist, nor an index of several files: there are no weights",
             "toka-download model= with the hub's id fetches a whole model; load_format=dummy makes random weights",
         )
@@ -111,41 +111,50 @@ def read_index(directory: Path) -> dict[str, str]:
 
 
 def read_shard(path: Path) -> Shard:
-    """Return a file's tensors, checked against its size. Raises ``Broken``."""
+    """Return a file's tensors, checked against its size. Raises ``BrokenFile``."""
     if not path.is_file():
-        raise Broken(f"{path} does not exist: the weights are incomplete", _AGAIN)
+        raise BrokenFile(f"{path} does not exist: the weights are incomplete", _AGAIN)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             first = file.read(8)
             length = int.from_bytes(first, "little")
             if (first + file.read(len(_GIT_LFS) - 8)).startswith(_GIT_LFS):
-                raise Broken(f"{path} is a Git LFS pointer, not the file", "git lfs pull")
+                raise BrokenFile(f"{path} is a Git LFS pointer, not the file", "git lfs pull")
             if len(first) < 8 or length > min(size - 8, LARGEST_JSON):
-                raise Broken(f"{path} ({size:,} bytes) does not begin as a safetensors file does", _AGAIN)
+                raise BrokenFile(
+                    f"{path} ({size:,} bytes) does not begin with the header of a safetensors file", _AGAIN
+                )
             file.seek(8)
-            head = file.read(length)
+            header = file.read(length)
     except OSError as error:
-        raise Broken(
+        raise BrokenFile(
             f"{path} cannot be read ({error.strerror})",
             "give this user the right to read it",
         ) from error
     try:
-        tensors, end = _parse(head)
+        tensors, end = _parse(header)
     except (InvalidRequest, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.message if isinstance(error, InvalidRequest) else _shortened(error)
-        raise Broken(f"{path} ({size:,} bytes) does not begin as a safetensors file does: {reason}", _AGAIN) from error
+        raise BrokenFile(
+            f"{path} ({size:,} bytes) does not begin with the header of a safetensors file: {reason}", _AGAIN
+        ) from error
     if size != 8 + length + end:
-        raise Broken(f"{path} has {size:,} bytes, and its head says {8 + length + end:,}: it is not whole", _AGAIN)
+        raise BrokenFile(
+            f"{path} has {size:,} bytes but its header describes {8 + length + end:,}: it is incomplete", _AGAIN
+        )
     return Shard(path, size, tensors)
 
 
-def _parse(head: bytes) -> tuple[dict[str, Stored], int]:
-    """Return the tensors, and the place behind the last one's bytes. Raises ``ValueError`` and others for a head whose
-    tensors do not follow each other without gaps."""
-    described: dict[str, Any] = parse_json(head, "its head")
+def _parse(header: bytes) -> tuple[dict[str, StoredTensor], int]:
+    """Return the tensors, and the end of the last tensor's bytes.
+
+    Raises ``ValueError`` or another built-in exception for a header whose tensors do not follow each other without
+    gaps.
+    """
+    described: dict[str, Any] = parse_json(header, "its header")
     described.pop("__metadata__", None)
-    tensors = {name: Stored(each["dtype"], tuple(each["shape"])) for name, each in described.items()}
+    tensors = {name: StoredTensor(each["dtype"], tuple(each["shape"])) for name, each in described.items()}
     end = 0
     for name, each in sorted(described.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         begin, stop = each["data_offsets"]
@@ -155,7 +164,7 @@ def _parse(head: bytes) -> tuple[dict[str, Stored], int]:
         if any(type(number) is not int or number < 0 for number in (*stored.shape, begin, stop)):
             raise ValueError(f"{name}: shape and data_offsets must be integers from 0")
         if stored.dtype not in _BITS:
-            raise ValueError(f"{name}: dtype {reprlib.repr(stored.dtype)} is not known")
+            raise ValueError(f"{name}: dtype {reprlib.repr(stored.dtype)} is unknown")
         if begin != end or (stop - begin) * 8 != math.prod(stored.shape) * _BITS[stored.dtype]:
             raise ValueError(f"{name}: data_offsets {begin} and {stop} do not fit its shape and its neighbours")
         end = stop

@@ -1,27 +1,28 @@
-"""The longest context that a model's ``config.json`` describes: read by the scheduler, the gateway and the worker."""
+"""Computes the longest context that a model's ``config.json`` allows."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from services.common.model.json_object import JsonObject
 
-# The value that transformers' config classes have for ``max_position_embeddings`` if a file leaves it out.
+# The default of ``max_position_embeddings`` in transformers.
 _DEFAULT = 2048
-MOST_TOKENS = 1 << 26  # of a context; the longest published one has 10 million
+MOST_TOKENS = 1 << 26  # limit of a context; the longest published one has 10 million tokens
 _MOST_FACTOR = 1e6
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """Return ``max_position_embeddings``, in tokens. Raises ``InvalidRequest`` for a value that is no such length."""
+    """Return ``max_position_embeddings``, a number of tokens. Raises ``InvalidRequest`` if it is invalid."""
     return JsonObject("config.json", config).integer("max_position_embeddings", _DEFAULT, most=MOST_TOKENS)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> JsonObject:
-    """Return the settings of the rotation: ``rope_parameters`` as transformers 5 writes them, or the older
-    ``rope_scaling``. ``rope_type`` and ``original_max_position_embeddings`` are always in it.
+    """Return the settings of the rotary embedding.
 
-    As in transformers, an ``original_max_position_embeddings`` beside the settings overrides the one among them, and
-    ``max_position_embeddings`` stands in for both. Raises ``InvalidRequest`` for values of a wrong type or size.
+    They are ``rope_parameters`` of transformers 5, or the older ``rope_scaling``, and always contain ``rope_type`` and
+    ``original_max_position_embeddings``. As in transformers, an ``original_max_position_embeddings`` beside the
+    settings overrides the one among them, and ``max_position_embeddings`` is the default of both. Raises
+    ``InvalidRequest`` for values of a wrong type or size.
     """
     whole = JsonObject("config.json", config)
     name = "rope_parameters" if whole.object("rope_parameters").values else "rope_scaling"
@@ -43,8 +44,8 @@ def rope_factor(settings: JsonObject) -> float | None:
 def context_length(config: Mapping[str, Any]) -> int:
     """Return the longest context of a model, prompt and answer together, in tokens.
 
-    It is ``max_position_embeddings``, which is the length before scaling in configs with ``dynamic`` scaling, and often
-    in those with ``yarn``; the other kinds of scaling state the length after it. Raises ``InvalidRequest`` for values
+    It is ``max_position_embeddings``, multiplied by the factor for scaling of type ``dynamic``, and if necessary for
+    ``yarn``. Configs with another type of scaling state the length after scaling. Raises ``InvalidRequest`` for values
     of a wrong type or size.
     """
     length = max_positions(config)
@@ -55,5 +56,5 @@ def context_length(config: Mapping[str, Any]) -> int:
     if kind == "yarn":
         length = max(length, int(settings.values["original_max_position_embeddings"] * factor))
     if not 1 <= length <= MOST_TOKENS:
-        raise settings.wrong("factor", f"one that makes the context 1 to {MOST_TOKENS:,} tokens long")
+        raise settings.wrong("factor", f"a factor with which the context has 1 to {MOST_TOKENS:,} tokens")
     return length

@@ -1,4 +1,4 @@
-"""Where a model's files are and what they say: no torch, no transformers.
+"""Locates and reads the files of a model. No torch, no transformers.
 
 ``model=`` is a local Hugging Face directory, a hub id, or ``builtin``.
 """
@@ -30,9 +30,9 @@ WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 
 
 def resolve(model: str, *, weights: bool) -> Path:
-    """The local directory of ``model``, fetched from the hub when it is an id; weights only when asked for.
+    """Return the local directory of ``model``. Download a hub id, its weights only if ``weights``.
 
-    Raises ``InvalidRequest`` (field ``model``) when there is neither such a directory nor such a hub id.
+    Raises ``InvalidRequest`` (field ``model``) if it is neither a directory nor a hub id that can be downloaded.
     """
     if model == "builtin":
         return BUILTIN
@@ -42,7 +42,7 @@ def resolve(model: str, *, weights: bool) -> Path:
         raise InvalidRequest(
             f"model={model!r} is not a directory: give a Hugging Face directory, a hub id, or builtin", field="model"
         )
-    # Imported here: a local model needs no hub, and the hub's client takes time to load.
+    # Imported here because the hub's client takes time to load, and a local model does not need it.
     import huggingface_hub
 
     wanted = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
@@ -51,29 +51,29 @@ def resolve(model: str, *, weights: bool) -> Path:
             return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
     except Exception as error:
         raise InvalidRequest(
-            f"model={model!r} is neither a local directory nor a model the hub gave us"
+            f"model={model!r} is neither a local directory nor a model that could be downloaded from the hub"
             f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'});"
-            " check the spelling, or run toka-download where the hub can be reached",
+            " check the spelling, or run toka-download on a host that can connect to the hub",
             field="model",
         ) from error
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The facts about a model that the API and the scheduler need."""
+    """Properties of a model that the API and the scheduler use."""
 
     name: str
-    aliases: tuple[str, ...]  # its other names, at which it is found as well
+    aliases: tuple[str, ...]  # further names that requests may use
     root: str  # the hub id or path that it was loaded from
     directory: Path
     vocab_size: int
     max_context_tokens: int
-    eos_token_ids: tuple[int, ...]  # sorted, without repeats; may be empty
+    eos_token_ids: tuple[int, ...]  # sorted, without duplicates; may be empty
     defaults: GenerationDefaults
 
 
 def names_of(model: str, served_names: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return every name of ``model``, the main one first: the ``served_names``, its last part, and itself."""
+    """Return every name of ``model``, the main one first: the ``served_names``, the last part of its path, the path."""
     path = model.rstrip("/") or model
     last = f"tokasaurus-{model}" if model == "builtin" else path.split("/")[-1]
     return tuple(dict.fromkeys((*served_names, last, path, model)))
@@ -85,7 +85,9 @@ def read_card(model: str, served_names: Sequence[str] = (), *, weights: bool = F
     directory = resolve(model, weights=weights)
     config = read_json(directory / "config.json", required=True)
     if config.get("vocab_size") is None:
-        raise InvalidRequest(f"{directory / 'config.json'} has no vocab_size: not a language model's", field="model")
+        raise InvalidRequest(
+            f"{directory / 'config.json'} has no vocab_size: it does not describe a language model", field="model"
+        )
     vocab_size = JsonObject(str(directory / "config.json"), config).integer("vocab_size", most=MOST_VOCABULARY)
     generation = read_json(directory / "generation_config.json")
     source, values = "generation_config.json", generation
@@ -105,7 +107,7 @@ def read_card(model: str, served_names: Sequence[str] = (), *, weights: bool = F
 
 
 def _token_ids(given: JsonObject, name: str) -> tuple[int, ...]:
-    """Return the token ids of a field that has one, several or none, sorted."""
+    """Return the sorted token ids of a field, which may be absent, an id or a list."""
     value = given.values.get(name)
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(token) is not int or not 0 <= token < MOST_VOCABULARY for token in listed):
@@ -114,7 +116,7 @@ def _token_ids(given: JsonObject, name: str) -> tuple[int, ...]:
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return the SHA-256 of the tokenizer's files: equal fingerprints tokenise equally. Raises ``InvalidRequest``."""
+    """Return the SHA-256 of the tokenizer's files. Raises ``InvalidRequest``."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         content = read_bytes(directory / name, most=LARGEST_TOKENIZER, field="tokenizer")

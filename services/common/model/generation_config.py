@@ -1,4 +1,4 @@
-"""The defaults that a model's ``generation_config.json`` gives to requests."""
+"""Reads the defaults of sampling parameters from a model's ``generation_config.json``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The values of parameters that a request leaves out, named as in the file. Read-only: any thread may use it."""
+    """Values of parameters that a request omits, named as in the file. Immutable, so any thread may use it."""
 
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None  # tokens of an answer; None = the rest of the context
-    ignored: tuple[str, ...] = ()  # ``name=value`` of settings that would change answers and are not followed
+    max_new_tokens: int | None = None  # limit of an answer; None = the rest of the context
+    ignored: tuple[str, ...] = ()  # ``name=value`` of unsupported settings that would change answers
 
 
 def _is_integer(value: Any) -> bool:
@@ -26,7 +26,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_integer(value)
 
 
-# The values that a request may have, too.
+# The ranges are those of a request's parameters.
 _ALLOWED: dict[str, Callable[[Any], bool]] = {
     "temperature": lambda value: _is_number(value) and 0 <= value <= 100,
     "top_p": lambda value: _is_number(value) and 0 < value <= 1,
@@ -35,7 +35,7 @@ _ALLOWED: dict[str, Callable[[Any], bool]] = {
     "repetition_penalty": lambda value: _is_number(value) and 0.01 <= value <= 100,
     "max_new_tokens": lambda value: _is_integer(value) and 1 <= value < 2**31,
 }
-# Settings that change no answer of a decoder: how transformers computes, what it returns, and what is read elsewhere.
+# Settings that do not affect a decoder's answers, or that other code reads.
 _WITHOUT_EFFECT = frozenset(
     {
         *("do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "_from_model_config"),
@@ -45,11 +45,11 @@ _WITHOUT_EFFECT = frozenset(
         *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "is_assistant"),
         *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit"),
         *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "generation_kwargs", "encoder_outputs"),
-        # A length of prompt and answer together, which transformers writes as 20 by default and few readers follow.
+        # The length of prompt and answer together. transformers writes 20 by default, and few readers apply it.
         "max_length",
     }
 )
-# Values of the other settings that leave them off.
+# The values with which other settings have no effect.
 _OFF: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -75,8 +75,11 @@ _LONGEST_VALUE = 40  # characters of a value in the log
 
 
 def read_generation_defaults(content: Mapping[str, Any]) -> GenerationDefaults:
-    """Return the defaults in ``content``, a ``generation_config.json``. As in transformers, ``do_sample: false`` is
-    greedy, and null is as good as absent. Values that no request may have are ignored by name."""
+    """Return the defaults in ``content``, a ``generation_config.json``.
+
+    As in transformers, ``do_sample: false`` means greedy sampling, and null means absent. Values that a request must
+    not have are listed in ``ignored``.
+    """
     values: dict[str, Any] = {}
     ignored = []
     for name, value in content.items():

@@ -1,7 +1,7 @@
-"""Files of a model, read as data whose author is not trusted.
+"""Reads JSON files of a model as untrusted data.
 
-A file that cannot be read, and a value of another type or size than expected, raise ``InvalidRequest`` that names the
-file and the field.
+A file that cannot be read, and a value of a wrong type or size, raise ``InvalidRequest`` that names the file and the
+field.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest
 
-LARGEST_JSON = 32 * 1024**2  # bytes of a file; the largest index of a published model has 9 MB
-LARGEST_TOKENIZER = 256 * 1024**2  # bytes of a file; published ones have up to 34 MB
+LARGEST_JSON = 32 * 1024**2  # bytes; the largest index of a published model has 9 MB
+LARGEST_TOKENIZER = 256 * 1024**2  # bytes; published files have up to 34 MB
 MOST_VOCABULARY = 1 << 22  # token ids; published models have up to 262,208
-_DEEPEST = 64  # objects and lists inside each other
+_DEEPEST = 64  # nesting of objects and lists
 V = TypeVar("V")
 _FETCH = "fetch the file again, or choose another model"
 
@@ -26,7 +26,7 @@ def read_bytes(path: Path, *, most: int = LARGEST_JSON, field: str = "model") ->
     """Return the content of a file, or None if it does not exist.
 
     Raises ``InvalidRequest`` for a file that cannot be read, has more than ``most`` bytes, or is not a regular file: a
-    pipe or a device may never end.
+    read from a pipe or a device may not end.
     """
     try:
         described = path.stat()
@@ -54,9 +54,9 @@ def read_text(path: Path, *, most: int = LARGEST_JSON, field: str = "model") -> 
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Return the JSON object in ``path``; an empty one if the file does not exist and is not required.
+    """Return the JSON object in ``path``, or an empty object if the file does not exist and is not ``required``.
 
-    Raises ``InvalidRequest`` for a file that is not a JSON object, is nested too deeply, or has text that is not
+    Raises ``InvalidRequest`` for a file that is not a JSON object, is nested too deeply, or contains text that is not
     Unicode.
     """
     text = read_text(path)
@@ -87,9 +87,9 @@ def parse_json(text: str | bytes, file: str) -> Any:
 
 
 def check_name(file: str, name: Any) -> str:
-    """Return ``name``, a file's name that stands in ``file``, if it names a file in or below the same directory.
+    """Return ``name``, a file name that ``file`` contains, if it names a file in or below the same directory.
 
-    The name alone is checked: the hub's cache consists of symbolic links. Raises ``InvalidRequest``.
+    Symbolic links are allowed, because the hub's cache consists of them. Raises ``InvalidRequest``.
     """
     if (
         not isinstance(name, str)
@@ -135,7 +135,7 @@ class JsonObject:
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int) -> int:
-        """Return an integer. Without ``default`` it must be there."""
+        """Return an integer. Without ``default``, an absent value raises ``InvalidRequest``."""
         value = self.integer_or_none(name, least=least, most=most)
         return self._given(name, default if value is None else value)
 
@@ -147,7 +147,7 @@ class JsonObject:
         return value
 
     def number(self, name: str, default: float | None = None, *, least: float = 0.0, most: float) -> float:
-        """Return a finite number. Without ``default`` it must be there."""
+        """Return a finite number. Without ``default``, an absent value raises ``InvalidRequest``."""
         value = self.number_or_none(name, least=least, most=most)
         return self._given(name, default if value is None else value)
 
@@ -184,7 +184,7 @@ class JsonObject:
         return tuple(value)
 
     def object(self, name: str) -> "JsonObject":
-        """Return an object; an empty one if it is absent."""
+        """Return an object. It is empty if the field is absent."""
         value = self.values.get(name)
         if value is not None and type(value) is not dict:
             raise self.wrong(name, "an object")
@@ -197,8 +197,10 @@ class JsonObject:
 
 
 def _check(content: Any) -> None:
-    """Raise ``ValueError`` for halves of surrogate pairs, which no encoder takes, and ``RecursionError`` for lists and
-    objects nested more deeply than ``_DEEPEST``, which other functions of Python would not take."""
+    """Raise ``ValueError`` for half of a surrogate pair, and ``RecursionError`` for nesting deeper than ``_DEEPEST``.
+
+    Encoders fail for such text, and recursive functions for such nesting.
+    """
     level = [content]
     for _ in range(_DEEPEST):
         texts = [each for each in _parts(level) if isinstance(each, str)]
@@ -212,7 +214,7 @@ def _check(content: Any) -> None:
 
 
 def _parts(values: list[Any]) -> Iterator[Any]:
-    """Yield the values themselves if they are no containers, and else what they contain, keys included."""
+    """Yield the items, keys and values of containers, and other values themselves."""
     for value in values:
         if isinstance(value, dict):
             yield from value

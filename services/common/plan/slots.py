@@ -34,8 +34,10 @@ class SlotState:
         self.page_table[slot, : len(admission.pages)] = admission.pages
 
     def append_pages(self, slots: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Append ``pages[i]`` to the table of ``slots[i]``; a slot may come more than once. Return the position of each
-        page in its table, ``[n]`` int64."""
+        """Append ``pages[i]`` to the table of ``slots[i]``, where a slot may occur more than once.
+
+        Returns the position of each page in its table, ``[n]`` int64.
+        """
         places: np.ndarray = self.page_counts[slots]
         np.add.at(self.page_counts, slots, 1)
         if (self.page_counts[slots] - places > 1).any():  # rare: a sequence that grows by several pages at once

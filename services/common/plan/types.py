@@ -11,8 +11,10 @@ _NO_TOKENS, _NO_FLOATS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
 
 
 class SamplingSettings(NamedTuple):
-    """Sampling parameters of the samples of a request, resolved by the scheduler. One is made for every request, and a
-    tuple takes a third of the time of a dataclass."""
+    """Sampling parameters of the samples of a request, resolved by the scheduler.
+
+    One is made for every request, and a tuple takes a third of the time of a dataclass.
+    """
 
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0  # 1 = off
@@ -80,8 +82,10 @@ def micro_batches(batch: Batch, rows: tuple[int, ...]) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Groups:
-    """Hydragen groups. Rows [starts[i], starts[i] + counts[i]) of the batch share the first prefix_pages[i] pages of
-    their tables."""
+    """Hydragen groups.
+
+    Rows [starts[i], starts[i] + counts[i]) of the batch share the first prefix_pages[i] pages of their tables.
+    """
 
     starts: np.ndarray  # [groups] int64
     counts: np.ndarray  # beside starts

@@ -1,5 +1,5 @@
-"""How a service starts, logs, traces, is watched and ends.
+"""Process lifecycle of a service: start, logs, traces, watchdog and exit.
 
-Threads: the event loop; ``work`` for what blocks at the start; ``relay`` writes output that would block;
+Threads: the event loop; ``work`` for blocking calls at the start; ``relay`` writes output that would block;
 ``OtelBatchSpanRecordProcessor`` and ``end of tracing`` send spans. ``watchdog`` and ``init`` are processes.
 """

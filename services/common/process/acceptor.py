@@ -1,7 +1,7 @@
 """Accepts connections, and stops accepting while file descriptors are short.
 
-``asyncio`` accepts until the process has no descriptor left. Then it logs an error for each try, 65,535 tries at a time
-with a backlog as long as ours, and blocks the event loop meanwhile (Python 3.11 to 3.13).
+``asyncio`` accepts until the process has no descriptor left. Then it logs an error for each try, up to 65,535 times
+because of our long backlog, and blocks the event loop meanwhile (Python 3.11 to 3.13).
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from services.common.host.descriptors import current_limit, next_number, reserve
 
 log = structlog.get_logger(__name__)
 
-_AT_ONCE = 128  # connections accepted before other work of the event loop
+_BATCH = 128  # connections accepted before the event loop runs other work
 _RETRY_S = 0.1
-_HANDSHAKE_S = 10.0  # of TLS, as on gRPC's ports
+_HANDSHAKE_S = 10.0  # limit of a TLS handshake, as on gRPC's ports
 _LOG_EVERY_S = 60.0
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -28,14 +28,14 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
 class Acceptor:
-    """Takes the place of ``asyncio.Server`` for one listening socket. Lives on the event loop.
+    """Replacement for ``asyncio.Server`` with one listening socket. Used on the event loop.
 
-    It does not accept while the next descriptor would be of the reserve: clients wait in the socket's queue.
-    Connections for operators may take half of the reserve, so that probes are answered while clients hold all other
+    It stops accepting when the next descriptor would belong to the reserve. Clients then wait in the socket's queue.
+    Connections for operators may use half of the reserve, so probes are answered while clients hold all other
     descriptors.
     """
 
-    logged_at = -_LOG_EVERY_S  # of all acceptors together
+    logged_at = -_LOG_EVERY_S  # shared by all acceptors
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Acceptor:
         context: ssl.SSLContext | None = None,
         for_operators: bool = False,
     ) -> None:
-        """Begin to accept on ``listener``, which is closed with this object."""
+        """Start accepting on ``listener``. ``close`` closes it."""
         self.sockets = [listener]
         self._loop = asyncio.get_running_loop()
         self._listener, self._factory, self._context = listener, factory, context
@@ -67,16 +67,16 @@ class Acceptor:
         self.sockets = []
 
     async def wait_closed(self) -> None:
-        """Return at once, unlike ``asyncio.Server``: the connections belong to the owner of the factory."""
+        """Return at once, unlike ``asyncio.Server``. The owner of the factory closes the connections."""
 
     def _first_reserved(self) -> int:
-        """Return the lowest number of a descriptor in the reserve. The limit may be changed from outside (prlimit)."""
+        """Return the lowest descriptor number in the reserve. Another program may change the limit (prlimit)."""
         limit = current_limit()
         return limit - reserve_of(limit) // self._reserve_divisor
 
     def _accept(self) -> None:
         first_reserved = self._first_reserved()
-        for _ in range(_AT_ONCE):
+        for _ in range(_BATCH):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -96,7 +96,7 @@ class Acceptor:
 
     async def _connect(self, connection: socket.socket) -> None:
         timeout_s = None if self._context is None else _HANDSHAKE_S
-        with contextlib.suppress(Exception):  # the client left, or its TLS handshake failed: asyncio logs neither
+        with contextlib.suppress(Exception):  # the client disconnected, or its TLS handshake failed
             await self._loop.connect_accepted_socket(
                 self._factory, connection, ssl=self._context, ssl_handshake_timeout=timeout_s
             )

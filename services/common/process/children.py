@@ -1,7 +1,7 @@
-"""Commands that start a Python program of ours in a child process.
+"""Builds commands that start a Python program of ours in a child process.
 
-Python puts the current directory in front of ``sys.path`` for ``python -m`` and ``python -c``. The current directory
-may be a model's directory, whose files are data: ``orjson.py`` there must not become the module ``orjson``.
+``python -m`` and ``python -c`` put the current directory in front of ``sys.path``. The current directory may be a
+model's directory, whose files are data: an ``orjson.py`` there must not become the module ``orjson``.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[3]  # the directory that holds the package ``services``
-_SAFE_PATH = "PYTHONSAFEPATH"  # like ``-P``, for all Python programs that inherit it
+_SAFE_PATH = "PYTHONSAFEPATH"  # has the effect of ``-P`` for all Python programs that inherit it
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -25,7 +25,7 @@ def script_command(path: str, *arguments: str) -> list[str]:
 
 
 def module_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` changed so that a child imports the same ``services`` package as this process.
+    """Return a copy of ``environment`` with which a child imports the same ``services`` package as this process.
 
     In a checkout the package may be importable through the current directory only, which the child does not search.
     Empty entries of ``PYTHONPATH``, which mean the current directory, are removed.
@@ -38,12 +38,16 @@ def module_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def use_safe_paths() -> None:
-    """Make every Python child of this process ignore the current directory, including those that libraries start:
-    ``multiprocessing`` and the compilers of torch and Triton."""
+    """Make every Python child of this process ignore the current directory.
+
+    This includes children that libraries start: ``multiprocessing`` and the compilers of torch and Triton.
+    """
     os.environ[_SAFE_PATH] = "1"
 
 
 def _is_site_directory(directory: Path) -> bool:
-    """Return whether Python searches ``directory`` by default. On ``PYTHONPATH`` it would precede the standard
-    library."""
+    """Return whether Python searches ``directory`` by default.
+
+    A directory on ``PYTHONPATH`` would precede the standard library.
+    """
     return any(directory == Path(each) for each in (*site.getsitepackages(), site.getusersitepackages()))

@@ -1,9 +1,8 @@
-"""What ``toka`` hands to each of its gateways, in the environment: a socket that listens, and a place for what is the
-gateway's own.
+"""Passes a listening socket and a private directory from ``toka`` to each of its gateways, in the environment.
 
-Several gateways share a port, each with a queue of connections of its own, among which the kernel spreads those who
-connect evenly (SO_REUSEPORT). ``toka`` holds all of these sockets, so who is in the queue of a gateway that died waits
-for the next; and who connects meanwhile gets to another one.
+Several gateways share a port. Each has its own queue of connections, and the kernel distributes new connections evenly
+(SO_REUSEPORT). ``toka`` holds all of these sockets, so connections in the queue of a gateway that crashed are served by
+its successor. Meanwhile, new connections go to the other gateways.
 """
 
 import json
@@ -14,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Unavailable
-from services.common.host.spreading import spread
+from services.common.host.reuseport import select_listeners
 
-BACKLOG = 65_535  # connections in a queue; the kernel makes it net.core.somaxconn if that is less
+BACKLOG = 65_535  # connections in a queue; the kernel limits it to net.core.somaxconn
 _VARIABLE = "TOKA_HANDOVER"
 
 
 def listen(
     host: str, port: int, count: int = 1, *, joins: bool = False, flags: tuple[str, str] = ("host", "port")
 ) -> list[socket.socket]:
-    """``count`` TCP sockets that listen on one port (0: any that is free), or one that ``joins`` those of this user's
-    other processes there. ``flags``: where they come from. Raises ``Unavailable``."""
+    """Return ``count`` TCP sockets that listen on one port. Port 0 stands for any free port.
+
+    With ``joins``, the sockets share the port with other processes of this user. ``flags`` names the flags of the
+    address in the error message. Raises ``Unavailable`` if the port cannot be opened.
+    """
     listeners: list[socket.socket] = []
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if count > 1:
-            with _bound(family, address, shared=False) as alone:  # nobody else may share the port
-                address = alone.getsockname()
+            with _bound(family, address, shared=False) as exclusive:  # fails if another process shares the port
+                address = exclusive.getsockname()
         for _ in range(count):
             listeners.append(_bound(family, address, shared=joins or count > 1))
             listeners[-1].listen(BACKLOG)
@@ -45,7 +47,7 @@ def listen(
 
 
 def _bound(family: socket.AddressFamily, address: tuple[Any, ...], *, shared: bool) -> socket.socket:
-    # asyncio sets TCP_NODELAY for no other protocol, and without it an answer in two writes takes 40 ms longer.
+    # asyncio sets TCP_NODELAY only for this protocol. Without it, a response in two writes takes 40 ms more.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,65 +62,71 @@ def _bound(family: socket.AddressFamily, address: tuple[Any, ...], *, shared: bo
 
 @dataclass(frozen=True)
 class Handover:
-    """One gateway's part. The launcher makes it, the gateway reads it."""
+    """Settings that the launcher passes to one gateway."""
 
     directory: str  # private to the deployment
-    index: int  # of this gateway
-    count: int  # of all
-    listener: int = -1  # file descriptor; -1 = not open yet
+    index: int  # of this gateway, from 0
+    count: int  # number of gateways
+    listener: int = -1  # file descriptor; -1 before it is opened
 
     @property
     def environment(self) -> dict[str, str]:
-        """As the gateway gets it."""
+        """The environment variables of the gateway."""
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Handover | None":
-        """What ``environment`` holds; None for a gateway that was started by itself."""
+        """Return the handover in ``environment``, or None for a gateway that ``toka`` did not start."""
         text = environment.get(_VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
     @property
     def name(self) -> str:
-        """Of this gateway among the deployment's children."""
+        """The name of this gateway among the deployment's children."""
         return "gateway" if self.count == 1 else f"gateway-{self.index}"
 
     @property
     def own_socket(self) -> Path:
-        """A unix socket on which this gateway alone answers."""
+        """The path of a Unix socket on which only this gateway answers."""
         return Path(self.directory, f"gateway-{self.index}.sock")
 
     def leave(self, listener: socket.socket) -> bool:
-        """From now on new connections get to other gateways: whether there are any. ``listener``: that of any gateway.
-        Called when this one is going, and when it has died."""
+        """Stop new connections to this gateway's queue. Called when the gateway stops, and after it crashed.
+
+        ``listener`` is the socket of any gateway. Returns whether another gateway gets the connections.
+        """
         if self.count == 1:
             return False
         self._away(self.index).touch()
         return self._spread(listener)
 
     def join(self, listener: socket.socket) -> None:
-        """Undo what ``leave`` did for the gateway before."""
+        """Undo the ``leave`` of this gateway's predecessor."""
         if self.count > 1:
             self._away(self.index).unlink(missing_ok=True)
             self._spread(listener)
 
     def _away(self, index: int) -> Path:
-        """It exists while that gateway takes no connections."""
+        """Return the path of a file that exists while gateway ``index`` takes no connections."""
         return Path(self.directory, f"gateway-{index}.away")
 
     def _spread(self, listener: socket.socket) -> bool:
-        """Several processes may do this at the same time: who does it last sees what all others have done."""
+        """Select the sockets of the gateways that take connections. Return whether some gateways are excluded.
 
-        def there() -> list[int]:
+        Several processes may do this at the same time. Each repeats it until the set of gateways no longer changes, so
+        the last process applies the changes of all others.
+        """
+
+        def present() -> list[int]:
             return [index for index in range(self.count) if not self._away(index).exists()]
 
         while True:
-            some = 0 < len(found := there()) < self.count
-            done = spread(listener, found if some else None)
-            if there() == found:
+            some = 0 < len(found := present()) < self.count
+            done = select_listeners(listener, found if some else None)
+            if present() == found:
                 return done and some
 
     @property
-    def numbers(self) -> list[Path]:
-        """The files that the gateways count in, by their index. There are none for a gateway alone."""
-        return [Path(self.directory, f"gateway-{index}.numbers") for index in range(self.count) if self.count > 1]
+    def counter_files(self) -> list[Path]:
+        """The paths of the gateways' shared counters, by gateway index. Empty if there is one gateway."""
+        return [Path(self.directory, f"gateway-{index}.counter_files") for index in range(self.count) if self.count > 1]

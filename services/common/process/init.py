@@ -1,8 +1,8 @@
-"""Process 1 of a container, in front of a service: ``python -m services.common.process.init COMMAND...``.
+"""Process 1 of a container, the parent of a service: ``python -m services.common.process.init COMMAND...``.
 
-The kernel spares process 1 all signals that its own container sends and that it does not handle, a watchdog's SIGKILL
-among them. So the service is a child of this one, which passes signals on, buries whoever died, and ends as its child
-does. Images begin with it, so that a SIGTERM that comes while a service is being loaded is not lost.
+Process 1 does not receive signals from its own container that it does not handle, not even SIGKILL from a watchdog. So
+the service runs as a child of this program, which forwards signals, reaps processes that exited, and exits with the
+child's status. Images start with it, so a SIGTERM that arrives while a service is loading is not lost.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ import sys
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def stand_in_front() -> None:
-    """Put this program into the place of the calling one if that is process 1; it starts the same command again."""
+def run_under_init() -> None:
+    """Replace this process with the init program if it is process 1. Init then starts the same command as its child."""
     if os.getpid() == 1:
         command = [sys.executable, "-I", "-S", __file__, sys.executable, *sys.orig_argv[1:]]
         os.execv(sys.executable, command)
 
 
 def main() -> None:
-    """The program. Exit status: the child's; 128 + N if signal N ended it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until there is somebody to pass them on to
+    """Run the command. Exit with the child's status, or 128 + N if signal N ended it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until the child runs
     child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, setsigmask=())
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: _pass_on(child, number))
+        signal.signal(number, lambda number, _: _forward(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     while True:
         pid, status = os.wait()
@@ -34,8 +34,8 @@ def main() -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _pass_on(child: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
+def _forward(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just exited
         os.kill(child, number)
 
 

@@ -1,4 +1,4 @@
-"""Structured logs: one line of key=value pairs on a terminal, JSON elsewhere. Call once, at start."""
+"""Structured logs: one line of key=value pairs on a terminal, JSON elsewhere. Configured once, at the start."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import sys
 import structlog
 
 from services.common.config import LogFormat
-from services.common.process.relay import say_dropped_with
+from services.common.process.relay import set_drop_message
 
 _CHATTY = ("httpx", "httpcore", "asyncio", "grpc", "huggingface_hub", "filelock", "numba")
 
@@ -15,11 +15,11 @@ _CHATTY = ("httpx", "httpcore", "asyncio", "grpc", "huggingface_hub", "filelock"
 def configure(service: str, level: str, log_format: LogFormat = "auto") -> None:
     """Route structlog and the standard library's loggers to stderr at ``level`` (a name of ``logging``).
 
-    Lines have the context variables of who writes them (``structlog.contextvars``), such as a request's id.
+    Lines contain the context variables of the calling task (``structlog.contextvars``), such as a request's id.
     """
 
     def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return {**event, "service": service}  # not a context variable: those stay behind in the thread that set them
+        return {**event, "service": service}  # a context variable would be set in one thread only
 
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -47,23 +47,22 @@ def configure(service: str, level: str, log_format: LogFormat = "auto") -> None:
         cache_logger_on_first_use=True,
     )
 
-    def say_dropped(lines: int) -> bytes:
-        message = "lines were dropped, since nobody took them"
+    def format_dropped(lines: int) -> bytes:
+        message = "lines were dropped because the log consumer stalled"
         record = logging.LogRecord(__name__, logging.WARNING, "", 0, message, (), None)
         record.lines = lines
         return formatter.format(record).encode() + b"\n"
 
-    say_dropped_with(say_dropped)
+    set_drop_message(format_dropped)
 
 
 def is_console(log_format: LogFormat) -> bool:
-    """Whether lines are for people and not for programs: on a terminal, if nobody chose."""
+    """Return whether log lines are formatted for people. ``auto`` means yes on a terminal."""
     return log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
 
 
 def is_coloured() -> bool:
-    """Whether lines for people have colours: on a terminal, unless the environment says otherwise by the names that
-    other programs know."""
+    """Return whether log lines for people are coloured: on a terminal, unless NO_COLOR or FORCE_COLOR is set."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or sys.stderr.isatty()

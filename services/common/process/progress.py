@@ -1,4 +1,4 @@
-"""File in which a child of ``toka`` says what it is doing while it starts, and which the display of ``toka`` reads."""
+"""File in which a child of ``toka`` reports the phase of its start. The display of ``toka`` reads it."""
 
 import contextlib
 import json
@@ -15,28 +15,28 @@ READY = "ready"
 
 
 @dataclass(frozen=True)
-class Doing:
-    """A phase of a start."""
+class StartPhase:
+    """Phase of a child's start."""
 
     what: str  # such as "loading weights"; ``READY`` at the end
     since: float  # time.time()
-    usual_s: float | None  # seconds that it took the last time; None: not known
+    usual_s: float | None  # duration of the phase at the last start, or None if unknown
 
 
 @dataclass(frozen=True)
 class ProgressFile:
-    """A file that holds the phase of the moment. Made and removed by the process that reads it, written by another."""
+    """File that holds the current phase. The reading process creates and removes it; the child writes it."""
 
     path: Path
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "ProgressFile | None":
-        """Return the file that the parent process reads; None if it reads none."""
+        """Return the file that the parent process reads, or None if it reads none."""
         path = environment.get(PROGRESS_FILE)
         return None if path is None else cls(Path(path))
 
     def write(self, what: str, usual_s: float | None) -> bool:
-        """Replace the phase. Returns False if the file is gone, since no process reads it, or cannot be written."""
+        """Replace the phase. Return False if the file cannot be written, or is gone because no process reads it."""
         temporary = self.path.with_suffix(".new")
         with contextlib.suppress(OSError):
             if self.path.exists():
@@ -45,9 +45,9 @@ class ProgressFile:
                 return True
         return False
 
-    def read(self) -> Doing | None:
+    def read(self) -> StartPhase | None:
         """Return the phase, or None if nothing has been written yet."""
         try:
-            return Doing(**json.loads(self.path.read_text()))
+            return StartPhase(**json.loads(self.path.read_text()))
         except (OSError, ValueError, TypeError):
             return None

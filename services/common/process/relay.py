@@ -1,7 +1,7 @@
-"""Stdout and stderr of a program that must not wait until somebody reads them.
+"""Writes stdout and stderr of a service without blocking.
 
-Whoever reads a log may stall: a terminal that is held, a pager, a log collector behind a pipe. A write to a full pipe
-blocks the thread that writes, and that may be the one on which everything runs.
+A log consumer may stall: a paused terminal, a pager, a log collector behind a pipe. A write to a full pipe blocks the
+calling thread, which may be the thread of the event loop.
 """
 
 import atexit
@@ -21,32 +21,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_MOST_BYTES = 1024 * 1024  # that wait
-_LAST_S = 1.0  # for what still waits at the end
+_MOST_BYTES = 1024 * 1024  # of buffered output
+_FLUSH_S = 1.0  # limit for writing buffered output at exit
 
-_relays: list["Relay"] = []  # those of this process
+_relays: list["Relay"] = []  # of this process's stdout and stderr
 
 
-def _plainly(lines: int) -> bytes:
-    return b"%d lines were dropped, since nobody took them\n" % lines
+def _format_dropped(lines: int) -> bytes:
+    return b"%d lines were dropped because the log consumer stalled\n" % lines
 
 
 class Relay(io.RawIOBase):
-    """Bytes for ``file``. The caller writes what is taken at once, so that nothing is lost if the process crashes next.
-    The rest waits for a thread of its own; what does not fit into the buffer is dropped, and how much is said behind
-    it, in the words of ``say_dropped``. Methods may be called by any thread."""
+    """Stream that writes to ``file`` and never blocks the caller. Methods may be called by any thread.
+
+    The caller's thread writes the bytes that ``file`` accepts at once, so that they are not lost if the process crashes
+    next. A separate thread writes the rest. Output that does not fit into the buffer is dropped, and ``format_dropped``
+    makes the message that reports the number of dropped lines.
+    """
 
     def __init__(
-        self, file: int, most_bytes: int = _MOST_BYTES, say_dropped: Callable[[int], bytes] = _plainly
+        self, file: int, most_bytes: int = _MOST_BYTES, format_dropped: Callable[[int], bytes] = _format_dropped
     ) -> None:
-        self.say_dropped = say_dropped
+        self.format_dropped = format_dropped
         self._known_as, self._file, self._most_bytes = file, os.dup(file), most_bytes
-        self._write_at_once = _never_waiting(self._file)
-        self._changed = threading.Condition()  # its lock is that of what follows
-        self._waiting = bytearray()
+        self._write_at_once = _nonblocking_write(self._file)
+        self._changed = threading.Condition()  # its lock protects the fields below
+        self._buffer = bytearray()
         self._writing = False
         self._dropped = 0  # lines
-        threading.Thread(target=self._pass_on, name="relay", daemon=True).start()
+        threading.Thread(target=self._write_buffered, name="relay", daemon=True).start()
 
     def writable(self) -> bool:
         return True
@@ -58,48 +61,48 @@ class Relay(io.RawIOBase):
         return self._known_as
 
     def write(self, data: "ReadableBuffer") -> int:
-        """Takes or drops all of it, and never waits."""
+        """Write, buffer or drop all of ``data`` without blocking. Return its length."""
         whole = rest = memoryview(data)
         with self._changed:
-            if not (self._waiting or self._writing):
-                rest = whole[self._taken_at_once(whole) :]
-            too_much = self._waiting and len(self._waiting) + len(rest) > self._most_bytes
-            if self._dropped or too_much:
+            if not (self._buffer or self._writing):
+                rest = whole[self._write_now(whole) :]
+            overflows = self._buffer and len(self._buffer) + len(rest) > self._most_bytes
+            if self._dropped or overflows:
                 self._dropped += bytes(rest).count(b"\n")
             elif rest:
-                self._waiting += rest
+                self._buffer += rest
                 self._changed.notify_all()
         return len(whole)
 
-    def drain(self, patience_s: float = _LAST_S) -> None:
-        """Until all is written, for ``patience_s`` seconds at most."""
+    def drain(self, timeout_s: float = _FLUSH_S) -> None:
+        """Block until the buffer is written, at most ``timeout_s`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._writing), patience_s)
+            self._changed.wait_for(lambda: not (self._buffer or self._writing), timeout_s)
 
-    def _taken_at_once(self, data: memoryview) -> int:
-        """How many bytes."""
+    def _write_now(self, data: memoryview) -> int:
+        """Write the bytes that the file accepts now. Return their number."""
         try:
             return self._write_at_once(data)
         except BlockingIOError:
             return 0
-        except OSError:  # nobody will read it any more
+        except OSError:  # the reader closed the file
             return len(data)
 
-    def _pass_on(self) -> None:
+    def _write_buffered(self) -> None:
         while True:
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._waiting)
-                data, self._waiting, self._writing = self._waiting, bytearray(), True
+                self._changed.wait_for(lambda: self._buffer)
+                data, self._buffer, self._writing = self._buffer, bytearray(), True
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                data += (b"" if data.endswith(b"\n") else b"\n") + self.say_dropped(dropped)
-            with contextlib.suppress(OSError):  # nobody will read it any more
+                data += (b"" if data.endswith(b"\n") else b"\n") + self.format_dropped(dropped)
+            with contextlib.suppress(OSError):  # the reader closed the file
                 while data:
                     try:
                         del data[: os.write(self._file, data)]
-                    except BlockingIOError:  # who gave it to us does not wait, either
+                    except BlockingIOError:  # the file itself is in non-blocking mode
                         _wait_for_room(self._file)
 
 
@@ -109,8 +112,11 @@ def _wait_for_room(file: int) -> None:
     room.poll()
 
 
-def _never_waiting(file: int) -> Callable[[memoryview], int]:
-    """Writes what ``file`` has room for, and raises ``BlockingIOError`` where that is nothing, or cannot be known."""
+def _nonblocking_write(file: int) -> Callable[[memoryview], int]:
+    """Return a function that writes the bytes for which ``file`` has room.
+
+    It raises ``BlockingIOError`` if there is no room, or if this cannot be known.
+    """
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode):
         return partial(os.write, file)
@@ -118,14 +124,16 @@ def _never_waiting(file: int) -> Callable[[memoryview], int]:
         known = socket.socket(fileno=os.dup(file))
         return lambda data: known.send(data, socket.MSG_DONTWAIT)
     try:
-        return partial(os.write, _opened_again(file))
+        return partial(os.write, _reopen(file))
     except OSError:
         return _no_room
 
 
-def _opened_again(file: int) -> int:
-    """The same pipe or terminal, for who does not wait. Opened anew: the mode is shared with all who were given it.
-    Raises ``OSError``."""
+def _reopen(file: int) -> int:
+    """Open the same pipe or terminal again in non-blocking mode. Raises ``OSError``.
+
+    The mode of the original descriptor is shared with all processes that inherited it.
+    """
     return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
@@ -134,21 +142,21 @@ def _no_room(_: memoryview) -> int:
 
 
 def relay_output() -> None:
-    """From here on nobody waits who writes to this process's stdout and stderr.
+    """Make writes to this process's stdout and stderr non-blocking from now on.
 
-    Libraries that are not Python's write past ``sys.stderr``. Pipes and terminals take what they say while there is
-    room, and lose it otherwise.
+    Libraries in other languages write to the descriptors and not to ``sys.stderr``. Their output to pipes and terminals
+    is lost while there is no room.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # it is closed: what is opened later shall not get its number
+        if stream is None:  # closed: a file opened later must not get its number
             file = os.open(os.devnull, os.O_WRONLY)
         else:
             stream.flush()
             file = stream.fileno()
         _relays.append(Relay(file))
         text = io.TextIOWrapper(
-            _relays[-1],  # type: ignore[type-var]  # its types want a name, which it does without
+            _relays[-1],  # type: ignore[type-var]  # the type stub requires a name, TextIOWrapper does not
             encoding="utf-8",
             errors="backslashreplace",
             write_through=True,
@@ -156,20 +164,20 @@ def relay_output() -> None:
         setattr(sys, name, text)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             with contextlib.suppress(OSError):
-                again = _opened_again(file)
-                os.dup2(again, file)
-                os.close(again)
-    atexit.register(last_words)
+                reopened = _reopen(file)
+                os.dup2(reopened, file)
+                os.close(reopened)
+    atexit.register(flush_output)
 
 
-def say_dropped_with(words: Callable[[int], bytes]) -> None:
-    """How this process's relays tell how many lines they dropped."""
+def set_drop_message(format_dropped: Callable[[int], bytes]) -> None:
+    """Set the function that formats the message about dropped lines."""
     for relay in _relays:
-        relay.say_dropped = words
+        relay.format_dropped = format_dropped
 
 
-def last_words() -> None:
-    """To be called when the process ends: wait a moment until what was said is written."""
-    until = time.monotonic() + _LAST_S
+def flush_output() -> None:
+    """Block until buffered output is written, at most one second. Called before the process exits."""
+    until = time.monotonic() + _FLUSH_S
     for relay in _relays:
         relay.drain(max(0.0, until - time.monotonic()))

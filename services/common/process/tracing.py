@@ -1,6 +1,6 @@
-"""Spans of requests for an OpenTelemetry collector. Off unless an endpoint is given: no SDK is loaded then.
+"""Sends spans of requests to an OpenTelemetry collector. Without an endpoint it is off, and no SDK is loaded.
 
-Services hand a trace on as W3C ``traceparent`` (Trace Context level 1, section 3.2): in HTTP headers, gRPC metadata,
+Services pass a trace on as W3C ``traceparent`` (Trace Context level 1, section 3.2): in HTTP headers, gRPC metadata,
 ``GenerateRequest`` and ``Admission``.
 """
 
@@ -22,15 +22,17 @@ log = structlog.get_logger(__name__)
 
 HEADER = "traceparent"
 Attributes = Mapping[str, str | int | float | list[str]]
-_CLOSE_S = 2.0  # for what is left to be sent when the process ends
+_CLOSE_S = 2.0  # limit for sending the remaining spans when the process exits
 _SENT_EVERY_MS = 1000
 _SEND_S = 5.0
-_CLIENTS_A_SECOND = 50  # traces that are recorded because clients say so
+_CLIENTS_A_SECOND = 50  # traces that clients may force to be recorded, per second
 
 
 class Tracing:
-    """One process's. Methods may be called by any thread and cost some ten microseconds; a thread of its own sends.
-    What the collector does not take in time is dropped, beyond 2,048 spans."""
+    """Tracer of one process. Methods may be called by any thread and take some ten microseconds.
+
+    A separate thread sends the spans. At most 2,048 spans wait for the collector; further spans are dropped.
+    """
 
     def __init__(self, provider: "TracerProvider", sample_ratio: float) -> None:
         from opentelemetry import trace
@@ -44,11 +46,14 @@ class Tracing:
         self._error = trace.Status(trace.StatusCode.ERROR)
         self._context_of = trace.get_current_span
         self._sample_ratio = sample_ratio
-        self._second, self._clients = 0, 0  # of a monotonic clock; traces that clients asked for in it
+        self._second, self._clients = 0, 0  # the current second, and the traces forced in it
 
     @classmethod
     def of(cls, config: ServiceFlags, service: str, **facts: str | int) -> "Tracing | None":
-        """None when nothing is traced. ``facts``: about the process, beside the name of its ``service``."""
+        """Return a tracer for ``service``, or None if tracing is off.
+
+        ``facts`` are further attributes of the process.
+        """
         if not config.traces_to:
             return None
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -69,10 +74,14 @@ class Tracing:
         return cls(provider, config.trace_sample_ratio)
 
     def of_client(self, traceparent: str) -> str:
-        """How ``traceparent`` is followed when a client sent it: it may have its trace recorded, but what that costs
-        is bounded. Beyond some traces a second ``trace_sample_ratio`` decides as about others."""
+        """Return the traceparent to use for the ``traceparent`` of a client.
+
+        A client may ask for its trace to be recorded. Beyond 50 such traces a second, ``trace_sample_ratio`` decides,
+        as for other requests.
+        """
         context = self._context_of(self._propagator.extract({HEADER: traceparent})).get_span_context()
-        if not context.trace_flags.sampled or random.random() < self._sample_ratio:  # by no id: clients choose it
+        # The decision is not by trace id, since the client chooses it.
+        if not context.trace_flags.sampled or random.random() < self._sample_ratio:
             return traceparent
         if self._second != (second := int(time.monotonic())):
             self._second, self._clients = second, 0
@@ -90,25 +99,28 @@ class Tracing:
         *,
         start_ns: int | None = None,
     ) -> "Span":
-        """A span, to be ended by its ``end``. ``parent``: a traceparent, or one of our spans; where the former is empty
-        or malformed, a new trace begins. Whoever began the trace has decided whether it is recorded. ``start_ns``:
-        since the epoch; None: now."""
+        """Start a span. The caller ends it with its ``end`` method.
+
+        ``parent`` is a traceparent or a span of this process. An empty or malformed traceparent starts a new trace. The
+        service that started the trace has decided whether it is recorded. ``start_ns`` is counted from the epoch; None
+        is now.
+        """
         context = self._propagator.extract({HEADER: parent}) if isinstance(parent, str) else self._in_span(parent)
         return self._tracer.start_span(name, context, self._kinds[kind], attributes, start_time=start_ns)
 
     def fail(self, span: "Span", reason: str) -> None:
-        """What the span is about went wrong."""
+        """Mark the span as failed for ``reason``."""
         span.set_status(self._error)
         span.set_attribute("error.type", reason)
 
     def close(self) -> None:
-        """Send what is left, for a bounded time."""
+        """Send the remaining spans, at most for two seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="end of tracing", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
 
 def traceparent_of(span: "Span") -> str:
-    """By which others continue its trace."""
+    """Return the traceparent with which another service continues the trace of ``span``."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

@@ -1,5 +1,5 @@
-"""gRPC channels and ports: certificates, tokens, status codes, health.
+"""gRPC servers and channels: certificates, tokens, status codes, health.
 
-Threads: the caller's. gRPC's own threads read certificates at handshakes. ``blocking`` serves calls of a worker on
+Threads: the caller's. gRPC's own threads read certificates during handshakes. ``blocking`` runs calls of a worker on
 ``rpc_N`` and reports their ends on gRPC's event thread.
 """

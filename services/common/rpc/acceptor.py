@@ -1,9 +1,9 @@
-"""An asyncio gRPC server that survives method names that are not UTF-8.
+"""An asyncio gRPC server that accepts calls after a method name that is not UTF-8.
 
 The serving loop of ``grpc.aio`` decodes the path of each call to a method that is not registered. A path that is not
-UTF-8 ends the loop with ``UnicodeDecodeError``, and the server accepts no call from then on (grpcio 1.85). The server
-of this module never has such a path decoded: all calls to methods that are not registered go to one registered method,
-which answers UNIMPLEMENTED.
+UTF-8 ends the loop with ``UnicodeDecodeError``, and the server accepts no call from then on (grpcio 1.85). This server
+routes all calls to unregistered methods to one registered method, which returns UNIMPLEMENTED, so their paths are not
+decoded.
 """
 
 import asyncio
@@ -19,12 +19,16 @@ _UNKNOWN = "/tokasaurus.common.Unknown/Method"
 
 
 class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
-    """The serving loop. Overrides a private method of grpcio; ``tests/common/rpc/test_server.py`` fails if a release of
-    grpcio does not call it any more."""
+    """Serving loop that overrides a private method of grpcio.
+
+    ``tests/common/rpc/test_server.py`` fails if a release of grpcio no longer calls the method.
+    """
 
     def _make_request_call_future(self, method: bytes | None) -> "asyncio.Future[Any]":
-        """Return a future of the next call to the registered ``method``. None stands for all other methods: the result
-        is a future without a result, because ``_UNKNOWN`` takes these calls."""
+        """Return a future of the next call to the registered ``method``.
+
+        None stands for all other methods. Its future never completes, because ``_UNKNOWN`` accepts these calls.
+        """
         loop = asyncio.get_running_loop()
         if method is None:
             return loop.create_future()
@@ -38,8 +42,10 @@ def accepting_server(
     options: Sequence[tuple[str, int]],
     most_calls: int | None = None,
 ) -> grpc.aio.Server:
-    """Return a server with an ``_Acceptor`` as its serving loop. Owned by the running event loop. ``most_calls``: that
-    run at once, further ones get RESOURCE_EXHAUSTED; None = no limit."""
+    """Return a server that uses ``_Acceptor``. The running event loop owns it.
+
+    At most ``most_calls`` run at once, and further calls get RESOURCE_EXHAUSTED. None means no limit.
+    """
     server: Any = _AcceptingServer(interceptors, options, most_calls)
     return cast(grpc.aio.Server, server)
 

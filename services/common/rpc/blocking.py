@@ -1,5 +1,8 @@
-"""As ``server``, with gRPC's blocking API: for few streams of many small messages, which cost half of what they cost an
-asyncio loop. Each running call holds a thread."""
+"""A gRPC server like that of ``server``, with gRPC's blocking API.
+
+It is for few streams of many small messages, which take half the time of an asyncio server. Each running call occupies
+a thread.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,13 +19,13 @@ from services.common.rpc.health import BlockingWatchedHealth
 from services.common.rpc.interceptor import Behavior, Details, Handler, guarded_handler, status_of
 from services.common.rpc.port import bind
 
-# Calls at once, watchers of health among them. One more is refused: without a thread it would hang.
+# Running calls, including health watches. A further call is refused, because without a thread it would hang.
 _MOST_CALLS = 64
-_MOST_WATCHERS = 16  # of them, of health: the others are left for what the server is for
+_MOST_WATCHERS = 16  # health watches; the other threads stay free for the service
 
 
 class BlockingRpcServer:
-    """One listening server with one service beside health and reflection. Methods may be called by any thread.
+    """Server of one service beside health and reflection. Methods may be called by any thread.
 
     Health starts as NOT_SERVING, as in ``RpcServer``.
     """
@@ -49,13 +52,13 @@ class BlockingRpcServer:
 
     @property
     def grpc_server(self) -> grpc.Server:
-        """Where the generated ``add_...Servicer_to_server`` registers the service."""
+        """The server to pass to the generated ``add_...Servicer_to_server``."""
         return self._server
 
     def start(self, address: str) -> str:
-        """Listen on ``address`` (``host:port``, port 0 = any free one, or ``unix:path``); returns the real one.
+        """Listen on ``address`` (``host:port`` or ``unix:path``; port 0 is any free port). Return the actual address.
 
-        Raises ``Unavailable`` when the address cannot be bound.
+        Raises ``Unavailable`` if the address cannot be bound.
         """
         self.set_ready(False)
         real = bind(self._server, address, self._certificates)
@@ -63,20 +66,20 @@ class BlockingRpcServer:
         return real
 
     def set_ready(self, ready: bool) -> None:
-        """Flip what grpc.health.v1 answers."""
+        """Set the status that grpc.health.v1 reports."""
         serving = health_pb2.HealthCheckResponse.SERVING
         status = serving if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             self._health.set(name, status)
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them and wait for their end."""
+        """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them and wait until they end."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
 
 
 class _ErrorInterceptor(grpc.ServerInterceptor):
-    """Maps whatever a servicer raises to a status."""
+    """Interceptor that converts exceptions of servicers to statuses."""
 
     def intercept_service(
         self, continuation: Callable[[Details], "Handler | None"], handler_call_details: Details
@@ -90,7 +93,7 @@ def _guard_unary(behavior: Behavior, method: str) -> Behavior:
     def guarded(request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return behavior(request, context)
-        except grpc.RpcError:  # the client has gone
+        except grpc.RpcError:  # the client disconnected
             raise
         except Exception as error:
             context.abort_with_status(status_of(error, method))
@@ -103,7 +106,7 @@ def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         try:
             yield from behavior(request, context)
-        except grpc.RpcError:  # the client has gone
+        except grpc.RpcError:  # the client disconnected
             raise
         except Exception as error:
             context.abort_with_status(status_of(error, method))

@@ -1,4 +1,4 @@
-"""Channels of every process: their options, each with the failure it prevents, and the ``Dialer`` that opens them."""
+"""Options of channels and servers, each with the failure it prevents, and the ``Dialer`` that opens channels."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ from services.common.rpc.token import TokenFile
 
 MIB = 1024 * 1024
 
-# Between our own services; public servers pass their own receive limit.
+# The limit between our own services. Public servers have a lower receive limit.
 MAX_MESSAGE_BYTES = 64 * MIB
 MAX_PUBLIC_MESSAGE_BYTES = 16 * MIB
 
 HANDSHAKE_TIMEOUT_MS = 10_000
-MOST_CONNECTIONS = 16_384  # of a server
-MOST_CALLS = 32_768  # of a server with an event loop, running at once
-_MOST_STREAMS = 16_384  # of a connection
+MOST_CONNECTIONS = 16_384  # per server
+MOST_CALLS = 32_768  # concurrent calls of a server with an event loop
+_MOST_STREAMS = 16_384  # per connection
 _MOST_PENDING = 16_384
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A dead peer shows within 40 s even when nothing is sent.
+    # Detects a lost peer within 40 s even while nothing is sent.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -36,36 +36,39 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # Connect soon after the peer has started: it may be ready for requests as soon as it listens.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # In spite of its name, the time that gRPC gives an attempt to connect, handshakes included.
+    # Despite its name, this is the timeout of a connection attempt including handshakes.
     ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
 
 
 def server_options(max_receive_bytes: int) -> list[tuple[str, int]]:
-    """Return the options of a server that takes messages of at most ``max_receive_bytes``. They bound what clients
-    without a key can make it hold; measured by ``bench.fuzz`` with ``surface=attacks``."""
+    """Return the options of a server that receives messages of at most ``max_receive_bytes``.
+
+    They limit the memory that clients without a key can make it use, as measured by ``bench.fuzz`` with
+    ``surface=attacks``.
+    """
     return [
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # Two servers on one port would share it silently.
+        # With the default, a second server would silently share the port.
         ("grpc.so_reuseport", 0),
-        # Clients ping every 30 s while a long answer is silent; the default counts that as abuse and sends GOAWAY.
+        # Clients ping every 30 s while a call sends nothing. By default that counts as abuse and gets GOAWAY.
         # (With `recv` in its name the option is ignored.)
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Who connects and says nothing holds a connection for two minutes by default.
+        # By default, a client that connects and sends nothing keeps its connection for two minutes.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        # A connection beyond it is closed at once; without a limit, gRPC would take the descriptors of files as well.
+        # A connection beyond it is closed at once. Without a limit, connections would use all file descriptors.
         ("grpc.max_allowed_incoming_connections", connections_within(current_limit(), MOST_CONNECTIONS)),
-        # A client that opens more calls queues the rest itself.
+        # A client queues further calls itself.
         ("grpc.max_concurrent_streams", _MOST_STREAMS),
-        # By default gRPC also counts streams that the client has seen end and the server has not freed yet. It refuses
-        # new ones then, so a client with more than the limit gets UNAVAILABLE instead of a place in its own queue.
+        # By default, gRPC also counts streams that have ended for the client but are not yet freed in the server. It
+        # refuses new streams then, so a client at the limit gets UNAVAILABLE instead of queueing its calls.
         ("grpc.http.overload_protection", 0),
-        # Calls that no handler has been given yet, of all connections. Streams that a client opens and resets at once
-        # (CVE-2023-44487) pile up here, at 14 KB each. At the default of 1,000 a burst is refused as bare CANCELLED.
+        # Calls of all connections that have no handler yet. Streams that a client opens and resets at once
+        # (CVE-2023-44487) accumulate here, at 14 KB each. At the default of 1,000 a burst is refused as bare CANCELLED.
         ("grpc.server.max_pending_requests", _MOST_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
     ]
@@ -73,9 +76,10 @@ def server_options(max_receive_bytes: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Dialer:
-    """Opens every channel of a process, with its certificates and token. Any thread may use it.
+    """Opens the channels of a process with its certificates and token. Any thread may use it.
 
-    Callers open a new channel for each attempt to connect: it has the current certificates and a connection of its own.
+    Callers open a new channel for each connection attempt, so that it uses the current certificates and a new
+    connection.
     """
 
     certificates: Certificates | None = None
@@ -84,7 +88,7 @@ class Dialer:
 
     @classmethod
     def of(cls, config: GrpcFlags, token_file: str | None = None) -> "Dialer":
-        """Raises ``InvalidRequest`` for files that cannot be used."""
+        """Return the dialer of ``config``. Raises ``InvalidRequest`` for files that cannot be used."""
         return cls(Certificates.of(config), config.grpc_server_name, TokenFile.of(token_file))
 
     def open(self, address: str) -> grpc.Channel:
@@ -100,11 +104,11 @@ class Dialer:
         return grpc.aio.secure_channel(address, certificates.of_client(), options=self._options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call says about its caller."""
+        """Return the metadata of a call that identifies its caller."""
         return () if self.token is None else (("authorization", f"Bearer {self.token.current()}"),)
 
     def _certificates_for(self, address: str) -> Certificates | None:
-        """None where TLS is not spoken."""
+        """Return the certificates to use, or None without TLS."""
         if self.certificates is None or not self.certificates.verifies or address.startswith("unix:"):
             return None
         return self.certificates

@@ -1,4 +1,4 @@
-"""grpc.health.v1 with a bound on who watches: anybody may ask, without a key, and each Watch is a stream that stays."""
+"""grpc.health.v1 with a limit on watches. Any client may watch without a key, and each watch is an open stream."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from services.common.errors import Overloaded
 
 
 class WatchedHealth(health.aio.HealthServicer):
-    """Owned by the asyncio loop of its server."""
+    """Health service of an asyncio server. Used on its event loop."""
 
     def __init__(self, most_watchers: int) -> None:
         super().__init__()
@@ -34,16 +34,16 @@ class WatchedHealth(health.aio.HealthServicer):
 
 
 class BlockingWatchedHealth(health.HealthServicer):
-    """The same for a server with threads, any of which may call. Each watcher holds one."""
+    """Health service of a blocking server. Any thread may call, and each watch occupies a thread."""
 
     def __init__(self, most_watchers: int) -> None:
-        # Told of a change without a thread for each watcher, it could wait for one that waits for it.
+        # In non-blocking mode, reporting a change could deadlock with a watcher.
         super().__init__(experimental_non_blocking=False)
         self._most_watchers = most_watchers
         self._watchers = 0
         self._counting = threading.Lock()
 
-    def Watch(  # type: ignore[override]  # by whether there is a callback, an iterator or None; here it is passed on
+    def Watch(  # type: ignore[override]  # the base class has overloads
         self,
         request: health_pb2.HealthCheckRequest,
         context: grpc.ServicerContext,
@@ -53,7 +53,7 @@ class BlockingWatchedHealth(health.HealthServicer):
             if self._watchers >= self._most_watchers:
                 raise _refusal(self._most_watchers)
             self._watchers += 1
-        if not context.add_callback(self._leave):  # the call is over already
+        if not context.add_callback(self._leave):  # the call has already ended
             self._leave()
             return iter(())
         return super().Watch(request, context, send_response_callback)
@@ -65,7 +65,7 @@ class BlockingWatchedHealth(health.HealthServicer):
 
 def _refusal(most: int) -> Overloaded:
     return Overloaded(
-        f"{most} streams watch the health of this server, and it takes no more: ask with Check, or watch later",
+        f"{most} streams watch the health of this server, which is its limit: use Check, or watch later",
         retry_after_s=1.0,
         reason="TOO_MANY_WATCHERS",
     )

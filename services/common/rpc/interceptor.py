@@ -1,7 +1,7 @@
-"""Maps whatever a servicer raises to a status, for every server of ours.
+"""Converts exceptions of servicers to gRPC statuses.
 
-A ``TokaError`` becomes its status with details. Anything else is logged with its traceback and leaves as INTERNAL
-without its text, which may hold a user's data.
+A ``TokaError`` becomes a status with details. Any other exception is logged with its traceback and becomes INTERNAL
+without its text, which may contain a user's data.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from services.common.rpc.status import to_status
 
 log = structlog.get_logger(__name__)
 
-# Of any method: which messages it takes and gives is not known here.
+# The types of requests and responses are unknown here.
 Behavior: TypeAlias = Callable[..., Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Details: TypeAlias = grpc.HandlerCallDetails
 AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# By whether requests and whether answers are streamed.
+# by (requests are streamed, responses are streamed)
 _HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -37,7 +37,7 @@ _HANDLERS = {
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """For servicers written as coroutines (unary answers) and async generators (streamed answers)."""
+    """Interceptor for servicers written as coroutines (unary responses) and async generators (streamed responses)."""
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable["Handler | None"]], handler_call_details: Details
@@ -52,18 +52,20 @@ def guarded_handler(
     unary: Callable[[Behavior, str], Behavior],
     stream: Callable[[Behavior, str], Behavior],
 ) -> "Handler | None":
-    """``handler``, None = there is none, with its behavior inside ``unary`` or ``stream``, by how it answers; either
-    is called with behavior and ``method``."""
+    """Return ``handler`` with its behavior wrapped by ``unary`` or ``stream``, whichever fits its response.
+
+    Both are called with the behavior and ``method``. Returns None if ``handler`` is None.
+    """
     if handler is None:
         return None
     behavior: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     guard = stream if handler.response_streaming else unary
     make = _HANDLERS[handler.request_streaming, handler.response_streaming]
-    return make(guard(_reading(handler, behavior), method), None, handler.response_serializer)
+    return make(guard(_with_parsing(handler, behavior), method), None, handler.response_serializer)
 
 
-def _reading(handler: Handler, behavior: Behavior) -> Behavior:
-    """``behavior`` for requests that are still bytes. gRPC itself would answer UNKNOWN where they are no message."""
+def _with_parsing(handler: Handler, behavior: Behavior) -> Behavior:
+    """Return a behavior that parses the bytes of requests. gRPC itself would return UNKNOWN for invalid bytes."""
     if (deserialize := handler.request_deserializer) is None:
         return behavior
 
@@ -71,7 +73,7 @@ def _reading(handler: Handler, behavior: Behavior) -> Behavior:
         try:
             return deserialize(data)
         except DecodeError as error:
-            raise errors.InvalidRequest(f"a message that cannot be read: {error}") from None
+            raise errors.InvalidRequest(f"the message cannot be read: {error}") from None
 
     async def read_all(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
@@ -101,12 +103,12 @@ def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
     async def guarded(request: Any, context: AnyContext) -> AsyncIterator[Any]:
         try:
-            answers = behavior(request, context)
-            if not hasattr(answers, "__aiter__"):  # reflection and health come as plain coroutines or iterators
-                await answers
+            responses = behavior(request, context)
+            if not hasattr(responses, "__aiter__"):  # reflection and health return plain coroutines or iterators
+                await responses
                 return
-            async for answer in answers:
-                yield answer
+            async for response in responses:
+                yield response
         except Exception as error:
             await abort(context, error, method)
 
@@ -123,8 +125,8 @@ async def abort(context: AnyContext, error: Exception, method: str) -> NoReturn:
 
 
 def status_of(error: Exception, method: str) -> grpc.Status:
-    """What a client is told of ``error``, which ended a call of ``method``."""
-    if isinstance(error, NotImplementedError):  # a method of the contract, such as Health.List, that nobody wrote
+    """Return the status for ``error``, an exception of ``method``."""
+    if isinstance(error, NotImplementedError):  # a method without an implementation, such as Health.List
         return rpc_status.to_status(status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="not served here"))
     if not isinstance(error, errors.TokaError):
         log.error("rpc failed", method=method, exc_info=error)

@@ -1,4 +1,4 @@
-"""How a server takes an address, and who may connect to it there."""
+"""Binds gRPC servers to addresses and restricts the processes that may connect."""
 
 import os
 
@@ -12,10 +12,11 @@ _UNIX = "unix:"
 
 
 def bind(server: grpc.Server | grpc.aio.Server, address: str, certificates: Certificates | None) -> str:
-    """Have ``server``, not started yet, listen on ``address`` (``host:port``, port 0 = any free one, or ``unix:path``);
-    returns the real one. TLS with ``certificates`` that serve; a unix socket is for processes of this user, instead.
+    """Bind ``server``, which has not started, to ``address``. Return the actual address.
 
-    Raises ``Unavailable`` when the address cannot be bound.
+    ``address`` is ``host:port`` or ``unix:path``. Port 0 is any free port. TLS is used if ``certificates`` contain a
+    server certificate. A Unix socket has no TLS, but only processes of this user can connect. Raises ``Unavailable`` if
+    the address cannot be bound.
     """
     try:
         if address.startswith(_UNIX):

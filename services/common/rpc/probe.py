@@ -1,5 +1,6 @@
-"""``python -m services.common.rpc.probe ADDRESS ...``: exit status 0 when the servers there are SERVING, all of them.
-For containers: certificates are those that the environment names.
+"""Checks the health of servers: ``python -m services.common.rpc.probe ADDRESS ...``.
+
+Exits with 0 if all of them are SERVING. It is for containers, and reads the certificates' flags from the environment.
 """
 
 import os
@@ -18,14 +19,14 @@ TIMEOUT_S = 3.0
 
 
 def probe(address: str, dialer: Dialer = PLAIN) -> str:
-    """The overall health of the server at ``address``, as grpc.health.v1 names it, or why there is no answer."""
+    """Return the overall status of the server at ``address`` as named by grpc.health.v1, or the error of the call."""
     with dialer.open(address) as channel:
         try:
-            stub: Any = health_pb2_grpc.HealthStub(channel)  # of which the types leave out the methods
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # the type stub lacks the methods
+            response = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A gRPC server as every service runs it: options, error mapping, health, reflection, and a clean end."""
+"""The asyncio gRPC server of the services: options, error mapping, health, reflection, and shutdown."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from services.common.rpc.health import WatchedHealth
 from services.common.rpc.interceptor import ErrorInterceptor
 from services.common.rpc.port import bind
 
-_MOST_WATCHERS = 256  # of health
+_MOST_WATCHERS = 256  # health watches
 
 
 class RpcServer:
-    """One listening server with one public service beside health and reflection.
+    """Server of one public service beside health and reflection, on the process's event loop.
 
-    Owned by the process's asyncio loop. Health starts as NOT_SERVING, overall ("") and for the service, until
-    ``set_ready(True)``: readiness is what the owner's work loop says, not that the port answers.
+    Health is NOT_SERVING, overall ("") and for the service, until ``set_ready(True)``. The owner decides when it is
+    ready; an open port alone is not enough.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RpcServer:
         certificates: Certificates | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """``interceptors`` may raise what servicers may."""
+        """Create a server that does not listen yet. ``interceptors`` may raise the same exceptions as servicers."""
         self._certificates = certificates
         options = server_options(max_receive_bytes)
         self._server = accepting_server((ErrorInterceptor(), *interceptors), options, most_calls=MOST_CALLS)
@@ -43,13 +43,13 @@ class RpcServer:
 
     @property
     def grpc_server(self) -> grpc.aio.Server:
-        """The server at which the generated ``add_...Servicer_to_server`` registers the service."""
+        """The server to pass to the generated ``add_...Servicer_to_server``."""
         return self._server
 
     async def start(self, address: str) -> str:
-        """Listen on ``address`` (``host:port``, port 0 = any free one, or ``unix:path``); returns the real one.
+        """Listen on ``address`` (``host:port`` or ``unix:path``; port 0 is any free port). Return the actual address.
 
-        Raises ``Unavailable`` when the address cannot be bound.
+        Raises ``Unavailable`` if the address cannot be bound.
         """
         await self.set_ready(False)
         real = bind(self._server, address, self._certificates)
@@ -57,14 +57,14 @@ class RpcServer:
         return real
 
     async def set_ready(self, ready: bool) -> None:
-        """Flip what grpc.health.v1 answers."""
+        """Set the status that grpc.health.v1 reports."""
         serving = health_pb2.HealthCheckResponse.SERVING
         status = serving if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._health.set(name, status)
 
     async def check(self) -> None:
-        """Raise the exception that ended the serving loop, if any: the server accepts no call any more."""
+        """Raise the exception that ended the serving loop, if any. The server accepts no call after it."""
         await self._server.wait_for_termination(0)
 
     async def stop(self, grace_s: float = 1.0) -> None:

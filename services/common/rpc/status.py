@@ -1,4 +1,4 @@
-"""The error tree as gRPC statuses with google.rpc details, and back: the only place that knows both."""
+"""Converts errors to gRPC statuses with google.rpc details, and back."""
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -10,7 +10,7 @@ from services.common import errors
 
 DOMAIN = "tokasaurus"
 
-# The first match counts: subclasses before their bases.
+# The first match counts, so subclasses precede their bases.
 _CODES: tuple[tuple[type[errors.TokaError], int], ...] = (
     (errors.InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (errors.Unauthenticated, code_pb2.UNAUTHENTICATED),
@@ -27,7 +27,7 @@ _CODES: tuple[tuple[type[errors.TokaError], int], ...] = (
 
 
 def to_status(error: errors.TokaError) -> status_pb2.Status:
-    """``error`` as a ``google.rpc.Status`` with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    """Return a ``google.rpc.Status`` with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
     status = status_pb2.Status(code=code, message=error.message)
     field = getattr(error, "field", "")
@@ -44,10 +44,10 @@ def to_status(error: errors.TokaError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> errors.TokaError:
-    """The error that ``to_status`` was given, as far as the status tells it."""
+    """Return the error from which ``to_status`` made ``status``, as far as the status describes it."""
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:
-        detail.Unpack(info)  # does nothing where it is of another type
+        detail.Unpack(info)  # has no effect for a detail of another type
         detail.Unpack(retry)
     message, reason, field = status.message, info.reason or None, info.metadata.get("field", "")
     match status.code:
@@ -71,18 +71,20 @@ def from_status(status: status_pb2.Status) -> errors.TokaError:
             return errors.Unavailable(message, reason=reason)
         case code_pb2.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(message, reason=reason)
-        case code_pb2.CANCELLED if reason == errors.Cancelled.reason:  # gRPC's own is for calls that were lost
+        case code_pb2.CANCELLED if reason == errors.Cancelled.reason:  # gRPC itself uses the code for lost calls
             return errors.Cancelled(message)
         case _:
             return errors.Internal(message, reason=reason)
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.TokaError:
-    """Return the ``TokaError`` of a failed call. A status without details that can be read (such as one of a lost
-    connection) keeps its code and message."""
+    """Return the ``TokaError`` of a failed call.
+
+    A status without readable details, such as that of a lost connection, keeps its code and message.
+    """
     try:
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # gRPC's errors are calls, too
-    except (DecodeError, ValueError):  # garbled details, or details that contradict the status
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # gRPC's errors are calls too
+    except (DecodeError, ValueError):  # malformed details, or details that contradict the status
         status = None
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)

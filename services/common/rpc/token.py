@@ -1,4 +1,4 @@
-"""The secret by which a scheduler knows its gateways: one line in a file that both have."""
+"""The secret with which gateways authenticate at schedulers: a line in a file that both can read."""
 
 import hmac
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.host.secret_files import read_file, warn_if_open
-from services.common.host.watched import Watched
+from services.common.host.file_watch import FileWatch
+from services.common.host.secret_files import read_file, warn_if_not_secret
 
 log = structlog.get_logger(__name__)
 
@@ -20,37 +20,37 @@ _BYTES = 32
 
 
 class TokenFile:
-    """Owned by an access or a dialer; any thread may call."""
+    """Current token in a file, read again when the file changes. Any thread may call."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``InvalidRequest`` for a file without a token."""
+        """Read the file. Raises ``InvalidRequest`` if it contains no token."""
         self._path = path
         self._lock = threading.Lock()
-        self._watched = Watched([Path(path).expanduser()])
+        self._file_watch = FileWatch([Path(path).expanduser()])
         self._token = _read(path)
-        warn_if_open(FLAG, path)
+        warn_if_not_secret(FLAG, path)
 
     @classmethod
     def of(cls, path: str | None) -> "TokenFile | None":
         return None if path is None else cls(path)
 
     def current(self) -> str:
-        """The token that the file holds now, or held before it became wrong, which is logged."""
+        """Return the token in the file. If a changed file is invalid, log it and return the previous token."""
         with self._lock:
-            if self._watched.changed():
+            if self._file_watch.changed():
                 try:
                     self._token = _read(self._path)
                 except InvalidRequest as error:
-                    log.error("the token stays as it was", reason=error.message)
+                    log.error("cannot reload the token: the previous one stays in use", reason=error.message)
             return self._token
 
     def matches(self, presented: str) -> bool:
-        """Takes as long whether it does or not."""
+        """Compare ``presented`` with the token in constant time."""
         return hmac.compare_digest(presented.encode(), self.current().encode())
 
 
 def make_token_file(path: Path) -> None:
-    """A new file with a random token, that only this user may read."""
+    """Create a file with a random token that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_urlsafe(_BYTES) + "\n")
 

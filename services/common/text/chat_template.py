@@ -1,4 +1,4 @@
-"""Renders a model's own chat template, as transformers' ``apply_chat_template`` does, without transformers."""
+"""Renders a model's chat template like transformers' ``apply_chat_template``, without transformers."""
 
 import datetime
 import json
@@ -17,11 +17,11 @@ from services.common.model.json_object import JsonObject, read_text
 from services.common.text.template_bounds import BoundedEnvironment, bounded
 from services.common.text.tokenizer_class import read_tokenizer_config
 
-# Stands behind the words that an answer is to continue, and says where in the rendered text they end.
-_HERE = "<<the answer goes on here>> "
-_LONGEST = 256 * 1024  # characters of a template; published ones have up to 40,000
+# Marks the end of the message to continue, so that its position in the rendered text can be found.
+_END_MARK = "<<the answer goes on here>> "
+_LONGEST = 256 * 1024  # characters of a template; published templates have up to 40,000
 _OWN_NAMES = {"messages", "add_generation_prompt"}
-# A template that meets what it did not expect: the words of an answer, or a variable of another type.
+# Exceptions of a template that rejects the messages, or gets a variable of an unexpected type.
 _REFUSALS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
     MemoryError,
@@ -29,9 +29,9 @@ _REFUSALS = (
 
 
 class ChatTemplate:
-    """One compiled template. Templates come from model directories, so they run sandboxed, and in bounded time.
+    """Compiled template. It runs in a sandbox and in bounded time, since its author is not trusted.
 
-    ``variables`` are the names it reads beside the messages: ``tools``, ``enable_thinking`` and so on.
+    ``variables`` are the names that it reads beside the messages, such as ``tools`` and ``enable_thinking``.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -52,7 +52,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except (SyntaxError, *_REFUSALS) as error:  # a SyntaxError is of the program that Jinja makes of it
+        except (SyntaxError, *_REFUSALS) as error:  # Jinja compiles to Python, which may raise SyntaxError
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, jinja2.TemplateError) else error
             raise InvalidRequest(f"the model's chat template does not compile: {reason}", field="tokenizer") from error
         self.variables = frozenset(names - environment.globals.keys() - special_tokens.keys() - _OWN_NAMES)
@@ -65,26 +65,29 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. ``continue_final_message``: it ends where the last message ends, for the answer to go on.
+        """Return the prompt text. With ``continue_final_message`` it ends at the end of the last message.
 
-        Raises ``InvalidRequest`` (field ``messages``) when the template refuses the messages.
+        Raises ``InvalidRequest`` (field ``messages``) if the template rejects the messages.
         """
         if continue_final_message:
             last = messages[-1]
-            messages = [*messages[:-1], last | {"content": last["content"] + _HERE}]
+            messages = [*messages[:-1], last | {"content": last["content"] + _END_MARK}]
         known = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._special_tokens}
         try:
             text = bounded(self._template.generate(dict(variables or {}) | known))
         except _REFUSALS as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise InvalidRequest(message, field="messages") from error
-        return _cut(text) if continue_final_message else text
+        return _text_before_mark(text) if continue_final_message else text
 
 
-def _cut(text: str) -> str:
-    """``text`` up to ``_HERE``, of which a template that trims messages leaves no trailing space."""
-    before, here, rest = text.rpartition(_HERE.rstrip())
-    if not here:
+def _text_before_mark(text: str) -> str:
+    """Return ``text`` up to ``_END_MARK``.
+
+    A template that trims messages also removes the trailing space of the mark.
+    """
+    before, mark, rest = text.rpartition(_END_MARK.rstrip())
+    if not mark:
         raise InvalidRequest(
             "the model's chat template does not show the end of the last message, so no answer can continue it; leave"
             " out continue_final_message",
@@ -94,15 +97,17 @@ def _cut(text: str) -> str:
 
 
 class ChatTemplates(NamedTuple):
-    """Some models have a template of their own for conversations with tools; with others it is the same one."""
+    """Templates of a model. Some models have a separate template for conversations with tools."""
 
     plain: ChatTemplate
     with_tools: ChatTemplate
 
 
 def read_chat_templates(directory: Path, special_tokens: dict[str, str]) -> ChatTemplates | None:
-    """Return the templates of a Hugging Face directory (``chat_template.jinja``, or in ``tokenizer_config.json``), or
-    None if it has none. Raises ``InvalidRequest``."""
+    """Return the templates of a Hugging Face directory, or None if it has none. Raises ``InvalidRequest``.
+
+    They are in ``chat_template.jinja`` or in ``tokenizer_config.json``.
+    """
     source = read_text(directory / "chat_template.jinja", field="tokenizer")
     source_with_tools = None
     settings = read_tokenizer_config(directory)
@@ -116,7 +121,7 @@ def read_chat_templates(directory: Path, special_tokens: dict[str, str]) -> Chat
 
 
 def _named_templates(settings: JsonObject) -> dict[str, str]:
-    """Return the templates in ``tokenizer_config.json`` by name. One without a name is ``default``."""
+    """Return the templates in ``tokenizer_config.json`` by name. A template without a name is ``default``."""
     given = settings.values.get("chat_template")
     listed = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
     try:
@@ -129,7 +134,7 @@ def _named_templates(settings: JsonObject) -> dict[str, str]:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; when serving, its body is all that counts."""
+    """Block ``{% generation %}``, which marks the assistant's text for training. Here it renders its body only."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's interface)
 
@@ -145,7 +150,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja's own filter escapes HTML, which a prompt must not."""
+    """Return plain JSON. Jinja's own filter escapes HTML, which is wrong in a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, for one sample."""
+"""Incremental conversion of a sample's token ids to text."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,50 +7,55 @@ from services.common.text.vocabulary import TokenIds, Vocabulary
 
 
 class Detokenizer:
-    """Gives out whole characters only, and nothing that may turn out to be the start of a stop string.
+    """Detokenizer of one sample. Used by one thread.
 
-    The text reads as it stands behind the prompt: a SentencePiece token that begins a word keeps its space. Bytes that
-    are not UTF-8 become U+FFFD. Owned by one sample, used by one thread.
+    It returns whole characters only, and holds back text that may be the start of a stop string. A SentencePiece token
+    that begins a word keeps its space at the start of the answer. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop_strings: Sequence[str] = ()) -> None:
         self._vocabulary = vocabulary
-        self._holds = [_PrefixMatch(stop.encode()) for stop in stop_strings]
-        self._held = b""  # bytes not yet given out
+        self._matches = [_PrefixMatch(stop.encode()) for stop in stop_strings]
+        self._withheld = b""  # bytes not yet returned
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: TokenIds) -> str:
-        """Take the next tokens; return the text that is certain by now."""
+        """Append tokens. Return the text that is certain now."""
         fresh = self._vocabulary.text_bytes(token_ids)
-        if not self._holds:
+        if not self._matches:
             return self._decoder.decode(fresh)
-        for hold in self._holds:
-            hold.feed(fresh)
-        pending = self._held + fresh
-        keep = max(hold.length for hold in self._holds)
-        certain, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
+        for match in self._matches:
+            match.feed(fresh)
+        pending = self._withheld + fresh
+        keep = max(match.length for match in self._matches)
+        certain, self._withheld = pending[: len(pending) - keep], pending[len(pending) - keep :]
         return self._decoder.decode(certain)
 
     def finish(self, trailing_bytes: int = 0) -> str:
-        """The rest of the text, without the last ``trailing_bytes`` bytes of it (a matched stop string and what came
-        after it). Call once."""
-        rest = self._held[: len(self._held) - trailing_bytes] if trailing_bytes else self._held
-        self._held = b""
+        """Return the rest of the text without its last ``trailing_bytes`` bytes. Call it once.
+
+        The trailing bytes are a matched stop string and the text after it.
+        """
+        rest = self._withheld[: len(self._withheld) - trailing_bytes] if trailing_bytes else self._withheld
+        self._withheld = b""
         return self._decoder.decode(rest, final=True)
 
 
 class _PrefixMatch:
-    """How much of ``pattern`` the bytes so far end with (Knuth, Morris and Pratt 1977)."""
+    """Length of the prefix of ``pattern`` with which the bytes end (Knuth, Morris and Pratt 1977)."""
 
     def __init__(self, pattern: bytes) -> None:
         self._pattern = pattern
         self._failure = _failure_function(pattern)
         self._state = 0
-        self.length = 0  # bytes to hold back
+        self.length = 0  # bytes to withhold
 
     def feed(self, data: bytes) -> None:
-        """A whole match is held back with all behind it, until more is fed: then it did not end the sample (it came
-        before min_tokens)."""
+        """Append ``data``.
+
+        A complete match is withheld with the bytes after it, until more bytes are appended: then it did not end the
+        sample, because it occurred before min_tokens.
+        """
         pattern, failure, state, since_match = self._pattern, self._failure, self._state, 0
         for index, byte in enumerate(data):
             while state and pattern[state] != byte:

@@ -1,4 +1,4 @@
-"""Encoding of clients' texts as token ids, in bounded memory.
+"""Encodes clients' texts as token ids in bounded memory.
 
 Tokenising takes 110 to 400 bytes of memory for each byte of text, so the text that is tokenised at once is bounded. A
 text that is far too long is refused before all of it is tokenised.
@@ -11,25 +11,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from services.common.chunks import chunks_by_size
 from services.common.errors import InvalidRequest
-from services.common.portions import portions
 from services.common.text.tokenizer import Tokenizer
 
 THREADS = 4
-MAX_TEXT_BYTES = 4 * 2**20  # of a text that may be longer than the context, in UTF-8
-MAX_TOKENS = MAX_TEXT_BYTES  # of one text to decode
-AT_ONCE_BYTES = 2**20  # of all texts that are tokenised at once; one longer text is tokenised alone
-_INLINE_CHARACTERS = 64 * 1024  # of a conversation that is tokenised without waiting for room
-_ENCODED_CHARACTERS = 2**20  # of a text whose length in UTF-8 is found by encoding it, which takes a millisecond
-_LONGEST_SPECIAL = 64  # bytes of text that a special token may stand for
+MAX_TEXT_BYTES = 4 * 2**20  # UTF-8 bytes of a text that may be longer than the context
+MAX_TOKENS = MAX_TEXT_BYTES  # tokens to decode to one text
+AT_ONCE_BYTES = 2**20  # sum of the texts that are tokenised at once; a longer text is tokenised alone
+_INLINE_CHARACTERS = 64 * 1024  # a conversation up to this length is tokenised without a reservation
+_ENCODED_CHARACTERS = 2**20  # a text up to this length is encoded to find its UTF-8 length, in a millisecond
+_LONGEST_SPECIAL = 64  # bytes of text that a special token may represent
 
 R = TypeVar("R")
 
 
 class TextEncoder:
-    """A service's tokenizer with a pool of threads. Call its methods on the service's event loop.
+    """Tokenizer of a service with a pool of threads. Call its methods on the service's event loop.
 
-    ``max_tokens``: refuse texts that cannot fit. None: refuse texts of more than ``MAX_TEXT_BYTES``.
+    Methods refuse texts longer than ``max_tokens``. If it is None, they refuse texts of more than ``MAX_TEXT_BYTES``.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,7 +37,7 @@ class TextEncoder:
         self._longest_token = max(_LONGEST_SPECIAL, *(len(token) for token in tokenizer.vocabulary.token_bytes))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
         self._free = AT_ONCE_BYTES
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # work that waits for room, with its bytes
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()  # sizes and futures of waiting reservations
 
     async def encode(
         self, texts: list[str], *, max_tokens: int | None, field: str, add_special_tokens: bool = True
@@ -47,9 +47,11 @@ class TextEncoder:
             self.check_length(text, max_tokens, field)
         found: list[list[int]] = []
         sized = [(text, max_utf8_bytes(text)) for text in texts]
-        for portion in portions(sized, itemgetter(1), AT_ONCE_BYTES):  # work of other requests runs between portions
-            together, sizes = zip(*portion, strict=True)
-            found += await self.in_turn(sum(sizes), self._encode, list(together), max_tokens, field, add_special_tokens)
+        for chunk in chunks_by_size(sized, itemgetter(1), AT_ONCE_BYTES):  # work of other requests runs between chunks
+            together, sizes = zip(*chunk, strict=True)
+            found += await self.with_reservation(
+                sum(sizes), self._encode, list(together), max_tokens, field, add_special_tokens
+            )
         return found
 
     async def encode_chat(
@@ -70,20 +72,20 @@ class TextEncoder:
             return self.tokenizer.encode(text, add_special_tokens)
 
         text, ids = await self.in_thread(render_and_encode)
-        return text, await self.in_turn(max_utf8_bytes(text), encode, text) if ids is None else ids
+        return text, await self.with_reservation(max_utf8_bytes(text), encode, text) if ids is None else ids
 
     async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool, field: str) -> str:
         """Return the text of ``tokens``, all in the vocabulary. Raises ``InvalidRequest`` if the text is too long."""
-        return await self.in_turn(len(tokens), self._decode, tokens, skip_special_tokens, field)
+        return await self.with_reservation(len(tokens), self._decode, tokens, skip_special_tokens, field)
 
     async def in_thread(self, work: Callable[..., R], *arguments: Any) -> R:
         """Run ``work(*arguments)`` in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def in_turn(self, size: int, work: Callable[..., R], *arguments: Any) -> R:
-        """Run ``work(*arguments)`` in one of the threads when there is room for ``size`` bytes (or tokens to decode).
+    async def with_reservation(self, size: int, work: Callable[..., R], *arguments: Any) -> R:
+        """Reserve ``size`` bytes (or tokens to decode), then run ``work(*arguments)`` in one of the threads.
 
-        If the caller is cancelled, the work still runs to its end and keeps its room until then.
+        If the caller is cancelled, the work still runs to its end, and its reservation lasts until then.
         """
         size = min(size, AT_ONCE_BYTES)
         await self._reserve(size)
@@ -98,7 +100,7 @@ class TextEncoder:
         return await asyncio.wrap_future(running)
 
     def check_length(self, text: str, max_tokens: int | None, field: str) -> None:
-        """Refuse, without tokenising, a text with more bytes than ``max_tokens`` of the longest token."""
+        """Refuse a text that cannot fit, without tokenising it: one longer than ``max_tokens`` of the longest token."""
         if max_tokens is None:
             if max_utf8_bytes(text) <= MAX_TEXT_BYTES:
                 return
@@ -128,7 +130,7 @@ class TextEncoder:
 
     def _decode(self, tokens: Sequence[int], skip_special_tokens: bool, field: str) -> str:
         token_bytes, most = self.tokenizer.vocabulary.with_specials.token_bytes, 4 * MAX_TOKENS
-        # A model may have more tokens than its tokenizer.
+        # The model may have more tokens than its tokenizer.
         size = sum(len(token_bytes[token]) for token in tokens if token < len(token_bytes))
         if size > most:
             raise InvalidRequest(
@@ -141,7 +143,7 @@ class TextEncoder:
     def _check_beginning(self, text: str, max_tokens: int | None, field: str) -> None:
         """Refuse a text whose beginning alone is far too long, without tokenising the rest.
 
-        A cut may split a token and, rarely, change a few tokens before it. The margin allows for that.
+        A cut may split a token and, rarely, change a few tokens before it. The margin accounts for that.
         """
         if max_tokens is None or len(text) <= (length := 8 * max_tokens):
             return
@@ -152,42 +154,42 @@ class TextEncoder:
                 raise context_exceeded(f"more than {max_tokens}", max_tokens, field)
 
     async def _reserve(self, size: int) -> None:
-        """Reserve room for ``size`` bytes, after all earlier callers."""
-        if not self._waiting and size <= self._free:
+        """Reserve ``size`` bytes, after all earlier callers."""
+        if not self._queue and size <= self._free:
             self._free -= size
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
+        reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((size, reserved))
         try:
-            await turn
+            await reserved
         except asyncio.CancelledError:
-            self._release(0 if turn.cancelled() else size)  # the room may be reserved already
+            self._release(0 if reserved.cancelled() else size)  # the reservation may have succeeded
             raise
 
     def _release(self, size: int) -> None:
         self._free += size
-        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
-            size, turn = self._waiting.popleft()
-            if not turn.cancelled():
+        while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
+            size, reserved = self._queue.popleft()
+            if not reserved.cancelled():
                 self._free -= size
-                turn.set_result(None)
+                reserved.set_result(None)
 
 
 def max_utf8_bytes(text: str) -> int:
-    """Return the bytes of ``text`` in UTF-8, or an upper bound if ``text`` is too long to encode it."""
+    """Return the UTF-8 length of ``text``, or an upper bound if the text is too long to be encoded."""
     if text.isascii():
         return len(text)
     return len(text.encode(errors="surrogatepass")) if len(text) <= _ENCODED_CHARACTERS else 4 * len(text)
 
 
 def check_unicode(texts: list[str], field: str) -> None:
-    """Refuse texts with halves of surrogate pairs. Python makes such texts of a file whose bytes are not UTF-8."""
+    """Refuse texts with half of a surrogate pair, which Python reads from files that are not UTF-8."""
     for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"the text has half of a surrogate pair at character {error.start}, which no token stands for; decode"
+                f"the text has half of a surrogate pair at character {error.start}, which no token represents; decode"
                 " it with errors='replace'",
                 field=field,
                 reason="INVALID_VALUE",
@@ -197,7 +199,7 @@ def check_unicode(texts: list[str], field: str) -> None:
 def context_exceeded(prompt_tokens: int | str, max_context_tokens: int, field: str) -> InvalidRequest:
     """Return the error for a prompt that leaves no room for an answer.
 
-    The sentences are OpenAI's: client libraries such as litellm recognise them and shorten the conversation.
+    The wording is OpenAI's. Client libraries such as litellm recognise it and shorten the conversation.
     """
     what = "messages" if field == "messages" else "prompt"
     room = ", and the answer needs at least 1" if prompt_tokens == max_context_tokens else ""

@@ -1,9 +1,9 @@
-"""JSON Schemas said so strictly that llguidance follows them: where it would let something through, they say more.
+"""Rewrites JSON Schemas so that llguidance enforces them exactly.
 
-Found by drawing answers at random and checking them (llguidance 1.9.1): seconds of 60, the 29th of any February,
-hostnames of any length, and a bound itself where an open range lies within two neighbouring integers.
-
-And where a keyword that it does not know restricts nothing, they leave it out: it would refuse ``uniqueItems: false``.
+Keywords that it enforces too weakly get additional restrictions. Random tests with llguidance 1.9.1 found seconds of
+60, the 29th of any February, hostnames of any length, and the bound itself where an open range lies within two
+neighbouring integers. Keywords that it does not support are removed where they restrict nothing: it would reject
+``uniqueItems: false``.
 """
 
 import json
@@ -14,14 +14,14 @@ from services.common.errors import InvalidRequest
 
 Schema = Any  # an object, or true or false
 
-# Keywords whose values are schemas by name, and those whose values are no schemas whatever they look like.
+# keywords whose values are schemas by name, and keywords whose values are never schemas
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 _VALUES = frozenset({"const", "enum", "default", "examples", "required", "dependentRequired", "x-guidance"})
 
 _APPLICATORS = ("properties", "$ref", "anyOf", "oneOf")
 _OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
 
-# Keywords that llguidance has none of, and values with which they restrict nothing.
+# keywords that llguidance does not support, and the values with which they restrict nothing
 _NEUTRAL = {
     "uniqueItems": (False,),
     "unevaluatedItems": (True, {}),
@@ -34,7 +34,7 @@ _NEUTRAL = {
     "$recursiveAnchor": (False,),
 }
 
-_YEAR = r"([1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"  # 0000 is none
+_YEAR = r"([1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"  # there is no year 0000
 _LEAP = r"(\d{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _DAY = rf"^({_YEAR}-(0[13-9]|1[0-2])-|{_YEAR}-02-([01]|2[0-8])|{_LEAP}-02-29)"
 _PATTERNS = {
@@ -47,46 +47,53 @@ _BOUNDS = (("exclusiveMinimum", "minimum", max, 1), ("exclusiveMaximum", "maximu
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """A schema that is an object, of its JSON: ``true`` has no place for options. Raises ``InvalidRequest``, and
-    ``ValueError`` or ``RecursionError`` for what is no JSON, or nested too deeply."""
+    """Return the schema in ``text`` as an object, because ``true`` cannot have options.
+
+    Raises ``InvalidRequest`` for another value, ``ValueError`` for invalid JSON, ``RecursionError`` if it is nested too
+    deeply.
+    """
     schema = json.loads(text)
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise InvalidRequest("the schema is not a JSON object: expected one, or true")
+        raise InvalidRequest("the schema must be a JSON object, or true")
     return schema
 
 
 def tightened(schema: Schema) -> Schema:
-    """``schema`` with what it means and llguidance overlooks, its objects closed where that is safe, and without what
-    restricts nothing. ``RecursionError`` where it is nested too deeply."""
+    """Return ``schema`` with explicit restrictions, closed objects where that is safe, and without neutral keywords.
+
+    Raises ``RecursionError`` if it is nested too deeply.
+    """
     return _changed(closed(schema), _tighten)
 
 
 def closed(schema: Schema) -> Schema:
-    """``schema`` where an object has only the properties that it names, unless it says what others are: a model would
-    make up more, and few who leave ``additionalProperties`` out want them. Not where schemas are merged: what one part
-    does not name, another may."""
+    """Return ``schema`` with ``additionalProperties: false`` in objects that do not define it.
+
+    Otherwise models invent further properties, and few authors who omit the keyword want that. A schema that merges
+    others (such as with ``allOf``) is not changed, since each part may define properties of the object.
+    """
     merged = []
     _changed(schema, lambda part: merged.append("allOf" in part or sum(name in part for name in _APPLICATORS) > 1))
     return schema if any(merged) else _changed(schema, _close)
 
 
 def _changed(schema: Schema, change: Callable[[dict[str, Any]], object]) -> Schema:
-    """A copy, ``change`` applied to each object in it that is a schema, inner ones first."""
+    """Return a copy with ``change`` applied to each object that is a schema, inner schemas first."""
     if not isinstance(schema, dict):
         return schema
-    told: dict[str, Any] = {}
+    copy: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _BY_NAME and isinstance(value, dict):
-            told[name] = {key: _changed(part, change) for key, part in value.items()}
+            copy[name] = {key: _changed(part, change) for key, part in value.items()}
         elif name not in _VALUES:
             parts = isinstance(value, list)
-            told[name] = [_changed(part, change) for part in value] if parts else _changed(value, change)
+            copy[name] = [_changed(part, change) for part in value] if parts else _changed(value, change)
         else:
-            told[name] = value
-    change(told)
-    return told
+            copy[name] = value
+    change(copy)
+    return copy
 
 
 def _close(schema: dict[str, Any]) -> None:
@@ -98,12 +105,12 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 def _tighten(schema: dict[str, Any]) -> None:
-    _leave_out_neutral(schema)
+    _remove_neutral(schema)
     _tighten_format(schema)
     _tighten_bounds(schema)
 
 
-def _leave_out_neutral(schema: dict[str, Any]) -> None:
+def _remove_neutral(schema: dict[str, Any]) -> None:
     for name, values in _NEUTRAL.items():
         given = schema.get(name)
         if any(type(given) is type(value) and given == value for value in values):  # 0 is not false
@@ -111,11 +118,11 @@ def _leave_out_neutral(schema: dict[str, Any]) -> None:
     for name in ("minContains", "maxContains"):
         if "contains" not in schema and type(schema.get(name)) is int:
             del schema[name]
-    _leave_out_conditions(schema)
+    _remove_conditions(schema)
 
 
-def _leave_out_conditions(schema: dict[str, Any]) -> None:
-    """``then`` and ``else`` without ``if``, and ``if`` without consequences."""
+def _remove_conditions(schema: dict[str, Any]) -> None:
+    """Remove ``then`` and ``else`` without ``if``, and ``if`` without ``then`` and ``else``."""
     given = [name for name in ("if", "then", "else") if isinstance(schema.get(name), dict | bool)]
     if "if" not in schema or all(schema.get(name, True) in (True, {}) for name in ("then", "else")):
         for name in given:
@@ -136,18 +143,18 @@ def _tighten_format(schema: dict[str, Any]) -> None:
 
 
 def _tighten_bounds(schema: dict[str, Any]) -> None:
-    """Open ends that are integers become closed ones a little further in: what lies between is nobody's loss."""
+    """Replace exclusive integer bounds of numbers by inclusive bounds with a tiny offset."""
     if schema.get("type") == "integer":
         return
     for open_end, closed, narrower, inwards in _BOUNDS:
         bound, other = schema.get(open_end), schema.get(closed)
         if not _is_number(bound) or bound != bound or abs(bound) > 1e15 or bound != int(bound):
             continue
-        moved = bound + inwards * min(0.5, max(1e-9, abs(bound) * 1e-12))  # the next integer is let in
+        moved = bound + inwards * min(0.5, max(1e-9, abs(bound) * 1e-12))  # still allows the next integer
         del schema[open_end]
         schema[closed] = narrower(moved, other) if _is_number(other) else moved
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    """``True`` is none."""
+    """Return whether ``value`` is a number. Booleans are not."""
     return type(value) in (int, float)

@@ -1,12 +1,11 @@
-"""A SentencePiece model (``tokenizer.model``) as a ``tokenizers.Tokenizer``.
+"""Converts a SentencePiece model (``tokenizer.model``) to a ``tokenizers.Tokenizer``.
 
-Texts become the tokens that the sentencepiece library gives (Kudo and Richardson 2018), for models of the kinds BPE and
-Unigram. These differ:
+For models of the types BPE and Unigram, the tokens are those of the sentencepiece library (Kudo and Richardson 2018).
+There are two differences:
 
-* A combining mark behind a character that the model's normalization replaces may be lost (a limit of ``tokenizers``).
-* In models with symbols of their own (``user_defined_symbols``), texts are cut at the symbols before spaces are looked
-  at: a text that begins with a symbol has no space mark before it, and spaces that begin or end a text have one mark
-  more or less.
+* A combining mark after a character that the model's normalization replaces may be lost (a limit of ``tokenizers``). *
+With user-defined symbols, texts are split at the symbols before spaces are marked. A text that begins with a symbol has
+no space mark before it, and spaces at the begin or end of a text have one mark more or less.
 """
 
 from collections.abc import Iterator
@@ -17,15 +16,15 @@ import tokenizers
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-LONGEST_TOKEN = 1024  # characters of a piece; every cut of one is looked at
+LONGEST_TOKEN = 1024  # characters of a piece; each of its splits is examined
 _MARK = "▁"  # stands for a space
 _UNIGRAM, _BPE = 1, 2  # ``TrainerSpec.ModelType``
 _KINDS = {_UNIGRAM: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # ``ModelProto.SentencePiece.Type``
-# Added to the lowest score for pieces that must never be chosen.
+# added to the lowest score for pieces that must never be chosen
 _NEVER = -1e4
 
-# The fields that are read of sentencepiece_model.proto (proto2): name, number, type, default.
+# the fields of sentencepiece_model.proto (proto2) that are used: name, number, type, default
 _FIELDS = {
     "Piece": [("piece", 1, "STRING", ""), ("score", 2, "FLOAT", "0"), ("type", 3, "INT32", "1")],
     "Trainer": [
@@ -45,8 +44,10 @@ _PARTS = [("pieces", 1, "Piece"), ("trainer", 2, "Trainer"), ("normalizer", 3, "
 
 
 def read_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a model file's ``content``. Raises ``ValueError`` if it is no such model, or one that a
-    ``tokenizers.Tokenizer`` cannot express."""
+    """Return the tokenizer of a model file's ``content``.
+
+    Raises ``ValueError`` if it is not a SentencePiece model, or if a ``tokenizers.Tokenizer`` cannot represent it.
+    """
     model: Any = _model_class()()  # its fields are described at run time
     try:
         model.ParseFromString(content)
@@ -78,9 +79,9 @@ def read_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
 
 
 def _bpe(model: Any) -> models.BPE:
-    """Return the model whose merges are all pairs of pieces that make another piece, best score first."""
+    """Return a BPE model. Its merges are all pairs of pieces that form another piece, best score first."""
     ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
-    # Symbols are found before anything is merged; unknown, control and byte pieces never come of a merge.
+    # Symbols are found before merging. Unknown, control and byte pieces never result from a merge.
     normal = {piece.piece: piece.score for piece in model.pieces if piece.type == 1}
     merges = []
     for piece, score in normal.items():
@@ -106,8 +107,11 @@ def _unigram(model: Any) -> models.Unigram:
 
 
 def _normalizers(rules: Any, *, cut: bool) -> Iterator[normalizers.Normalizer]:
-    """Yield what is done to a text. ``cut``: to what is between symbols, where a pre-tokenizer marks the spaces, and
-    prefixes only the part at the begin of a text."""
+    """Yield the steps of normalization.
+
+    With ``cut``, they apply to the text between symbols. A pre-tokenizer then marks the spaces, and adds a prefix only
+    at the begin of a text.
+    """
     if rules.precompiled_charsmap:
         yield normalizers.Precompiled(rules.precompiled_charsmap)
     if rules.remove_extra_whitespaces:
@@ -122,7 +126,7 @@ def _normalizers(rules: Any, *, cut: bool) -> Iterator[normalizers.Normalizer]:
 
 @cache
 def _model_class() -> type[message.Message]:
-    """Return the message class of a model, in a pool of its own: the sentencepiece package registers its own one."""
+    """Return the message class of a model. Its pool is separate, since the sentencepiece package registers the same."""
     file = descriptor_pb2.FileDescriptorProto(name="tokasaurus/sentencepiece.proto", package="tokasaurus.sentencepiece")
     file.syntax = "proto2"
     for name, fields in _FIELDS.items():

@@ -1,7 +1,7 @@
-"""A sandbox for templates that ends those that take too long or write too much.
+"""A sandbox that limits the time and the output of templates.
 
-Python cannot be stopped from outside, so each turn of a loop and each call asks for the time. What one operation could
-make large at a stroke is looked at before. None of it is a bound of memory: that of the container is.
+Python code cannot be interrupted from outside, so each loop iteration and each call checks the time. Operations that
+can create a large value in one step are checked before they run. Memory is limited by the container only.
 """
 
 import re
@@ -17,20 +17,20 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
-MAX_SECONDS = 5.0  # of computing; the longest conversations take a tenth of it
+MAX_SECONDS = 5.0  # of processor time; the longest conversations take a tenth of it
 MAX_CHARACTERS = 64 * 1024 * 1024
-_MAX_WIDTH = 100_000  # that text is padded to, or repeated
-_LOOK_EVERY = 8  # ticks
+_MAX_WIDTH = 100_000  # of padded or repeated text
+_CHECK_EVERY = 8  # ticks
 _TICK = "_toka_tick"
 _NESTED = re.compile(r":[^{}]*\{")  # "{:{width}}"
-# Filters of which a number says how much they make.
+# filters with a number that determines the size of their result
 _SIZED = ("batch", "center", "indent", "slice", "wordwrap")
 
-_meter = threading.local()  # ``ends_at`` and ``ticks`` of the rendering in this thread
+_meter = threading.local()  # ``ends_at`` and ``ticks`` of this thread's rendering
 
 
 def bounded(parts: Iterable[str]) -> str:
-    """All of a template's ``generate()``. Raises ``SecurityError`` when it is too much, or takes too long."""
+    """Return the joined parts of a template's ``generate()``. Raises ``SecurityError`` at a limit."""
     _meter.ends_at, _meter.ticks = time.thread_time() + MAX_SECONDS, 0
     written, size = [], 0
     for part in parts:
@@ -42,7 +42,7 @@ def bounded(parts: Iterable[str]) -> str:
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Shared by threads, of which each renders one template at a time, by ``bounded``."""
+    """Template environment with limits. Threads may share it; each renders one template at a time with ``bounded``."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -55,7 +55,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.filters[name] = _sized(self.filters[name])
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """With a tick at each turn of each loop."""
+        """Insert a tick into the body of each loop."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             tick = nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None))
@@ -63,14 +63,14 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return template
 
     def call(self, context: jinja2.runtime.Context, called: Any, /, *arguments: Any, **named: Any) -> Any:
-        """Every call, but those of filters and tests."""
+        """Check the time and the arguments of a call. Filters and tests are not called by this method."""
         _tick()
         if isinstance(getattr(called, "__self__", None), str):
             _check_widths(arguments)
         return super().call(context, called, *arguments, **named)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` and ``str.format_map``, which the sandbox does by itself."""
+        """Check ``str.format`` and ``str.format_map``, for which the sandbox has its own implementation."""
         if (make := super().wrap_str_format(value)) is None:
             return None
 
@@ -82,22 +82,22 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return checked
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Of those intercepted."""
+        """Check an intercepted operator."""
         numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
         if operator == "%" and not numbers:
             raise SecurityError("'%' is for numbers")
         if operator == "**" and not (numbers and abs(right) <= 64):
             raise SecurityError("'**' is for small exponents")
         if operator == "*" and not numbers:
-            times, what = (left, right) if isinstance(left, int) else (right, left)
-            if not isinstance(times, int) or times * len(what) > _MAX_WIDTH:
+            times, text = (left, right) if isinstance(left, int) else (right, left)
+            if not isinstance(times, int) or times * len(text) > _MAX_WIDTH:
                 raise SecurityError(f"'*' makes at most {_MAX_WIDTH} characters")
         return super().call_binop(context, operator, left, right)
 
 
 def _tick() -> str:
     _meter.ticks = getattr(_meter, "ticks", 0) + 1
-    if _meter.ticks % _LOOK_EVERY == 0 and time.thread_time() > _meter.ends_at:
+    if _meter.ticks % _CHECK_EVERY == 0 and time.thread_time() > _meter.ends_at:
         raise SecurityError(f"it takes more than {MAX_SECONDS:g} s")
     return ""
 

@@ -8,14 +8,14 @@ BEGINS, ENDS = "<think>", "</think>"
 
 
 class ThinkingTokens(NamedTuple):
-    """Token ids; None where the tokenizer has no single token for the mark."""
+    """Token ids of the marks. None if the tokenizer has no single token for a mark."""
 
     begin: int | None
     end: int | None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ThinkingTokens":
-        """Return those of ``tokenizer``."""
+        """Return the marks' tokens in ``tokenizer``."""
         found = (tokenizer.encode(mark, add_special_tokens=False) for mark in (BEGINS, ENDS))
         return cls(*(ids[0] if len(ids) == 1 else None for ids in found))
 

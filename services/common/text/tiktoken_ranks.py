@@ -1,4 +1,4 @@
-"""A tiktoken vocabulary (lines of base64 bytes and a rank) as a ``tokenizers.Tokenizer``."""
+"""Converts a tiktoken vocabulary (lines of base64 bytes and a rank) to a ``tokenizers.Tokenizer``."""
 
 import base64
 import binascii
@@ -10,12 +10,12 @@ from services.common.text.vocabulary import byte_level_text
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The published splitting rules, which the file does not contain: Llama 3 takes up to three digits, Qwen one.
+# The published splitting rules, which the file does not contain. Llama 3 takes up to three digits, Qwen one.
 LLAMA3_WORDS = rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}"
 QWEN_WORDS = rf"{_LETTERS}\p{{N}}{_REST}"
 
 _LLAMA3_RANKS, _QWEN_RANKS = 128_000, 151_643
-# As of Llama 3.1; those behind them are reserved.
+# the first special tokens of Llama 3.1; the others are reserved
 _LLAMA3_SPECIAL = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -29,28 +29,30 @@ _LLAMA3_SPECIAL = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
-# Bytes. Every cut of a token is looked at. Published vocabularies have tokens of up to 256 bytes.
+# Bytes of a token, each of whose splits is examined. Published vocabularies have up to 256.
 LONGEST_TOKEN = 1024
 _QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def read_tiktoken(content: bytes, *, qwen: bool) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file's ``content``, without special tokens. ``qwen``: split texts as Qwen does, after
-    NFC. Raises ``ValueError`` if the content is not such a vocabulary."""
+    """Return the tokenizer of a file's ``content``, without special tokens.
+
+    With ``qwen``, texts are normalized to NFC and split as Qwen does. Raises ``ValueError`` for an invalid vocabulary.
+    """
     ranks = _read_ranks(content)
     if max(map(len, ranks)) > LONGEST_TOKEN:
         raise ValueError(f"it has a token of more than {LONGEST_TOKEN} bytes")
     merges = []
     for token, rank in ranks.items():
-        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        found = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        found = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
         found.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(rank, pair) for pair in found]
     merges.sort(key=lambda merge: merge[0])
     texts = {token: byte_level_text(token) for token in ranks}
     vocabulary = {texts[token]: rank for token, rank in ranks.items()}
     pairs = [(texts[left], texts[right]) for _, (left, right) in merges]
-    # As in tiktoken, a word that is a token is not put together from its parts.
+    # As in tiktoken, a word that is a token is used without merging its parts.
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=True))
     if qwen:
         made.normalizer = normalizers.NFC()
@@ -74,13 +76,15 @@ def _read_ranks(content: bytes) -> dict[bytes, int]:
     if not ranks:
         raise ValueError("it has no tokens")
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("its ranks are not the numbers from 0 on")
+        raise ValueError("its ranks are not the consecutive numbers from 0")
     return ranks
 
 
 def special_tokens(ranks: int) -> list[str]:
-    """Return the special tokens that the models with ``ranks`` tokens were published with, in the order of their ids,
-    which begin at ``ranks``; empty for other models. Neither file names them."""
+    """Return the special tokens of the published model with ``ranks`` tokens, or none for an unknown model.
+
+    Their ids begin at ``ranks``. The vocabulary files do not contain them.
+    """
     if ranks == _LLAMA3_RANKS:
         known = dict(enumerate(_LLAMA3_SPECIAL))
         return [known.get(place) or f"<|reserved_special_token_{place - 8}|>" for place in range(256)]

@@ -1,8 +1,7 @@
-"""What transformers makes of a tokenizer.json when it loads it through a tokenizer class.
+"""Applies the changes that a tokenizer class of transformers makes to a tokenizer.json.
 
-Since version 5 some classes take only vocabulary and merges from the file, and put their own normalizer, pre-tokenizer
-and decoder around them. For files that were saved by the same class that changes nothing; for others a text must still
-become the same tokens here as there.
+Since version 5, some classes read only the vocabulary and the merges from the file, and use their own normalizer,
+pre-tokenizer and decoder. This makes a difference for files that another class saved.
 """
 
 from pathlib import Path
@@ -13,10 +12,10 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from services.common.model.json_object import JsonObject, read_json
 
 _BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-# Their hub repositories name other classes by mistake; transformers overrules those.
+# Their hub repositories name wrong classes, which transformers overrides.
 _ALWAYS_BY_MODEL_TYPE = ("qwen2",)
-# Whatever class is named, transformers takes their files as they are.
-_AS_THEY_ARE = ("mistral",)
+# transformers uses their files unchanged, whatever class they name.
+_UNCHANGED = ("mistral",)
 
 # Qwen's published splitting rule: words with one leading non-letter, single digits, punctuation, white space.
 _QWEN_WORDS = (
@@ -37,10 +36,10 @@ def read_model_type(directory: Path) -> str:
 
 
 def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> None:
-    """Change ``backend`` as the tokenizer class of the model in ``directory`` does. Raises ``InvalidRequest``."""
+    """Apply the changes of the tokenizer class in ``directory`` to ``backend``. Raises ``InvalidRequest``."""
     settings = read_tokenizer_config(directory)
     model_type = read_model_type(directory)
-    if model_type in _AS_THEY_ARE:
+    if model_type in _UNCHANGED:
         return
     name = settings.text("tokenizer_class").removesuffix("Fast")
     if not name or model_type in _ALWAYS_BY_MODEL_TYPE:

@@ -1,5 +1,4 @@
-"""A model's tokenizer from the file that the model was published with: ``tokenizer.json``, a SentencePiece model, or a
-tiktoken vocabulary."""
+"""Reads a model's tokenizer: ``tokenizer.json``, a SentencePiece model, or a tiktoken vocabulary."""
 
 import contextlib
 import re
@@ -27,17 +26,17 @@ _VOCABULARIES = ("tokenizer.model", "tiktoken.model", "*.tiktoken")
 _LLAMA3_BOS = "<|begin_of_text|>"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* +\d+\s")
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*[^n\s]')
-_MOST_RESERVED = 1 << 16  # ids between added tokens that no token has
+_MOST_RESERVED = 1 << 16  # unused ids between added tokens
 _LONGEST_REASON = 200  # characters of a library's message
-# Encoded once when a tokenizer is loaded, so that one that cannot encode at all is refused at the start.
+# Encoded once when a tokenizer is loaded, to detect a broken tokenizer at the start.
 _PROBE = "The 2 quick brown foxes, naïve as 今日 🙂, jump.\n\tdef f(x):"
 
 
 def read_backend(directory: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer in ``directory``. ``tokenizer.json`` is taken as it is; the other files say nothing of the
-    tokens that were added later and of BOS and EOS, which are in the JSON files beside them.
+    """Return the tokenizer in ``directory``.
 
-    Raises ``InvalidRequest`` (field ``tokenizer``) naming the file and the reason.
+    ``tokenizer.json`` is complete. The other formats lack added tokens, BOS and EOS, which are in JSON files beside
+    them. Raises ``InvalidRequest`` (field ``tokenizer``) that names the file and the reason.
     """
     whole = directory / "tokenizer.json"
     content = read_bytes(whole, most=LARGEST_TOKENIZER, field="tokenizer")
@@ -45,7 +44,7 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
         return _convert(directory)
     if _PREFIX.search(content):
         _check_prefix(content, whole)
-    with translated(whole, "loading it failed", "fetch the file again"):
+    with wrap_errors(whole, "loading it failed", "fetch the file again"):
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
@@ -53,12 +52,12 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _check_prefix(content: bytes, path: Path) -> None:
-    """Refuse merges that do not have the ``continuing_subword_prefix``: ``tokenizers`` 0.23 aborts the process."""
+    """Refuse merges without the ``continuing_subword_prefix``, for which ``tokenizers`` 0.23 aborts the process."""
     document = parse_json(content, str(path))
     model = document.get("model") if isinstance(document, dict) else None
     merges = model.get("merges") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(merges, list):
-        return  # the library refuses it
+        return  # the library raises an error for it
     prefix = model.get("continuing_subword_prefix")
     pairs = (each.split(" ") if isinstance(each, str) else each for each in merges)
     seconds = (pair[1] if isinstance(pair, list) and len(pair) == 2 else None for pair in pairs)
@@ -72,7 +71,7 @@ def _check_prefix(content: bytes, path: Path) -> None:
 
 def probe(backend: tokenizers.Tokenizer, directory: Path, size: int) -> None:
     """Encode and decode a text. Raises ``InvalidRequest`` if that fails, or gives an id of ``size`` or more."""
-    with translated(directory, "its tokenizer encodes no text", "fetch the tokenizer's files again"):
+    with wrap_errors(directory, "its tokenizer encodes no text", "fetch the tokenizer's files again"):
         ids = backend.encode(_PROBE).ids
         if ids and max(ids) >= size:
             raise ValueError(f"it adds the token id {max(ids)} to texts, and its vocabulary has {size} ids")
@@ -80,9 +79,11 @@ def probe(backend: tokenizers.Tokenizer, directory: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def translated(path: Path, what: str, fix: str) -> Iterator[None]:
-    """Raise ``InvalidRequest`` for whatever ``tokenizers`` and the converters raise of a file: the library raises
-    ``Exception`` itself, and panics of its Rust code are no ``Exception``."""
+def wrap_errors(path: Path, what: str, fix: str) -> Iterator[None]:
+    """Convert any exception of ``tokenizers`` and the converters to ``InvalidRequest``.
+
+    The library raises plain ``Exception``. Panics of its Rust code are not subclasses of ``Exception``.
+    """
     try:
         yield
     except InvalidRequest:
@@ -103,7 +104,7 @@ def read_special_token(directory: Path, name: str) -> str | None:
     settings = _special_settings(directory)
     value = settings.values.get(name)
     content = value.get("content") if isinstance(value, dict) else value
-    if not content:  # some files say false
+    if not content:  # some files contain false
         return None
     if not isinstance(content, str):
         raise settings.wrong(name, "a string, or an object with the string content")
@@ -126,7 +127,7 @@ def _convert(directory: Path) -> tokenizers.Tokenizer:
             field="tokenizer",
         )
     settings = _special_settings(directory)
-    with translated(path, "converting it failed", "save the tokenizer as tokenizer.json"):
+    with wrap_errors(path, "converting it failed", "save the tokenizer as tokenizer.json"):
         if _RANK_LINE.match(content):
             qwen = path.name.startswith("qwen") or read_model_type(directory).startswith("qwen")
             made = read_tiktoken(content, qwen=qwen)
@@ -141,7 +142,7 @@ def _convert(directory: Path) -> tokenizers.Tokenizer:
         }
         if published and not added:
             made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in published])
-            # Its texts begin with it, which no file says either.
+            # Texts begin with BOS, which no file states either.
             if made.token_to_id(_LLAMA3_BOS) is not None and "add_bos_token" not in settings.values:
                 ends["bos"] = read_special_token(directory, "bos_token") or _LLAMA3_BOS
         _add(made, added)
@@ -168,24 +169,26 @@ def _added_tokens(directory: Path, settings: JsonObject) -> Iterator[tuple[int, 
 
 
 def _add(made: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
-    """Add the tokens, each under its id. Ids between them that no token has get placeholders."""
+    """Add the tokens with their ids. Unused ids between them get placeholders."""
     for token, entry in sorted(added.items()):
         found, size = made.token_to_id(entry.content), made.get_vocab_size()
         if found is None and token >= size:
             if token - size > _MOST_RESERVED:
-                raise ValueError(f"token {entry.content!r} is said to have id {token}; the vocabulary ends at {size}")
+                raise ValueError(f"token {entry.content!r} has the id {token}, but the vocabulary ends at {size}")
             reserved = [f"<|reserved_token_{each}|>" for each in range(size, token)]
             made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in reserved])
         elif found != token:
-            raise ValueError(f"token {entry.content!r} is said to have id {token}, which is not its id there")
+            raise ValueError(
+                f"token {entry.content!r} has the id {token} in its settings, and another in the vocabulary"
+            )
         (made.add_special_tokens if entry.special else made.add_tokens)([entry])
 
 
 def _add_ends(made: tokenizers.Tokenizer, ends: dict[str, str]) -> None:
-    """Let texts begin and end with ``ends``: ``bos`` and ``eos``, each if it is there."""
+    """Add the tokens in ``ends`` to texts: ``bos`` at their begin and ``eos`` at their end."""
     unknown = [token for token in ends.values() if made.token_to_id(token) is None]
     if unknown:
-        raise ValueError(f"its texts should have {unknown[0]!r}, which is no token there")
+        raise ValueError(f"its texts should have {unknown[0]!r}, which is not in the vocabulary")
     if ends:
         single, second = (
             " ".join(f"{token}:{number}" for token in (ends.get("bos"), part, ends.get("eos")) if token)

@@ -1,7 +1,7 @@
-"""What each token adds to the text, as bytes.
+"""The bytes that each token adds to the text.
 
-The text of a token sequence is the concatenation of its tokens' bytes, decoded as UTF-8. Detokenising and the stop
-automaton both work on these bytes, so they agree on every character, also on those that span tokens.
+The text of a token sequence is the concatenation of its tokens' bytes, decoded as UTF-8. The detokenizer and the stop
+automaton both use these bytes, so they agree on every character, including characters that span tokens.
 """
 
 import json
@@ -18,7 +18,7 @@ from services.common.errors import InvalidRequest
 from services.common.model.json_object import MOST_VOCABULARY
 
 _SPACE_MARK = "▁"  # SentencePiece writes a space as this
-# Some tokenizers call them special, but an answer cannot be understood without them.
+# Some tokenizers declare these special, but an answer cannot be parsed without them.
 _MARKS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -28,33 +28,35 @@ TokenIds: TypeAlias = Sequence[int] | np.ndarray  # array: uint32
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Shared by every request of a process; never changes."""
+    """Immutable table of a tokenizer's tokens, shared by all requests of a process."""
 
     token_bytes: list[bytes]  # index = token id; empty for special tokens and for ids without a token
     special_ids: frozenset[int]
-    special_names: dict[int, str] = field(default_factory=dict)  # by id
+    special_names: dict[int, str] = field(default_factory=dict)  # text of each special token
 
     @property
     def size(self) -> int:
-        """Number of token ids, those included that the model has and the tokenizer lacks."""
+        """The number of token ids, including ids of the model that the tokenizer lacks."""
         return len(self.token_bytes)
 
     @cached_property
     def with_specials(self) -> "Vocabulary":
-        """The same where special tokens have their names as text."""
+        """The vocabulary in which special tokens have their names as text."""
         token_bytes = self.token_bytes.copy()
         for token, name in self.special_names.items():
             token_bytes[token] = name.encode()
         return replace(self, token_bytes=token_bytes)
 
     def text_bytes(self, token_ids: TokenIds) -> bytes:
-        """The bytes of a sequence of ids; ids beyond the vocabulary add nothing."""
+        """Return the bytes of a sequence of ids. Ids beyond the vocabulary add nothing."""
         return b"".join([self.token_bytes[token] for token in token_ids if token < len(self.token_bytes)])
 
 
 def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) -> Vocabulary:
-    """The vocabulary of ``tokenizer``, padded to the model's. ``InvalidRequest`` for a decoder whose text is not the
-    concatenation of its tokens' bytes."""
+    """Return the vocabulary of ``tokenizer``, padded to the model's size.
+
+    Raises ``InvalidRequest`` for a decoder whose text is not the concatenation of its tokens' bytes.
+    """
     spec = json.loads(tokenizer.to_str())
     to_bytes = _piece_decoder(spec["decoder"])
     pieces = tokenizer.get_vocab(with_added_tokens=True)
@@ -78,7 +80,7 @@ def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) 
 
 
 def _piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    """The function piece -> bytes that the tokenizer's own decoder amounts to, inside a text."""
+    """Return the function piece -> bytes that is equivalent to the tokenizer's decoder inside a text."""
     kinds = {step["type"] for step in _steps(decoder)}
     if kinds == {"ByteLevel"}:
         return _byte_level
@@ -107,19 +109,22 @@ def _byte_level(piece: str) -> bytes:
     alphabet = _byte_level_alphabet()
     try:
         return bytes(alphabet[character] for character in piece)
-    except KeyError:  # a token outside the byte alphabet stands for itself
+    except KeyError:  # a token outside the byte alphabet represents itself
         return piece.encode()
 
 
 def byte_level_text(token: bytes) -> str:
-    """Return ``token`` as a byte-level BPE writes it, one character a byte."""
+    """Return ``token`` as written by a byte-level BPE, one character for each byte."""
     characters = {byte: character for character, byte in _byte_level_alphabet().items()}
     return "".join([characters[byte] for byte in token])
 
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's byte-level BPE: printable bytes stand for themselves, the others for 256 upwards."""
+    """Return the mapping character -> byte of GPT-2's byte-level BPE.
+
+    Printable bytes represent themselves, the others are mapped to characters from 256.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

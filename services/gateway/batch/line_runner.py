@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from services.common.portions import portions
+from services.common.chunks import chunks_by_size
 from services.gateway.batch.requests import Requests, failed
 from services.gateway.batch.slots import Slot, Slots
 from services.gateway.batch.validation import CHUNK_LINES
@@ -106,7 +106,7 @@ class LineRunner:
         batch, left = chunk.lease.batch, len(chunk.lease.lines)
         try:
             # A key's lines may wait for long, so that few of them are in memory meanwhile.
-            for some in portions(chunk.lease.lines.tolist(), lambda line: int(line[2]), BLOCK_BYTES):
+            for some in chunks_by_size(chunk.lease.lines.tolist(), lambda line: int(line[2]), BLOCK_BYTES):
                 ranges = [(offset, size) for _, offset, size in some]
                 texts = await self._blobs.read_ranges(batch.input_blob, ranges)
                 for (number, _, _), text in zip(some, texts, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from services.common.batch_line import UsedIds, WrongLine, is_large, parse_line, read_request
+from services.common.batch_line import InvalidLine, UsedIds, is_large, parse_line, read_request
 from services.gateway.store.blobs import Blobs
 
 MAX_LINES = 100_000
@@ -123,7 +123,7 @@ class LineChecker:
             return None
         try:
             return self._read(line.text)
-        except WrongLine as error:
+        except InvalidLine as error:
             self.fail(error.code, str(error), line.number, error.param)
             return None
 
@@ -136,7 +136,7 @@ class LineChecker:
         request = read_request(text)
         url, body = request["url"], request["body"]
         if url != self.endpoint:
-            raise WrongLine(
+            raise InvalidLine(
                 "mismatched_url", f"url must be the batch's endpoint, {self.endpoint} (got {url[:64]!r})", "url"
             )
         self._used.add(request["custom_id"])

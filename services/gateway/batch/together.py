@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from services.common.errors import Internal, InvalidRequest, TokaError
 from services.common.json_scan import Raw
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.gateway.batch.requests import Requests
 from services.gateway.http.errors import to_response
 from services.gateway.http.request import Caller, Posted, read_body, read_caller, while_connected
@@ -43,12 +43,12 @@ async def create_chat_completions(request: Request) -> Response:
     size, deep = -(-len(raw) // len(bodies)), may_be_too_deep(raw)
     answers: dict[int, Response] = {}
     numbered = iter(enumerate(bodies))
-    turn = Turn()  # shared by all tasks
+    time_slice = TimeSlice()  # shared by all tasks
 
     async def answer_some() -> None:
         for number, body in numbered:
-            if turn.is_over:
-                await turn.next()
+            if time_slice.is_over:
+                await time_slice.renew()
             answers[number] = await _answer(requests, number, body, size, _seeded(caller, number), deep=deep)
 
     async def answer_all() -> list[Response]:

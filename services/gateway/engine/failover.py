@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
 from services.gateway.engine.quarantine import PROVEN, FailoverQuarantine
@@ -146,10 +146,10 @@ class Failover:
                     await self._wakeup.wait()
             self._wakeup.clear()
             self._quarantine.release(time.monotonic())
-            turn = Turn()
+            time_slice = TimeSlice()
             for request in list(self._queue):
-                if turn.is_over:
-                    await turn.next()
+                if time_slice.is_over:
+                    await time_slice.renew()
                 if request in self._queue:
                     self._try(request)
 

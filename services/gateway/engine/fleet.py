@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.common.rpc.channel import PLAIN, Dialer
 from services.gateway.engine.active_request import ActiveRequest, SchedulerRequest
 from services.gateway.engine.codec import ModelFacts
@@ -182,11 +182,11 @@ class Fleet:
         many = len(prompts) > _INLINE_PROMPTS
         make = partial(ActiveRequest, prompts, streaming=streaming)
         active = await asyncio.to_thread(make) if many else make()
-        turn = Turn()
+        time_slice = TimeSlice()
         try:
             for request in active.scheduler_requests:
-                if many and turn.is_over:
-                    await turn.next()
+                if many and time_slice.is_over:
+                    await time_slice.renew()
                     self._check_open()
                     active.check()
                 await self._send(request, waits=many)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from services.common.errors import DeadlineExceeded
-from services.common.limits import UNSAID_TOKENS, Limits
+from services.common.limits import DEFAULT_ANSWER_TOKENS, KeyLimits
 from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.request import PromptRequest
 from services.gateway.http.request import Caller
@@ -17,7 +17,7 @@ _GRACE_S = 1.0
 class Bounds:
     """The deadline and the reserved tokens of one request. Runs on the event loop."""
 
-    def __init__(self, limits: Limits, caller: Caller, prompts: Sequence[PromptRequest]) -> None:
+    def __init__(self, limits: KeyLimits, caller: Caller, prompts: Sequence[PromptRequest]) -> None:
         """Reserve tokens before the request starts.
 
         Raises ``TokaError`` if the deadline has passed or the key's budget is too small.
@@ -61,7 +61,7 @@ def _left_s(deadline_ms: int) -> float:
 
 def _answer_tokens(prompt: PromptRequest) -> int:
     settings = prompt.settings
-    return settings.n * (min(prompt.max_tokens, UNSAID_TOKENS) if settings.open_ended else prompt.max_tokens)
+    return settings.n * (min(prompt.max_tokens, DEFAULT_ANSWER_TOKENS) if settings.open_ended else prompt.max_tokens)
 
 
 def _overdue() -> DeadlineExceeded:

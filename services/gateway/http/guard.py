@@ -9,7 +9,7 @@ from services.common.addresses import is_loopback
 from services.common.config import GatewayConfig
 from services.common.errors import Internal, PermissionDenied, StoreUnavailable, TokaError, Unauthenticated, Unavailable
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing
-from services.common.limits import Limits
+from services.common.limits import KeyLimits
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ class Guard:
             log.warning("exposed", reason=reason)
         self._admin_elsewhere = bool(config.admin_port)
         self.isolates = config.isolate_keys
-        self.limits = Limits(gateways)
+        self.limits = KeyLimits(gateways)
 
     def admit(self, scope: MutableMapping[str, Any], needed: str | None) -> None:
         """Authenticate a request. Its key must have the scope ``needed``. None: the request needs no key.

@@ -38,7 +38,7 @@ class Lines:
     async def begin(self, name: str) -> "Line":
         """Wait for room within the key's limits, and start a line of the key ``name``."""
         while (line := self.begin_now(name)) is None:
-            await self.guard.limits.wait_for_room(name, _POLL_S)
+            await self.guard.limits.wait_for_capacity(name, _POLL_S)
         return line
 
 
@@ -69,7 +69,7 @@ class Line:
         counted = self._key.tokens_per_minute is not None
         if counted and lines.unfunded[self._name] >= MAX_UNFUNDED:
             return False
-        if not lines.guard.limits.begin_behind(self._key, self._displace):
+        if not lines.guard.limits.start_background(self._key, self._displace):
             return False
         self._unfunded = counted
         lines.unfunded[self._name] += counted
@@ -100,7 +100,7 @@ class Line:
             self._waited_for = None
         self._set_funded()
         if self._key is not None:
-            self._lines.guard.limits.end_behind(self._key, self._displace)
+            self._lines.guard.limits.end_background(self._key, self._displace)
             self._key = None
 
     def reserve(self, tokens: int) -> Reservation | None:
@@ -115,7 +115,7 @@ class Line:
             reserved = None
         if reserved is None and self._key is not None and self._key.tokens_per_minute is not None:
             limits = self._lines.guard.limits
-            if (wait_s := limits.spare_in_s(self._key, tokens)) or self._lines.turns[self._name].locked():
+            if (wait_s := limits.seconds_until_spare(self._key, tokens)) or self._lines.turns[self._name].locked():
                 self._wanted = tokens
                 raise Overloaded("the line waits for its API key's tokens", retry_after_s=wait_s)
             reserved = limits.reserve(self._key, tokens)
@@ -137,7 +137,7 @@ class Line:
                 self._key = key = guard.key_named(self._name)  # its limits may have changed
                 if key is None or key.tokens_per_minute is None:
                     return
-                if not (wait_s := guard.limits.spare_in_s(key, wanted)):
+                if not (wait_s := guard.limits.seconds_until_spare(key, wanted)):
                     self._waited_for = guard.limits.reserve(key, wanted)
                     return
                 await asyncio.sleep(min(wait_s, _POLL_S))
@@ -151,4 +151,4 @@ class Line:
         if self._unfunded:
             self._unfunded = False
             self._lines.unfunded[self._name] -= 1
-            self._lines.guard.limits.tell_room(self._name)
+            self._lines.guard.limits.notify_capacity(self._name)

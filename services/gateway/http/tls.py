@@ -6,8 +6,8 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.host.secret_files import warn_if_open
-from services.common.host.watched import Watched
+from services.common.host.file_watch import FileWatch
+from services.common.host.secret_files import warn_if_not_secret
 
 log = structlog.get_logger(__name__)
 
@@ -18,15 +18,15 @@ class Certificate:
     def __init__(self, certificate: str, key: str) -> None:
         """Load the files. Raises ``InvalidRequest`` if they are invalid or do not match."""
         self._files = [Path(file).expanduser() for file in (certificate, key)]
-        self._watched = Watched(self._files)
+        self._file_watch = FileWatch(self._files)
         self._current = self._load()
         self.context = self._load()  # given to the server
         self.context.sni_callback = self._choose
-        warn_if_open("http_key", key)
+        warn_if_not_secret("http_key", key)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Use the current certificate for a handshake. Load it again if its files have changed."""
-        if self._watched.changed():
+        if self._file_watch.changed():
             try:
                 self._current = self._load()
                 log.info("certificate reloaded")

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from fastapi import Response
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TokaError
-from services.common.process.turn import Turn
+from services.common.process.time_slice import TimeSlice
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.engine.active_request import ActiveRequest, ActiveSample
 from services.gateway.engine.request import PromptRequest, Settings
@@ -159,13 +159,13 @@ class Answer:
         transcripts: dict[int, Transcript] = {}
         if beginning := shape.beginning():
             yield beginning
-        turn, many = Turn(), len(generation.samples) > _FEW_CHOICES
+        time_slice, many = TimeSlice(), len(generation.samples) > _FEW_CHOICES
         told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
         while news := await generation.wait_updated():
             chunks = []
             for choice in news:
-                if many and turn.is_over:
-                    await turn.next()
+                if many and time_slice.is_over:
+                    await time_slice.renew()
                 if choice.index in told:
                     continue
                 opens = False

@@ -44,7 +44,7 @@ class Gateway:
         """Load the tokenizer and make the other parts. Raises InvalidRequest for a wrong model."""
         guard = Guard(config, 1 if handover is None else handover.count)
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        paths = handover.numbers if handover is not None else []
+        paths = handover.counter_files if handover is not None else []
         metrics = RequestMetrics(Numbers.of_file(paths[handover.index]) if handover is not None and paths else None)
         fleet = Fleet(
             config.scheduler_addresses,

@@ -13,7 +13,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, delete, insert, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.portions import portions
+from services.common.chunks import chunks_by_size
 from services.gateway.store.batches import COUNTS, Counts, counts_of
 from services.gateway.store.database import Store
 from services.gateway.store.ids import now
@@ -266,7 +266,7 @@ class Leases:
                 by_line = {outcome.line: outcome for outcome in outcomes[key]}
                 for line in await _lines_done(session, key[0], [*by_line]):
                     del by_line[line]
-                for some in portions(by_line.values(), lambda outcome: len(outcome.body), _WRITTEN_AT_ONCE):
+                for some in chunks_by_size(by_line.values(), lambda outcome: len(outcome.body), _WRITTEN_AT_ONCE):
                     rows = [{"batch_seq": key[0], "line": o.line, "ok": o.ok, "body": o.body} for o in some]
                     await session.execute(insert(LineResult), rows)
                 _count(chunk, by_line.values())

@@ -1,4 +1,4 @@
-"""The gRPC side of the scheduler: requests in, events out.
+"""The gRPC service of the scheduler.
 
 Threads: the event loop, never the step loop. ``text_N`` renders chats and detokenizes; ``asyncio_N`` renders metrics.
 """

@@ -1,4 +1,4 @@
-"""Who may call what on the public service."""
+"""Authorises calls of the public service."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from services.common.addresses import is_public
 from services.common.config import SchedulerConfig
 from services.common.errors import PermissionDenied, TokaError, Unauthenticated
 from services.common.keys import ADMIN, INFERENCE, Key, KeyRing, salted
-from services.common.limits import Limits
+from services.common.limits import KeyLimits
 from services.common.rpc.interceptor import Details, Handler
 from services.common.rpc.token import TokenFile
 from tokasaurus.scheduler.v1 import generate_pb2
@@ -18,18 +18,18 @@ from tokasaurus.scheduler.v1 import generate_pb2
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
-_SESSION = f"{_SERVICE}Session"  # requests for anybody, under any name
-# The others tell everybody's request ids, or end anybody's.
+_SESSION = f"{_SERVICE}Session"  # carries requests of any key
+# The other methods report or cancel requests of any key.
 _OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}ListRequests", f"{_SERVICE}CancelRequest", f"{_SERVICE}WatchPlans"})
 _OPEN = "/grpc.health.v1.Health/"
 _AUTHORIZATION = "authorization"
 
 
 class Access(grpc.aio.ServerInterceptor):
-    """Refuses calls before their first message is read. Lives on the asyncio loop.
+    """Refuses calls without the right before their first message is read. Used on the event loop.
 
-    API keys open what their scopes say. The token of ``grpc_token_file`` is the gateways' and opens everything; where
-    there is none, a client's certificate, if the port wants one, opens sessions.
+    An API key allows what its scopes say. The token of ``grpc_token_file`` belongs to the gateways and allows
+    everything. Without such a token, a client certificate allows sessions if the port requires one.
     """
 
     def __init__(
@@ -40,16 +40,19 @@ class Access(grpc.aio.ServerInterceptor):
         certified: bool = False,
         isolates: bool = False,
     ) -> None:
-        """Without keys and token anybody may call everything. ``certified``: the port wants certificates."""
+        """Create the interceptor. Without keys and token, all calls are allowed.
+
+        ``certified`` means that the port requires client certificates.
+        """
         self._ring = ring
         self._token = token
         self._sessions_open = certified and token is None
         self._isolates = isolates
-        self.limits = Limits()
+        self.limits = KeyLimits()
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "Access":
-        """Raises ``InvalidRequest`` for wrong files."""
+        """Load the files of ``config``. Raises ``InvalidRequest`` if one cannot be used."""
         return cls(
             None if config.api_keys_file is None else KeyRing.load(config.api_keys_file),
             TokenFile.of(config.grpc_token_file),
@@ -67,7 +70,7 @@ class Access(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Raises ``Unauthenticated`` or ``PermissionDenied``."""
+        """Check that a call of ``method`` is allowed. Raises ``Unauthenticated`` or ``PermissionDenied``."""
         if not self._restricted or method.startswith(_OPEN) or (method == _SESSION and self._sessions_open):
             return
         presented = _presented(metadata)
@@ -75,20 +78,20 @@ class Access(grpc.aio.ServerInterceptor):
             return
         key = self._find(presented)
         needed = ADMIN if method in _OF_ADMINS else INFERENCE
-        if needed not in key.scopes and method.startswith(_SERVICE):  # reflection is for every key
+        if needed not in key.scopes and method.startswith(_SERVICE):  # every key may use reflection
             raise PermissionDenied(
                 f"this API key has not the scope {needed!r} that {method} needs; use one that has it",
                 reason="INSUFFICIENT_SCOPE",
             )
 
     def key_of(self, metadata: Metadata) -> Key | None:
-        """Who calls; None: nobody in particular. Of a call that was let through."""
+        """Return the key of an allowed call, or None if the call has the gateways' token or needs no key."""
         if not self._restricted or self._is_service(presented := _presented(metadata)):
             return None
         return self._find(presented)
 
     def sign(self, request: generate_pb2.GenerateRequest, key: Key | None) -> None:
-        """Write into ``request`` whose it is."""
+        """Write the owner of ``request`` into it."""
         if key is not None:
             request.fairness_key = key.name
             if self._isolates:
@@ -118,7 +121,7 @@ def _presented(metadata: Metadata) -> str:
 
 
 def _refusing(error: TokaError) -> Handler:
-    """Ends the call with ``error``, whichever kind it is of, without a look at what it sends."""
+    """Return a handler that ends a call of any kind with ``error`` without reading its messages."""
 
     async def refuse(requests: Any, context: Any) -> Any:
         raise error
@@ -128,11 +131,11 @@ def _refusing(error: TokaError) -> Handler:
 
 
 def exposure(config: SchedulerConfig) -> str:
-    """What is dangerous about where it listens; empty: nothing."""
+    """Return a warning about the listen address, or an empty string if it is safe."""
     if not is_public(config.scheduler_listen):
         return ""
     if config.api_keys_file is None and config.grpc_token_file is None and not config.has_mutual_tls:
-        return "other hosts may ask without credentials; set api_keys_file=, or grpc_cert=, grpc_key= and grpc_ca="
+        return "other hosts may call without credentials; set api_keys_file=, or grpc_cert=, grpc_key= and grpc_ca="
     if config.grpc_cert is None:
         return "keys, prompts and answers cross the network unencrypted; set grpc_cert= and grpc_key="
     return ""

@@ -1,4 +1,4 @@
-"""The core's news as messages of the public contract."""
+"""Encodes the core's events as messages of the public contract."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from services.scheduler.core.future.overview import Overview
 from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
 from services.scheduler.core.step.load import Load
-from services.scheduler.engine.news import Accepted, HeartbeatAnswer, PlanNews, Rejected
+from services.scheduler.engine.events import Accepted, HeartbeatReply, PlanEvent, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 _PRIORITIES = {
@@ -24,8 +24,8 @@ _PRIORITIES = {
 }
 
 
-def encode_news(item: object) -> session_pb2.SessionResponse:
-    """Anything a session's mailbox holds."""
+def encode_event(item: object) -> session_pb2.SessionResponse:
+    """Encode any item of a session's mailbox."""
     match item:
         case MergedDelta():
             return session_pb2.SessionResponse(outputs=encode_outputs(item))
@@ -37,7 +37,7 @@ def encode_news(item: object) -> session_pb2.SessionResponse:
         case Rejected(handle=handle, error=error):
             rejection = session_pb2.Rejection(handle=handle, status=to_status(error))
             return session_pb2.SessionResponse(rejection=rejection)
-        case HeartbeatAnswer(nonce=nonce):
+        case HeartbeatReply(nonce=nonce):
             return session_pb2.SessionResponse(heartbeat=session_pb2.Heartbeat(nonce=nonce))
         case Load():
             return session_pb2.SessionResponse(load=encode_load(item))
@@ -53,7 +53,7 @@ def encode_accepted(request: Request) -> generate_pb2.Accepted:
 
 
 def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
-    """Parallel arrays, filled as packed bytes."""
+    """Encode ``delta`` as parallel arrays of packed bytes."""
     message = session_pb2.StepOutputs(step=delta.step)
     fill(message, "handles", delta.handles)
     fill(message, "token_counts", NO_SLOTS if delta.counts is None else delta.counts)
@@ -69,9 +69,11 @@ def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
     return message
 
 
-def encode_what_can_be(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dict[int, Exception]]:
-    """``delta`` without the handles that ``encode_outputs`` fails for, and why it does. If such a one has finished, it
-    has finished with an error."""
+def encode_by_handle(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dict[int, Exception]]:
+    """Encode ``delta`` handle by handle. Return the message, and the exception of each handle that cannot be encoded.
+
+    If such a handle has finished, the message contains a finish with an error for it.
+    """
     message, failures = session_pb2.StepOutputs(step=delta.step), {}
     finished = {finish.handle for finish in delta.finished}
     for handle in dict.fromkeys([*delta.handles.tolist(), *(handle for handle, _ in delta.scored), *finished]):
@@ -81,7 +83,7 @@ def encode_what_can_be(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dic
             failures[handle] = error
             if handle in finished:
                 end = generate_pb2.Finish(error=to_status(Internal.logged()))
-                end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # any number of the enum does
+                end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # the type requires an enum member, an int is accepted
                 message.finished.add(handle=handle).finish.CopyFrom(end)
     return message, failures
 
@@ -103,7 +105,7 @@ def encode_scored(message: generate_pb2.PromptLogprobs, scored: ScoredTokens) ->
 
 def encode_finish(finish: Finish) -> generate_pb2.Finish:
     message = generate_pb2.Finish(
-        reason=int(finish.reason),  # type: ignore[arg-type]  # any number of the enum does
+        reason=int(finish.reason),  # type: ignore[arg-type]  # the type requires an enum member, an int is accepted
         usage=generate_pb2.Usage(
             prompt_tokens=finish.prompt_tokens,
             completion_tokens=finish.completion_tokens,
@@ -126,8 +128,8 @@ def encode_finish(finish: Finish) -> generate_pb2.Finish:
 
 
 def encode_load(load: Load) -> observe_pb2.Load:
-    apart = ("counters", "forecast")
-    values = {field.name: getattr(load, field.name) for field in dataclasses.fields(load) if field.name not in apart}
+    separate = ("counters", "forecast")
+    values = {field.name: getattr(load, field.name) for field in dataclasses.fields(load) if field.name not in separate}
     message = observe_pb2.Load(**values, counters=observe_pb2.Counters(**dataclasses.asdict(load.counters)))
     if load.forecast:
         message.forecast.total_pages = load.total_pages
@@ -136,16 +138,16 @@ def encode_load(load: Load) -> observe_pb2.Load:
     return message
 
 
-def encode_plan_news(news: PlanNews) -> observe_pb2.WatchPlansResponse:
-    plan = news.plan
+def encode_plan_event(event: PlanEvent) -> observe_pb2.WatchPlansResponse:
+    plan = event.plan
     return observe_pb2.WatchPlansResponse(
         step=plan.step,
         sequences=plan.sequences,
         tokens=plan.tokens,
         prefill_tokens=plan.prefill_tokens,
-        waiting_sequences=news.waiting_sequences,
-        in_use_pages=news.in_use_pages,
-        plans_in_flight=news.plans_in_flight,
+        waiting_sequences=event.waiting_sequences,
+        in_use_pages=event.in_use_pages,
+        plans_in_flight=event.plans_in_flight,
         admitted_request_ids=plan.admitted_ids,
         released_request_ids=plan.released_ids,
         hydragen_groups=plan.hydragen_groups,
@@ -157,7 +159,7 @@ def encode_plan_news(news: PlanNews) -> observe_pb2.WatchPlansResponse:
 
 
 def encode_overview(overview: Overview) -> observe_pb2.ListRequestsResponse:
-    """All but the curve."""
+    """Encode the overview without its curve."""
     message = observe_pb2.ListRequestsResponse(unfinished_requests=overview.unfinished)
     for entry in overview.entries:
         request = entry.request
@@ -179,7 +181,7 @@ def encode_overview(overview: Overview) -> observe_pb2.ListRequestsResponse:
 
 
 def encode_curve(pages: np.ndarray, total: int, horizon: int) -> observe_pb2.PageCurve:
-    """Only the steps at which the number changes."""
+    """Encode ``pages`` as the steps at which the number of pages changes."""
     pages = pages[:horizon]
     steps = np.flatnonzero(np.diff(pages, prepend=-1))
     message = observe_pb2.PageCurve(total_pages=total)

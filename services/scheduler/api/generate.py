@@ -1,4 +1,4 @@
-"""One Generate call: one request, one stream, text in and out."""
+"""Serves a Generate call: one request, one stream, text in and out."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -15,29 +15,29 @@ from services.scheduler.api.encoding import encode_accepted, encode_finish, enco
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
+from services.scheduler.api.pending_grammars import check_before_deadline
 from services.scheduler.api.prompt import is_text, read_prompt
-from services.scheduler.api.proofs import prove_in_time
-from services.scheduler.api.resume import ending_of
+from services.scheduler.api.resume import finish_of
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish
-from services.scheduler.engine.news import Accepted, Rejected
-from services.scheduler.grammar.message import keep_long_text, name_of
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.engine.events import Accepted, Rejected
+from services.scheduler.grammar.checker import GrammarChecker
+from services.scheduler.grammar.message import cache_long_text, name_of
 from tokasaurus.scheduler.v1 import generate_pb2
 
 log = structlog.get_logger(__name__)
 
 
-class Generation:
-    """Owned by its RPC, on the asyncio loop. Handles are the samples' numbers."""
+class GenerateCall:
+    """State of one Generate call. Used on the event loop. A sample's handle is its number."""
 
-    def __init__(self, hub: Hub, model: ServedModel, prover: Prover, spending: Spending) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, grammar_checker: GrammarChecker, spending: Spending) -> None:
         self._hub = hub
         self._model = model
-        self._prover = prover
+        self._grammar_checker = grammar_checker
         self._spending = spending
         self._texts: dict[int, Detokenizer] = {}
         self._wants_logprobs = False
@@ -48,18 +48,18 @@ class Generation:
     async def run(
         self, message: generate_pb2.GenerateRequest, context: AnyContext
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
-        """Acceptance, then news, until every sample has its Finish. Raises what the request is refused for."""
+        """Yield the acceptance, then outputs until every sample has finished. Raises the error of a refused request."""
         model = self._model
         model.check_name(message.model)
-        model.shape  # noqa: B018 (Unavailable before anything else)
+        model.shape  # noqa: B018 (raises Unavailable first)
         tokens = await read_prompt(message, model)
-        await keep_long_text(message.sampling)
+        await cache_long_text(message.sampling)
         request = read_request(message, tokens, model, sink=0, handle=0)
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
         if request.sampling.grammar:
-            await prove_in_time(self._prover, request, name_of(message.sampling.grammar))
+            await check_before_deadline(self._grammar_checker, request, name_of(message.sampling.grammar))
         self._wants_logprobs = request.sampling.logprobs
-        finish = ending_of(request, model)
+        finish = finish_of(request, model)
         wants_text = message.output.text if message.output.HasField("text") else is_text(message)
         if wants_text:
             self._include_stop = message.output.include_stop
@@ -68,10 +68,10 @@ class Generation:
             if message.output.special_tokens:
                 vocabulary = vocabulary.with_specials
             self._texts = {index: Detokenizer(vocabulary, message.stopping.strings) for index in range(request.n)}
-            if request.resumed_tokens:  # sent before, but what was held back then may be sent now
-                said = tokens[request.prompt_tokens :].tolist()
+            if request.resumed_tokens:  # sent before, but text withheld then may be sent now
+                generated = tokens[request.prompt_tokens :].tolist()
                 at_stop_token = finish is not None and finish.stop_token_id is not None
-                for token in said[:-1] if at_stop_token and not self._include_stop else said:  # as they came
+                for token in generated[:-1] if at_stop_token and not self._include_stop else generated:
                     self._texts[0].push([token])
         if finish is not None:
             yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
@@ -109,7 +109,7 @@ class Generation:
         try:
             return generate_pb2.GenerateResponse(outputs=self._outputs(delta))
         except Exception as error:
-            log.error("news of a request could not be written", request_id=request_id, exc_info=error)
+            log.error("an output could not be encoded", request_id=request_id, exc_info=error)
             raise Internal.logged() from error
 
     def _outputs(self, delta: MergedDelta) -> generate_pb2.SampleOutputs:
@@ -157,13 +157,13 @@ def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slic
 
 
 def _traceparent(context: AnyContext) -> str:
-    """Of the caller, in the call's metadata."""
+    """Return the caller's traceparent in the call's metadata, or an empty string."""
     values = (value for name, value in context.invocation_metadata() or () if name == HEADER)
     return str(next(values, ""))
 
 
 def _earlier(deadline_ms: int | None, remaining_s: float | None) -> int | None:
-    """The request's own deadline or the call's, whichever comes first."""
+    """Return the earlier of the request's deadline and the call's."""
     if remaining_s is None:
         return deadline_ms
     call_ms = int((time.monotonic() + remaining_s) * 1000)

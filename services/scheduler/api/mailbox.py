@@ -1,4 +1,4 @@
-"""What waits to be sent on one stream: bounded, and merged when the client is slow."""
+"""Bounded queue of the events to send on one stream. Events are merged when the client is slow."""
 
 import asyncio
 from collections import deque
@@ -13,16 +13,18 @@ from services.common.plan.top_logprobs import TopLogprobs
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import NO_FLOATS
 from services.scheduler.core.step.load import Load
-from services.scheduler.engine.news import Accepted
+from services.scheduler.engine.events import Accepted
 
-_MOST_BYTES = 64 * 1024 * 1024  # beyond it the client is given up
+_MOST_BYTES = 64 * 1024 * 1024  # a client with more unsent bytes is disconnected
 _MOST_ACCEPTANCES = 256  # in one message
-_MESSAGE_BYTES = 1024 * 1024  # merged into one message at most (a client's default receive limit is 4 MiB)
+_MESSAGE_BYTES = 1024 * 1024  # limit of merging (a client's default receive limit is 4 MiB)
 
 
 class MergedDelta:
-    """One or several deltas of one sink: tokens grouped by handle, in order within each. Arrays as in ``Delta``, and
-    ``counts``: tokens of each handle, or None when each has one."""
+    """Deltas of one sink, merged: tokens grouped by handle, in order for each handle.
+
+    The arrays are those of ``Delta``, and ``counts``: the tokens of each handle, or None if each has one token.
+    """
 
     def __init__(self, deltas: list[Delta]) -> None:
         self.step = deltas[-1].step
@@ -46,7 +48,7 @@ class MergedDelta:
         self.top = None if top is None else top[order]
 
     def of(self, handle: int) -> "MergedDelta":
-        """What is in it for one handle."""
+        """Return the part of ``handle``."""
         part, mine = copy(self), self.handles == handle
         rows = np.flatnonzero(mine if self.counts is None else np.repeat(mine, self.counts))
         part.handles, part.tokens = self.handles[mine], self.tokens[rows]
@@ -60,20 +62,20 @@ class MergedDelta:
 
 
 class Mailbox:
-    """Filled by ``put``, emptied by one reader; both on the asyncio loop.
+    """Queue of one stream, filled by ``put`` and read by one reader, both on the event loop.
 
-    ``overflowed`` is called once when the reader is given up: it may be stuck in a write, and does not ask again.
+    ``overflowed`` is called once when the reader is too slow, because the reader may be blocked in a write.
     """
 
     def __init__(self, overflowed: Callable[[], object] = lambda: None, most_bytes: int | None = None) -> None:
-        self.tokens = 0  # all that were put in
+        self.tokens = 0  # number of tokens ever put
         self.joins_acceptances = False  # ``get`` may return several acceptances as one item
         self._items: deque[Any] = deque()
-        self._load: Load | None = None  # only the newest counts
+        self._load: Load | None = None  # only the newest is sent
         self._bytes = 0
         self._most_bytes = most_bytes or _MOST_BYTES
         self._on_overflow = overflowed
-        self._news = asyncio.Event()
+        self._available = asyncio.Event()
         self._overflowed = False
         self._closed = False
         self._error: TokaError | None = None
@@ -90,28 +92,28 @@ class Mailbox:
             self._overflowed = True
             self._items.clear()
             self._on_overflow()
-        self._news.set()
+        self._available.set()
 
     def put_load(self, load: Load) -> None:
         self._load = load
-        self._news.set()
+        self._available.set()
 
     def close(self, error: TokaError | None = None) -> None:
-        """Take no more items. When all are fetched, ``get`` returns None, or raises ``error``."""
+        """Accept no more items. When all are read, ``get`` returns None, or raises ``error``."""
         self._closed, self._error = True, self._error or error
-        self._news.set()
+        self._available.set()
 
     async def get(self) -> Any:
         """Return the next item. Raises ``Overloaded`` if the reader was too slow.
 
-        Consecutive deltas are merged into a ``MergedDelta``. If ``joins_acceptances`` is set, consecutive acceptances
-        are returned as a list.
+        Consecutive deltas are merged into a ``MergedDelta``. With ``joins_acceptances``, consecutive acceptances are
+        returned as a list.
         """
         while True:
             if self._overflowed:
                 raise Overloaded(
                     "the client reads too slowly: more than"
-                    f" {self._most_bytes} bytes wait to be sent; read faster, or ask for less at once",
+                    f" {self._most_bytes} bytes wait to be sent; read faster, or request less at once",
                     retry_after_s=1.0,
                     reason="SLOW_READER",
                 )
@@ -124,8 +126,8 @@ class Mailbox:
                 if self._error is not None:
                     raise self._error
                 return None
-            self._news.clear()
-            await self._news.wait()
+            self._available.clear()
+            await self._available.wait()
 
     def _next(self) -> Any:
         item = self._items.popleft()
@@ -147,7 +149,7 @@ class Mailbox:
 
 
 def _size(item: Any) -> int:
-    """About what it takes on the wire."""
+    """Return the approximate size of the encoded item, in bytes."""
     if not isinstance(item, Delta):
         return 64
     tokens = len(item.tokens)

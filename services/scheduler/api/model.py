@@ -1,4 +1,4 @@
-"""The served model as the API sees it."""
+"""The served model."""
 
 import threading
 import time
@@ -15,19 +15,21 @@ from services.scheduler.core.stopping.automaton import Automaton
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 CONTRACT_VERSION = "1.11"
-# Compiled stop strings kept for the next request that has the same. A set of the longest ones takes 60 MB.
+# Cached automata of stop strings. An automaton of the longest strings takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024
 
 
 class ServedModel:
-    """Facts that never change, but for ``shape``, which the worker brings. Safe to share between threads, except for
-    ``text``, which is for the event loop."""
+    """Properties of the served model. Immutable except for ``shape``, which the worker determines.
+
+    Thread-safe, except for ``text``, which belongs to the event loop.
+    """
 
     def __init__(
         self, card: ModelCard, tokenizer: Tokenizer, max_samples: int, *, processed_logprobs: bool = False
     ) -> None:
-        """``processed_logprobs``: what a request means that does not name its logprobs_mode."""
+        """``processed_logprobs`` is the default of a request's logprobs_mode."""
         self.processed_logprobs = processed_logprobs
         self.thinking_tokens = ThinkingTokens.of(tokenizer)
         self.card = card
@@ -42,9 +44,9 @@ class ServedModel:
 
     @property
     def shape(self) -> WorkerShape:
-        """Raises ``Unavailable`` until a worker was there."""
+        """The limits of the worker. Raises ``Unavailable`` until a worker has connected."""
         if self._shape is None:
-            raise Unavailable("the worker is not there yet; try again", reason="NO_WORKER")
+            raise Unavailable("the worker has not connected yet; try again", reason="NO_WORKER")
         return self._shape
 
     def set_shape(self, shape: WorkerShape) -> None:
@@ -56,7 +58,7 @@ class ServedModel:
             raise NotFound(f"model {name!r} is not served here; this is {self.card.name!r}", field="model")
 
     def automaton(self, strings: Sequence[str]) -> Automaton:
-        """The stop strings, compiled."""
+        """Return the automaton of the stop strings."""
         key = tuple(strings)
         with self._lock:
             if key in self._automata:

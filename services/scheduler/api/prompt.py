@@ -1,4 +1,4 @@
-"""The prompt of a request as token ids."""
+"""Reads the prompt of a request as token ids."""
 
 import numpy as np
 
@@ -9,13 +9,15 @@ from tokasaurus.scheduler.v1 import generate_pb2
 
 
 def is_text(message: generate_pb2.GenerateRequest) -> bool:
-    """Whether the prompt is, and so is its answer unless asked for otherwise."""
+    """Return whether the prompt is text. Then the answer is text too by default."""
     return message.WhichOneof("prompt") in ("text", "chat")
 
 
 async def read_prompt(message: generate_pb2.GenerateRequest, model: ServedModel) -> np.ndarray:
-    """uint32 ``[tokens]``, at least one, all in the vocabulary. Raises ``InvalidRequest`` naming the field, and for a
-    text ``Unavailable`` as long as nobody knows how long it may be."""
+    """Return the prompt as uint32 ``[tokens]``: at least one token, all in the vocabulary.
+
+    Raises ``InvalidRequest`` naming the field, and ``Unavailable`` for a text before the context length is known.
+    """
     match message.WhichOneof("prompt"):
         case "tokens":
             field = "tokens.token_ids"
@@ -37,7 +39,7 @@ async def read_prompt(message: generate_pb2.GenerateRequest, model: ServedModel)
 async def encode_text(
     model: ServedModel, text: str, field: str, *, max_tokens: int | None, add_special_tokens: bool = True
 ) -> np.ndarray:
-    """uint32 ``[tokens]``. ``max_tokens``: as ``TextEncoder`` has it."""
+    """Encode ``text`` as uint32 ``[tokens]``. ``max_tokens`` is that of ``TextEncoder``."""
     [ids] = await model.text.encode([text], max_tokens=max_tokens, field=field, add_special_tokens=add_special_tokens)
     return np.array(ids, np.uint32)
 
@@ -45,7 +47,7 @@ async def encode_text(
 async def encode_chat(
     model: ServedModel, chat: generate_pb2.ChatPrompt, field: str, *, max_tokens: int | None
 ) -> np.ndarray:
-    """The same of a conversation under the model's template."""
+    """Encode a conversation, rendered with the model's template, as uint32 ``[tokens]``."""
     if not chat.messages:
         raise InvalidRequest("the chat has no messages", field=field)
     for index, message in enumerate(chat.messages):
@@ -65,7 +67,7 @@ async def encode_chat(
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, field: str) -> None:
-    """``InvalidRequest`` for the first id that is not in the vocabulary."""
+    """Raise ``InvalidRequest`` for the first id that is not in the vocabulary."""
     if tokens.max(initial=0) >= vocab_size:
         index = int((tokens >= vocab_size).argmax())
         raise InvalidRequest(

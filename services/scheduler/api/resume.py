@@ -1,4 +1,4 @@
-"""A sample that another scheduler began: where it stands, or how it ended."""
+"""Restores a sample that another scheduler started: its state, or its finish."""
 
 from services.common.errors import InvalidRequest
 from services.scheduler.api.model import ServedModel
@@ -8,7 +8,7 @@ from tokasaurus.scheduler.v1 import generate_pb2
 
 
 def read_resume(request: Request, message: generate_pb2.GenerateRequest, model: ServedModel) -> None:
-    """Sets what ``message.resume`` says. Raises ``InvalidRequest`` naming the field."""
+    """Set the fields of ``request`` that ``message.resume`` determines. Raises ``InvalidRequest`` naming the field."""
     generated, first = message.resume.generated_tokens, message.resume.sample_index
     if message.WhichOneof("prompt") != "tokens":
         raise InvalidRequest("resume needs a prompt of token ids: set tokens", field="resume")
@@ -18,13 +18,13 @@ def read_resume(request: Request, message: generate_pb2.GenerateRequest, model: 
         raise InvalidRequest(f"sample {first} and n={request.n} are beyond 32 bits", field="resume.sample_index")
     if generated >= len(request.tokens):
         raise InvalidRequest(
-            f"generated_tokens is {generated} and the prompt has {len(request.tokens)} tokens: at least one must have"
-            " been there before",
+            f"generated_tokens is {generated} and the prompt has {len(request.tokens)} tokens: at least one must"
+            " belong to the original prompt",
             field="resume.generated_tokens",
         )
     if request.max_tokens is not None and generated > request.max_tokens:
         raise InvalidRequest(
-            f"generated_tokens is {generated} and max_tokens {request.max_tokens}: the sample ended before",
+            f"generated_tokens is {generated} and max_tokens {request.max_tokens}: the sample has already finished",
             field="resume.generated_tokens",
         )
     if request.sampling.grammar and generated:
@@ -35,20 +35,21 @@ def read_resume(request: Request, message: generate_pb2.GenerateRequest, model: 
         request.stop_state = request.automaton.run(request.automaton.run(0, before), last)
 
 
-def _check_end(said: list[int], model: ServedModel) -> None:
-    """Behind an end nothing can come that matches. What else a grammar forbids the worker finds: it follows it."""
+def _check_end(generated: list[int], model: ServedModel) -> None:
+    """Refuse an EOS token before the last generated token. The worker finds other tokens that the grammar forbids."""
     ends = set(model.card.eos_token_ids)
-    if (end := next((token for token in said if token in ends), None)) is not None:
+    if (end := next((token for token in generated if token in ends), None)) is not None:
         raise InvalidRequest(
-            f"token {end} ends a sequence, and among generated_tokens there are others behind it, which no grammar"
-            " allows",
+            f"token {end} ends a sequence, but generated_tokens has tokens after it, which no grammar allows",
             field="resume.generated_tokens",
         )
 
 
-def ending_of(request: Request, model: ServedModel) -> Finish | None:
-    """The end of a sample whose last token is its last: whoever has it was told of the token and not of the end. None
-    when there is more to come."""
+def finish_of(request: Request, model: ServedModel) -> Finish | None:
+    """Return the finish of a sample whose last token is its last, or None if it continues.
+
+    The other scheduler sent this token, but was lost before it sent the finish.
+    """
     generated = request.resumed_tokens
     if not generated:
         return None
@@ -73,7 +74,7 @@ def ending_of(request: Request, model: ServedModel) -> Finish | None:
 
 
 def _match(request: Request, model: ServedModel) -> tuple[int, int] | None:
-    """The stop string that ends in the last token, and the bytes at the end of the text that are not of the answer."""
+    """Return the stop string that ends in the last token, and the bytes at the end of the text outside the answer."""
     if request.automaton is None:
         return None
     before, last = _last_bytes(request, request.automaton, model)
@@ -81,7 +82,7 @@ def _match(request: Request, model: ServedModel) -> tuple[int, int] | None:
 
 
 def _last_bytes(request: Request, automaton: Automaton, model: ServedModel) -> tuple[bytes, bytes]:
-    """Text of the resumed tokens: of all but the last, as much as a stop string can begin in; and of the last."""
+    """Return the text before the last token, cut to the length of a stop string, and the text of the last token."""
     *before, last = request.tokens[request.prompt_tokens :].tolist()
     text_bytes = model.tokenizer.vocabulary.text_bytes
     return text_bytes(before)[-max(map(len, automaton.patterns)) :], text_bytes([last])

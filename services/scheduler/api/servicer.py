@@ -1,4 +1,4 @@
-"""The public service: each RPC in a few lines, its work elsewhere."""
+"""The RPC methods of the public service."""
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -11,13 +11,13 @@ from services.common.keys import Key
 from services.common.packed import fill, read_fixed32
 from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
-from services.scheduler.api.encoding import encode_curve, encode_load, encode_overview, encode_plan_news
-from services.scheduler.api.generate import Generation
+from services.scheduler.api.encoding import encode_curve, encode_load, encode_overview, encode_plan_event
+from services.scheduler.api.generate import GenerateCall
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.patience import Patience
 from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text, read_prompt
-from services.scheduler.api.session import Session
+from services.scheduler.api.send_timeout import SendTimeout
+from services.scheduler.api.session import SessionStream
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.future.estimate import Estimate, estimate
@@ -25,8 +25,8 @@ from services.scheduler.core.future.overview import Overview, look_over
 from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.grammar.message import keep_long_text, name_of
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.grammar.checker import GrammarChecker
+from services.scheduler.grammar.message import cache_long_text, name_of
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 log = structlog.get_logger(__name__)
@@ -36,22 +36,22 @@ _MOST_LISTED, _LISTED = 1000, 100
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Owned by the asyncio loop."""
+    """Service implementation. Used on the event loop."""
 
     def __init__(
         self,
         hub: Hub,
         model: ServedModel,
-        prover: Prover,
+        grammar_checker: GrammarChecker,
         scheduler_id: str,
-        patience: Patience,
+        send_timeout: SendTimeout,
         access: Access | None = None,
     ) -> None:
         self._hub = hub
         self._model = model
-        self._prover = prover
+        self._grammar_checker = grammar_checker
         self._scheduler_id = scheduler_id
-        self._patience = patience
+        self._send_timeout = send_timeout
         self._access = access or Access()
 
     async def Generate(
@@ -60,16 +60,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with self._running(context) as key:
             self._access.sign(request, key)
             spending = Spending(self._access.limits, key)
-            stream = Generation(self._hub, self._model, self._prover, spending).run(request, context)
-            async with aclosing(self._patience.sending(stream, context)) as responses:
+            stream = GenerateCall(self._hub, self._model, self._grammar_checker, spending).run(request, context)
+            async with aclosing(self._send_timeout.monitor(stream, context)) as responses:
                 async for response in responses:
                     yield response
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.SessionRequest], context: AnyContext
     ) -> AsyncIterator[session_pb2.SessionResponse]:
-        stream = Session(self._hub, self._model, self._prover, self._scheduler_id).run(request_iterator)
-        async with aclosing(self._patience.sending(stream, context)) as responses:
+        stream = SessionStream(self._hub, self._model, self._grammar_checker, self._scheduler_id).run(request_iterator)
+        async with aclosing(self._send_timeout.monitor(stream, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -90,14 +90,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         shape = self._model.shape
         match request.WhichOneof("subject"):
             case "request_id":
-                found, step_s = await self._hub.ask(lambda core: _of_accepted(core, request.request_id, key))
+                found, step_s = await self._hub.ask(lambda core: _look_up(core, request.request_id, key))
             case "request":
                 self._access.sign(request.request, key)
                 tokens = await read_prompt(request.request, self._model)
-                await keep_long_text(request.request.sampling)
+                await cache_long_text(request.request.sampling)
                 subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
                 if subject.sampling.grammar:
-                    await self._prover.prove(subject.sampling.grammar, name_of(request.request.sampling.grammar))
+                    await self._grammar_checker.check(
+                        subject.sampling.grammar, name_of(request.request.sampling.grammar)
+                    )
                 subject.limit = resolve_limit(subject, shape)
                 found, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
             case _:
@@ -130,14 +132,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> observe_pb2.CancelRequestResponse:
         samples = await self._hub.ask(lambda core: core.cancel_request(request.request_id))
         if not samples:
-            raise _not_there(request.request_id)
+            raise _not_found(request.request_id)
         log.info("a request was cancelled by an operator", request_id=request.request_id, samples=samples)
         return observe_pb2.CancelRequestResponse(samples=samples)
 
     async def WatchPlans(
         self, request: observe_pb2.WatchPlansRequest, context: AnyContext
     ) -> AsyncIterator[observe_pb2.WatchPlansResponse]:
-        async with aclosing(self._patience.sending(self._plans(), context)) as responses:
+        async with aclosing(self._send_timeout.monitor(self._plans(), context)) as responses:
             async for response in responses:
                 yield response
 
@@ -155,13 +157,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         plans = self._hub.watch()
         try:
             while True:
-                yield encode_plan_news(await plans.get())
+                yield encode_plan_event(await plans.get())
         finally:
             self._hub.unwatch(plans)
 
     @contextmanager
     def _running(self, context: AnyContext) -> Iterator[Key | None]:
-        """Count a call of its key while it runs."""
+        """Count a call of a key while it runs. Yields the key."""
         key = self._access.key_of(context.invocation_metadata() or ())
         with self._access.limits.running(key):
             yield key
@@ -189,15 +191,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.DetokenizeResponse(text=text)
 
 
-def _of_accepted(core: Scheduler, request_id: str, key: Key | None) -> tuple[Estimate, float]:
+def _look_up(core: Scheduler, request_id: str, key: Key | None) -> tuple[Estimate, float]:
     request = core.state.queue.requests.get(request_id)
     if request is None or (key is not None and request.fairness_key != key.name):
-        raise _not_there(request_id)
+        raise _not_found(request_id)
     return _look(core, request), core.step_s
 
 
-def _not_there(request_id: str) -> NotFound:
-    # What a call ends with has few bytes to say it in.
+def _not_found(request_id: str) -> NotFound:
+    # A gRPC status has little room.
     return NotFound(f"no unfinished request has the id {request_id[:100]!r}", field="request_id")
 
 
@@ -213,7 +215,7 @@ def _overview(core: Scheduler, most: int) -> Overview:
 
 def _check_attached(core: Scheduler) -> None:
     if not core.state.attached:
-        raise Unavailable("the worker is not there yet; try again")
+        raise Unavailable("the worker has not connected yet; try again")
 
 
 def _check_horizon(steps: int) -> None:

@@ -1,4 +1,4 @@
-"""One Session stream: a reader that passes requests on, and one writer fed by a mailbox."""
+"""Serves a Session stream: a task reads requests, and a writer sends the events of a mailbox."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -7,66 +7,66 @@ from functools import partial
 import structlog
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
-from services.common.process.turn import Turn
-from services.scheduler.api.encoding import encode_news, encode_what_can_be
+from services.common.process.time_slice import TimeSlice
+from services.scheduler.api.encoding import encode_by_handle, encode_event
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
+from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.api.prompt import read_prompt
-from services.scheduler.api.proofs import Proofs
-from services.scheduler.api.resume import ending_of
+from services.scheduler.api.resume import finish_of
 from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine.news import Accepted, Rejected
-from services.scheduler.grammar.message import keep_long_text, name_of
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.engine.events import Accepted, Rejected
+from services.scheduler.grammar.checker import GrammarChecker
+from services.scheduler.grammar.message import cache_long_text, name_of
 from tokasaurus.scheduler.v1 import session_pb2
 
 log = structlog.get_logger(__name__)
 
-# If more requests than this wait for the step loop, it needs the interpreter more than the readers, so these pause.
+# The reader pauses while more requests than this wait for the step loop, which then needs the interpreter.
 _MOST_BACKLOG = 256
 _PAUSE_S = 0.002
-_MOST_SUBMITS = 1024  # in one message; an empty request is 2 bytes there and 2 KB in memory
-# A client that has sent heartbeats and sends nothing for so long is gone, or cut off: its requests end, since it sends
-# them elsewhere. Gateways send one a second.
-_SILENCE_S = 15
+_MOST_SUBMITS = 1024  # in one message; an empty request takes 2 bytes there and 2 KB in memory
+# Timeout of a client that has sent heartbeats. Its requests are cancelled, because it sends them to another scheduler.
+# Gateways send a heartbeat every second.
+_HEARTBEAT_TIMEOUT_S = 15
 
 _Requests = AsyncIterator[session_pb2.SessionRequest]
 
 
-class Session:
-    """Owned by its RPC, on the asyncio loop."""
+class SessionStream:
+    """State of one Session stream. Used on the event loop."""
 
-    def __init__(self, hub: Hub, model: ServedModel, prover: Prover, scheduler_id: str) -> None:
+    def __init__(self, hub: Hub, model: ServedModel, grammar_checker: GrammarChecker, scheduler_id: str) -> None:
         self._hub = hub
         self._model = model
-        self._prover = prover
+        self._grammar_checker = grammar_checker
         self._scheduler_id = scheduler_id
         self._sink = 0
-        self._undecided = 0  # submitted, neither accepted nor rejected
+        self._undecided = 0  # requests that are neither accepted nor rejected
         self._live = 0  # accepted samples without a Finish
         self._half_closed = False
-        self._heard = False  # from the client, since the last look
-        self._taking = False  # what was heard, which may have to wait
-        self._beats = False  # it sends heartbeats
-        self._received = 1  # messages, `open` included
+        self._seen = False  # a message arrived since the last heartbeat check
+        self._taking = False  # a message is being processed, which may take long
+        self._beats = False  # the client sends heartbeats
+        self._received = 1  # messages, including `open`
         self._error: Exception | None = None
         self._traces = Traces(hub.tracing)
 
     async def run(self, requests: _Requests) -> AsyncGenerator[session_pb2.SessionResponse, None]:
-        """The responses, until the client is done and everything of its is finished."""
+        """Yield responses until the client has closed its side and all its requests have finished."""
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("payload") != "open":
             raise InvalidRequest("the first message of a session must be `open`", field="open")
         opened = session_pb2.SessionOpened(scheduler_id=self._scheduler_id, model=self._model.message())
         self._sink, self._mailbox = self._hub.open(session=True)
-        self._proofs = Proofs(self._hub.engine, self._prover, self._sink)
+        self._pending = PendingGrammars(self._hub.engine, self._grammar_checker, self._sink)
         log.info("session opened", client_id=first.open.client_id, sink=self._sink)
         sent = 1
-        tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._notice_silence())]
+        tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._check_heartbeats())]
         try:
             yield session_pb2.SessionResponse(opened=opened)
             while (item := await self._mailbox.get()) is not None:
@@ -81,33 +81,33 @@ class Session:
         finally:
             for task in tasks:
                 task.cancel()
-            self._proofs.close()
+            self._pending.close()
             self._traces.close()
             self._hub.close(self._sink)
             log.info("session closed", client_id=first.open.client_id, sink=self._sink)
 
     def _encode(self, item: object) -> session_pb2.SessionResponse:
-        """What cannot be written of one request is its own end, not the session's."""
+        """Encode an item. If the outputs of one request cannot be encoded, only that request fails."""
         try:
-            return encode_news(item)
+            return encode_event(item)
         except Exception:
             if not isinstance(item, MergedDelta):
                 raise
-        outputs, failures = encode_what_can_be(item)
+        outputs, failures = encode_by_handle(item)
         for handle, error in failures.items():
-            log.error("news of a request could not be written", sink=self._sink, handle=handle, exc_info=error)
+            log.error("an output could not be encoded", sink=self._sink, handle=handle, exc_info=error)
             self._hub.engine.ask(partial(Scheduler.fail, sink=self._sink, handle=handle, error=error))
         return session_pb2.SessionResponse(outputs=outputs)
 
     def _note(self, item: object) -> None:
-        """Keep count, so that a session whose client sends no more ends behind its last Finish."""
+        """Count unfinished requests, so that a half-closed session ends after its last finish."""
         match item:
             case Accepted(request=request):
                 self._undecided -= 1
                 self._live += request.n
                 self._traces.accepted(request)
-            case list() as several:
-                for each in several:
+            case list() as items:
+                for each in items:
                     self._note(each)
             case Rejected(handle=handle, error=error):
                 self._undecided -= 1
@@ -121,28 +121,32 @@ class Session:
         if self._half_closed and not self._undecided and not self._live:
             self._mailbox.close()
 
-    async def _notice_silence(self) -> None:
-        """Counts seconds of this loop, not wall time: a scheduler that was itself stopped does not blame the client."""
+    async def _check_heartbeats(self) -> None:
+        """Cancel the client's requests after ``_HEARTBEAT_TIMEOUT_S`` seconds without a message.
+
+        Only seconds in which this loop runs count, so a scheduler that was suspended does not blame the client.
+        """
         silent = 0
-        while silent < _SILENCE_S:
+        while silent < _HEARTBEAT_TIMEOUT_S:
             await asyncio.sleep(1.0)
-            silent = 0 if self._heard or self._taking or not self._beats or self._half_closed else silent + 1
-            self._heard = False
-        self._hub.engine.ask(lambda core: core.close_sink(self._sink))  # now: a write to the client may be stuck
-        silence = Unavailable(f"the client has not been heard of for {silent} s", reason="CLIENT_SILENT")
-        self._mailbox.close(silence)
+            silent = 0 if self._seen or self._taking or not self._beats or self._half_closed else silent + 1
+            self._seen = False
+        # Closed now, because a write to the client may be blocked.
+        self._hub.engine.ask(lambda core: core.close_sink(self._sink))
+        error = Unavailable(f"the client has sent no message for {silent} s", reason="CLIENT_SILENT")
+        self._mailbox.close(error)
 
     async def _read(self, requests: _Requests) -> None:
         try:
             async for message in requests:
-                self._heard = self._taking = True
+                self._seen = self._taking = True
                 try:
                     await self._take(message)
                 finally:
                     self._taking = False
                 self._received += 1
                 await self._pause()
-        except TokaError as error:  # the stream itself is wrong
+        except TokaError as error:  # the stream itself is invalid
             self._error = error
             self._mailbox.close()
             return
@@ -155,7 +159,7 @@ class Session:
         self._close_if_done()
 
     async def _pause(self) -> None:
-        """Leave the interpreter to the step loop if many requests wait for it."""
+        """Yield the interpreter to the step loop if many requests wait for it."""
         if self._hub.engine.backlog > _MOST_BACKLOG:
             await asyncio.sleep(_PAUSE_S)
 
@@ -166,14 +170,14 @@ class Session:
             case "submits":
                 _check_submits(message.submits)
                 self._mailbox.joins_acceptances = True
-                turn = Turn()
+                time_slice = TimeSlice()
                 for submit in message.submits.submits:
                     await self._submit(submit)
                     await self._pause()
-                    if turn.is_over:
-                        await turn.next()
+                    if time_slice.is_over:
+                        await time_slice.renew()
             case "cancel":
-                self._hub.engine.cancel(self._sink, self._proofs.keep_cancels(message.cancel.handles))
+                self._hub.engine.cancel(self._sink, self._pending.defer_cancels(message.cancel.handles))
             case "heartbeat":
                 self._beats = True
                 if message.heartbeat.messages_before not in (0, self._received):
@@ -184,13 +188,15 @@ class Session:
                     )
                 self._hub.engine.heartbeat(self._sink, message.heartbeat.nonce)
             case "open":
-                raise FailedPrecondition("the session is open already: `open` is its first message only")
+                raise FailedPrecondition("the session is open already: only its first message may be `open`")
             case _:
-                raise InvalidRequest("a session message without a payload that this version knows")
+                raise InvalidRequest("the session message has no payload that this version supports")
 
     async def _submit(self, submit: session_pb2.Submit) -> None:
-        """In order of arrival, also while a text is tokenised: a cancel must not overtake its submit. A request whose
-        grammar is new is passed by others, and its cancels wait for it."""
+        """Submit a request in the order of arrival, so that no cancel overtakes its submit while a text is tokenised.
+
+        Other requests overtake a request whose grammar is new. Its cancels wait for it.
+        """
         self._undecided += 1
         message, model = submit.request, self._model
         try:
@@ -198,24 +204,24 @@ class Session:
             if message.output.text:
                 raise InvalidRequest("a session returns token ids only: leave text unset", field="output.text")
             tokens = await read_prompt(message, model)
-            await keep_long_text(message.sampling)
+            await cache_long_text(message.sampling)
             request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
-            self._proofs.check_handles(request)
+            self._pending.check_handles(request)
             self._traces.begin(request)
-            if (finish := ending_of(request, model)) is not None:
+            if (finish := finish_of(request, model)) is not None:
                 self._mailbox.put(Accepted(request))
                 self._mailbox.put(Delta(0, finished=[finish]))
                 return
             if grammar := request.sampling.grammar:
                 name = name_of(message.sampling.grammar)
-                if not self._prover.knows(grammar):
-                    self._proofs.begin(request, name)
+                if not self._grammar_checker.is_cached(grammar):
+                    self._pending.begin(request, name)
                     return
-                await self._prover.prove(grammar, name)  # at once
+                await self._grammar_checker.check(grammar, name)  # returns at once
         except TokaError as error:
             self._hub.engine.reject(self._sink, submit.handle, error)
             return
-        except Exception as error:  # one request's trouble is not the session's
+        except Exception as error:  # an error of one request must not end the session
             log.error("a request could not be read", request_id=message.request_id, exc_info=error)
             self._hub.engine.reject(self._sink, submit.handle, Internal.logged())
             return

@@ -1,4 +1,4 @@
-"""The thinking budget of a request."""
+"""Reads the thinking budget of a request."""
 
 import numpy as np
 
@@ -12,14 +12,14 @@ _FIELD = "sampling.thinking"
 
 
 def read_thinking(message: generate_pb2.ThinkingBudget, prompt: np.ndarray, model: ServedModel) -> ThinkingBudget:
-    """Return the budget with its defaults. ``prompt [tokens]`` uint32 is without tokens that were generated.
+    """Return the budget with its defaults. ``prompt [tokens]`` uint32 excludes generated tokens.
 
     Raises InvalidRequest naming the field.
     """
     if not model.shape.thinking_budgets:
         raise InvalidRequest("the worker has no thinking budgets: leave it out, or use a newer worker", field=_FIELD)
     if not message.HasField("tokens"):
-        raise InvalidRequest("tokens is not set: expected the most tokens of the section", field=f"{_FIELD}.tokens")
+        raise InvalidRequest("tokens is not set: expected the limit of the section", field=f"{_FIELD}.tokens")
     known = model.thinking_tokens
     end = _token(message, "end_token_id", known.end, ENDS, model)
     begin = _token(message, "begin_token_id", known.begin, BEGINS, model) if not message.opened else 0

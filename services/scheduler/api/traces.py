@@ -1,5 +1,4 @@
-"""The spans of one stream's requests: the queue, the prefill and the decoding of samples, from the times that their
-Finish has."""
+"""Records spans of one stream's requests: queue, prefill and decode of samples, with the times of their finishes."""
 
 import time
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from services.scheduler.core.request import Finish, FinishReason, Request
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-_MOST_SAMPLES = 16  # of a request that have spans of their own
+_MOST_SAMPLES = 16  # samples of a request with separate spans
 
 
 class _Trace:
-    """A request that is recorded."""
+    """Trace of one request."""
 
     __slots__ = ("accepted", "began_ns", "first", "generated", "span", "tracing", "unfinished")
 
@@ -30,18 +29,18 @@ class _Trace:
 
 
 class Traces:
-    """Owned by its RPC, on the asyncio loop. Without ``tracing`` it does nothing."""
+    """Open traces of one stream, on the event loop. Without ``tracing`` it does nothing."""
 
     def __init__(self, tracing: Tracing | None) -> None:
         self._tracing = tracing
         self._live: dict[int, _Trace] = {}  # by the handle of each sample
 
     def begin(self, request: Request) -> None:
-        """It is about to be queued. The worker is told of the span."""
+        """Start the span of a request before it is queued. The request carries it to the worker."""
         if self._tracing is None:
             return
         handles = range(request.handle, request.handle + request.n)
-        if not self._live.keys().isdisjoint(handles):  # it will be refused
+        if not self._live.keys().isdisjoint(handles):  # the request will be rejected
             return
         attributes: dict[str, str | int] = {
             "toka.request_id": request.request_id,
@@ -76,28 +75,28 @@ class Traces:
                 self._end(trace, finish)
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """End the spans of unfinished requests as cancelled."""
         for trace in set(self._live.values()):
             trace.tracing.fail(trace.span, FinishReason.CANCELLED.name)
             trace.span.end()
         self._live.clear()
 
     def _end(self, trace: _Trace, finish: Finish) -> None:
-        """Of one sample, and with the last one of its request."""
+        """Record the spans of a sample. After the last sample, end the request's span."""
         index = finish.handle - trace.first
         trace.unfinished -= 1
         trace.generated += finish.completion_tokens
         if index < _MOST_SAMPLES:
             at = trace.began_ns
             phases = (("queue", finish.queued_ns), ("prefill", finish.prefill_ns), ("decode", finish.decode_ns))
-            for name, took_ns in phases:
+            for name, duration_ns in phases:
                 span = trace.tracing.start(name, trace.span, attributes={"toka.sample": index}, start_ns=at)
                 if name == "decode":
                     span.set_attribute("gen_ai.usage.output_tokens", finish.completion_tokens)
                     span.set_attribute("gen_ai.response.finish_reasons", [finish.reason.name.lower()])
                 elif name == "prefill":
                     span.set_attribute("toka.cached_tokens", finish.cached_prompt_tokens)
-                at += took_ns
+                at += duration_ns
                 span.end(at)
         if finish.reason in (FinishReason.ERROR, FinishReason.DEADLINE):
             trace.tracing.fail(trace.span, finish.reason.name)

@@ -1,4 +1,4 @@
-"""A GenerateRequest as the core's Request: every field checked, every default filled in, nothing passed over."""
+"""Converts a GenerateRequest to the core's Request: checks every field and fills in the defaults."""
 
 import random
 import time
@@ -26,7 +26,7 @@ _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
 _LONGEST_ID = 256
-_LEAST_REPETITION, _MOST_REPETITION = float(np.float32(0.01)), 100.0  # as a message holds them
+_LEAST_REPETITION, _MOST_REPETITION = float(np.float32(0.01)), 100.0  # as 32-bit floats
 _LONGEST_LENGTH_CLASS = 64
 _LONGEST_FAIRNESS_KEY = 256
 _PRIORITIES = {
@@ -36,7 +36,7 @@ _PRIORITIES = {
     generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
 }
 _Number = TypeVar("_Number", int, float)
-_random = random.Random()  # begun by the system's: asking that each time costs more than all other fields together
+_random = random.Random()  # seeded once; the system's generator would take more time than all other fields
 _PROCESSED = {
     generate_pb2.LOGPROBS_MODE_UNSPECIFIED: None,
     generate_pb2.LOGPROBS_MODE_RAW: False,
@@ -52,7 +52,10 @@ _MODES = {
 def read_request(
     message: generate_pb2.GenerateRequest, tokens: np.ndarray, model: ServedModel, *, sink: int, handle: int
 ) -> Request:
-    """Raises ``InvalidRequest`` or ``NotFound`` naming the field. ``tokens``: what ``read_prompt`` returned."""
+    """Return the request. ``tokens`` is the result of ``read_prompt``.
+
+    Raises ``InvalidRequest`` or ``NotFound`` naming the field.
+    """
     model.check_name(message.model)
     _check_length(message, "request_id", _LONGEST_ID)
     _check_length(message, "length_class", _LONGEST_LENGTH_CLASS)
@@ -70,7 +73,7 @@ def read_request(
     strings = _stop_strings(stopping)
     if strings and message.output.special_tokens:
         raise InvalidRequest(
-            "special_tokens does not go with stop strings, which are looked for in text without them: leave one out",
+            "special_tokens cannot be combined with stop strings, which match text without them: leave one out",
             field="output.special_tokens",
         )
     request = Request(
@@ -110,7 +113,7 @@ def _sampling(
     temperature = _number(sampling, "temperature", defaults.temperature)
     top_p = _number(sampling, "top_p", defaults.top_p)
     min_p = _number(sampling, "min_p", defaults.min_p)
-    # Written so that NaN fails.
+    # These comparisons are false for NaN.
     if not 0 <= temperature <= 100:
         raise InvalidRequest(f"temperature is {temperature:g}: expected 0 to 100", field="sampling.temperature")
     if not 0 < top_p <= 1:
@@ -167,17 +170,17 @@ def _sampling(
 
 
 def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
-    """Not proven yet."""
+    """Return the text of the request's grammar, which has not been checked yet."""
     if not model.shape.grammars:
-        raise InvalidRequest("the worker follows no grammars: leave it out, or use a newer worker", field=FIELD)
+        raise InvalidRequest("the worker does not support grammars: leave it out, or use a newer worker", field=FIELD)
     if message.stopping.ignore_eos:
         raise InvalidRequest(
-            "ignore_eos does not go with a grammar, behind whose end nothing can come: leave one out",
+            "ignore_eos cannot be combined with a grammar, since no token can follow its end: leave one out",
             field="stopping.ignore_eos",
         )
     if message.stopping.min_tokens:
         raise InvalidRequest(
-            "min_tokens does not go with a grammar, which may be at its end before: leave one out",
+            "min_tokens cannot be combined with a grammar, which may end earlier: leave one out",
             field="stopping.min_tokens",
         )
     return grammar_text(message.sampling.grammar)
@@ -202,7 +205,7 @@ def _processed_logprobs(output: generate_pb2.Output, model: ServedModel) -> bool
 def _penalties(sampling: generate_pb2.Sampling, defaults: GenerationDefaults) -> tuple[float, float, float]:
     """Return the repetition, frequency and presence penalties. Raises ``InvalidRequest``."""
     repetition = _number(sampling, "repetition_penalty", defaults.repetition_penalty)
-    # Written so that NaN fails.
+    # These comparisons are false for NaN.
     if not _LEAST_REPETITION <= repetition <= _MOST_REPETITION:
         raise InvalidRequest(
             f"repetition_penalty is {repetition:g}: expected {_LEAST_REPETITION:g} to {_MOST_REPETITION:g}, 1 = off",
@@ -224,7 +227,7 @@ def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel, n: int) -> 
     tokens, values = read_fixed32(sampling.logit_bias_token_ids), read_float(sampling.logit_bias_values)
     if len(tokens) != len(values):
         raise InvalidRequest(
-            f"{len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: expected as many of each",
+            f"{len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: expected the same number of each",
             field="sampling.logit_bias_values",
         )
     if len(tokens) > MAX_BIASES or n * len(tokens) > MAX_BIAS_COPIES:
@@ -246,7 +249,7 @@ def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel, n: int) -> 
 
 
 def _max_tokens(stopping: generate_pb2.Stopping, defaults: GenerationDefaults) -> int | None:
-    """Return the most tokens of a sample; None = the rest of the context."""
+    """Return the limit of a sample's tokens. None means the rest of the context."""
     if not stopping.HasField("max_tokens"):
         most = defaults.max_new_tokens
         return None if most is None else max(most, stopping.min_tokens)
@@ -295,7 +298,7 @@ def _stop_tokens(stopping: generate_pb2.Stopping, model: ServedModel) -> frozens
 
 
 def _deadline_ms(message: generate_pb2.GenerateRequest) -> int | None:
-    """Return the deadline by this host's monotonic clock, which later changes of its wall clock do not move."""
+    """Return the deadline by this host's monotonic clock, which changes of the wall clock do not affect."""
     now = time.monotonic_ns() // 1_000_000
     if message.HasField("deadline_in_ms"):
         return now + message.deadline_in_ms
@@ -311,6 +314,6 @@ def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -
 
 
 def _number(message: Message, name: str, default: _Number) -> _Number:
-    """The value of an optional scalar, or its default."""
+    """Return the value of an optional scalar, or its default."""
     value: _Number = getattr(message, name) if message.HasField(name) else default
     return value

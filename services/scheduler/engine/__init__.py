@@ -1,4 +1,4 @@
-"""The step loop, which drives the core, and how other threads reach it.
+"""The step loop, which drives the core, and the queue through which other threads call it.
 
 Threads: ``step-loop``. The event loop, ``worker-link``, ``worker-answers`` and ``asyncio_N`` put calls into the inbox.
 """

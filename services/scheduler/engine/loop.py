@@ -1,4 +1,4 @@
-"""The step loop: one OS thread that owns the core and turns whenever something happened."""
+"""The step loop: one thread that owns the core and runs it whenever an event arrives."""
 
 import threading
 import time
@@ -15,39 +15,40 @@ from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load
+from services.scheduler.engine.events import Events, HeartbeatReply, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
-from services.scheduler.engine.news import HeartbeatAnswer, News, PlanNews, Rejected
+from services.scheduler.engine.loop_stages import LoopStages
 from services.scheduler.engine.pace import Pace
+from services.scheduler.engine.planning_timeout import PlanningTimeout
 from services.scheduler.engine.readiness import Readiness
-from services.scheduler.engine.reception import log_failures, take_in
-from services.scheduler.engine.silence import Silence
-from services.scheduler.engine.stages import Stages
-from services.scheduler.engine.stall import Stall
 from services.scheduler.engine.stats import Stats
 from services.scheduler.engine.statsd import Statsd
+from services.scheduler.engine.step_timeout import StepTimeout
+from services.scheduler.engine.submission import log_failures, submit_request
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.codec import decode_shape
-from services.scheduler.workers.stream import Answer, WorkerStream
+from services.scheduler.workers.stream import ReceivedResult, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
-Asked = TypeVar("Asked")
+T = TypeVar("T")
 
-_SHARED_S = 600.0  # plans are sent late for so long after requests of two keys were there together
+_SHARED_S = 600.0  # after requests of two keys ran together, plans are sent late for this time
 
 
 class EngineLoop:
-    """Other threads talk to it through ``post`` and ``ask``; what it says goes to ``deliver``, once for each turn.
+    """Thread of the step loop. Other threads call it through ``post`` and ``ask``.
 
-    ``deliver`` and ``failed`` are called on the loop's thread and must only pass things on.
+    ``deliver`` gets its events once for each iteration. ``deliver`` and ``failed`` are called on the loop's thread and
+    must not block.
     """
 
     def __init__(
         self,
         core: Scheduler,
         max_context_tokens: int,
-        deliver: Callable[[News], None],
+        deliver: Callable[[Events], None],
         failed: Callable[[BaseException], object],
         *,
         step_deadline_s: float = 30.0,
@@ -55,8 +56,11 @@ class EngineLoop:
         recorder: Recorder | None = None,
         statsd: Statsd | None = None,
     ) -> None:
-        """``step_deadline_s``: a worker that owes an answer for so long is given up, and so is a core that owes a
-        plan."""
+        """Create the loop without starting it.
+
+        ``step_deadline_s`` is the time after which a worker without a result is disconnected, and a core without a plan
+        fails.
+        """
         self._core = core
         self._max_context_tokens = max_context_tokens
         self._deliver = deliver
@@ -64,19 +68,19 @@ class EngineLoop:
         self._recorder = recorder
         self._inbox = Inbox()
         self._stream: WorkerStream | None = None
-        self._news: News = []
+        self._events: Events = []
         self._stopping = False
         self._readiness = Readiness()
-        self._silence = Silence(step_deadline_s)
-        self._stall = Stall(step_deadline_s)
+        self._step_timeout = StepTimeout(step_deadline_s)
+        self._planning_timeout = PlanningTimeout(step_deadline_s)
         self._stats = Stats(stats_report_seconds, time.monotonic(), statsd)
-        self._stages = Stages(core.state.queue.counters)
+        self._stages = LoopStages(core.state.queue.counters)
         self._forecast: PageForecast = ()
         self._pace = Pace()
-        self._ahead = (1, 1)  # plans in flight: at least, at most
-        self._shared_until = 0.0  # keys shared the worker a while ago: plans are sent late, so that requests are early
-        self._send_at = 0.0  # the next plan is held back until then
-        self.watchers = 0  # set by the API: plans are reported while it is not 0
+        self._ahead = (1, 1)  # least and most plans in flight
+        self._shared_until = 0.0  # until then plans are sent late, so that requests of all keys can be included
+        self._send_at = 0.0  # earliest time of the next plan
+        self.watchers = 0  # number of plan watchers, set by the API
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
     # -- from any thread
@@ -85,43 +89,43 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the present turn."""
+        """Stop after the current iteration."""
         self.post(self._stop)
         self._thread.join()
 
-    def post(self, event: Call) -> None:
-        """Run ``event`` on the loop's thread, before any request of a client that waits."""
-        self._inbox.put(event)
+    def post(self, call: Call) -> None:
+        """Run ``call`` on the loop's thread, before any queued request of a client."""
+        self._inbox.put(call)
 
-    def ask(self, question: Callable[[Scheduler], Asked]) -> Future[Asked]:
-        """``question(core)``, answered on the loop's thread."""
-        return self._inbox.ask(lambda: question(self._core))
+    def ask(self, call: Callable[[Scheduler], T]) -> Future[T]:
+        """Run ``call(core)`` on the loop's thread. Return the future of its result."""
+        return self._inbox.ask(lambda: call(self._core))
 
     def submit(self, request: Request) -> None:
-        """Queue ``request``; its sink is told Accepted or Rejected before anything else about it."""
+        """Queue ``request``. The first event of the request is Accepted or Rejected."""
         self._inbox.put_request(lambda: self._submit(request), request.n)
 
     def reject(self, sink: int, handle: int, error: TokaError) -> None:
-        """Tell a sink that its request never got here, in order with everything else it is told."""
+        """Send Rejected for a request that was not submitted, in order with the sink's other events."""
         self._inbox.put_request(lambda: self._reject(sink, handle, error))
 
     def cancel(self, sink: int, handles: list[int]) -> None:
-        """Behind all that the sink submitted before."""
+        """Cancel samples after all earlier submits of the sink."""
         self._inbox.put_request(lambda: self._core.cancel(sink, handles))
 
     def heartbeat(self, sink: int, nonce: int) -> None:
-        self._inbox.put_request(lambda: self._news.append((sink, HeartbeatAnswer(nonce))))
+        self._inbox.put_request(lambda: self._events.append((sink, HeartbeatReply(nonce))))
 
     @property
     def backlog(self) -> int:
-        """Requests that the loop has not looked at."""
+        """The number of requests that the loop has not processed."""
         return self._inbox.requests
 
     def worker_connected(self, stream: WorkerStream) -> None:
         self.post(lambda: self._attach(stream))
 
-    def worker_answered(self, stream: WorkerStream, answer: Answer) -> None:
-        self.post(lambda: self._take_result(stream, answer))
+    def worker_result(self, stream: WorkerStream, received: ReceivedResult) -> None:
+        self.post(lambda: self._take_result(stream, received))
 
     def worker_lost(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:
         self.post(lambda: self._detach(stream, reason, stopping=stopping))
@@ -130,7 +134,7 @@ class EngineLoop:
         self.post(lambda: self._readiness.miss(reason))
 
     def drain(self) -> None:
-        """From here on new requests are refused with ``DRAINING``; those that are there go on."""
+        """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""
         self.post(self._readiness.drain)
 
     def shape_of(self, info: worker_pb2.WorkerInfo) -> WorkerShape:
@@ -141,15 +145,15 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._stats.changed |= self._inbox.turn(self._until_due(), lambda: self._worker_waits)
+                self._stats.changed |= self._inbox.run_once(self._until_due(), lambda: self._worker_waits)
                 self._core.end_overdue(time.monotonic_ns() // 1_000_000)
-                self._abandon_silent_worker()
+                self._abandon_overdue_worker()
                 self._stages.taken(self._inbox.take_waited_ns())
                 self._send_plans()
-                self._stall.look(self._core, time.monotonic(), connected=self.connected)
+                self._planning_timeout.check(self._core, time.monotonic(), connected=self.connected)
                 self._report()
                 self._stages.reported()
-                self._hand_over()
+                self._deliver_events()
                 self._stages.delivered()
         except BaseException as error:
             log.error("the step loop failed", exc_info=error)
@@ -157,29 +161,28 @@ class EngineLoop:
 
     @property
     def _worker_waits(self) -> bool:
-        """Whether another plan may be sent now, if there is something to compute."""
+        """True if another plan may be sent now."""
         if self._stream is None or self._core.plans_in_flight >= self._core.state.queue.steps_ahead:
             return False
         return self._send_at <= time.monotonic()
 
     def _until_due(self) -> float | None:
-        """Seconds until a deadline, a load report, a log line or the end of patience; None when only an event can bring
-        news."""
+        """Return the seconds until the next deadline, report, log line or timeout, or None without one."""
         due = []
         if (deadline_ms := self._core.next_deadline_ms()) is not None:
             due.append(deadline_ms / 1000 - time.monotonic())
         if self._stream is not None and self._core.plans_in_flight:
-            due.append(self._silence.until_look())
-        if (look_s := self._stall.until_look()) is not None:
-            due.append(look_s)
+            due.append(self._step_timeout.until_check())
+        if (check_s := self._planning_timeout.until_check()) is not None:
+            due.append(check_s)
         if self._send_at and self._stream is not None:
             due.append(self._send_at - time.monotonic())
-        if (telling := self._stats.due(busy=self._busy())) is not None:
-            due.append(telling - time.monotonic())
+        if (report_at := self._stats.due(busy=self._busy())) is not None:
+            due.append(report_at - time.monotonic())
         return min(max(0.0, min(due)), 3600.0) if due else None
 
     def _send_plans(self) -> None:
-        """Keep the worker's queue full."""
+        """Send plans until the allowed number is in flight."""
         core, state, pace = self._core, self._core.state, self._pace
         self._send_at = 0.0
         if self._stream is not None:
@@ -192,7 +195,7 @@ class EngineLoop:
             if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(begun)):
                 self._send_at = begun + later_s
                 return
-            hurry = pace.runs_dry(begun, state.queue.steps_ahead)
+            hurry = pace.is_starving(begun, state.queue.steps_ahead)
             plan = core.plan(time.monotonic_ns(), hurry=hurry)
             self._stages.planned()
             if plan is None:
@@ -203,7 +206,10 @@ class EngineLoop:
             pace.sent(now, now - begun, full=waiting and not plan.postponed, tokens=plan.tokens)
 
     def _hold_plan(self, now: float) -> float:
-        """Return the seconds for which the next plan is held back: only where keys share the worker, or did."""
+        """Return the seconds for which to delay the next plan.
+
+        It is delayed only if keys share the worker, or did recently.
+        """
         if self._core.state.several_keys:
             self._shared_until = now + _SHARED_S
         return self._pace.until_needed(now) if now < self._shared_until else 0.0
@@ -214,33 +220,33 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.plan(message, plan.admitted_ids, plan.released_ids)
         if self._core.plans_in_flight == 1:
-            self._silence.begin(time.monotonic())
+            self._step_timeout.restart(time.monotonic())
         if self.watchers:
-            self._news.append((None, PlanNews.of(plan, self._core)))
+            self._events.append((None, PlanEvent.of(plan, self._core)))
 
-    def _hand_over(self) -> None:
+    def _deliver_events(self) -> None:
         log_failures(self._core)
-        self._news.extend(self._core.take_output())
-        if self._news:
-            self._deliver(self._news)
-            self._news = []
+        self._events.extend(self._core.take_output())
+        if self._events:
+            self._deliver(self._events)
+            self._events = []
 
-    def _take_result(self, stream: WorkerStream, answer: Answer) -> None:
+    def _take_result(self, stream: WorkerStream, received: ReceivedResult) -> None:
         if stream is not self._stream:
             return
         if self._recorder is not None:
-            self._recorder.result(answer.message)
-        self._silence.begin(time.monotonic())
+            self._recorder.result(received.message)
+        self._step_timeout.restart(time.monotonic())
         try:
-            self._core.take(answer.result, time.monotonic_ns())
-        except WrongAnswer as error:  # it does not do what the contract says: a fresh start is all that helps
-            log.error("the worker answered wrongly", reason=str(error))
+            self._core.take(received.result, time.monotonic_ns())
+        except WrongAnswer as error:  # it violates the contract, so only a new connection helps
+            log.error("the worker sent an invalid result", reason=str(error))
             self._abandon(stream, str(error))
             return
-        self._pace.answered(answer.received_s)
+        self._pace.result_received(received.received_s)
         self._core.step_s = self._pace.step_s
-        # What this step brought goes out before the next result is taken in: one message for each step.
-        self._news.extend(self._core.take_output())
+        # The step's output is collected before the next result, so that there is one message for each step.
+        self._events.extend(self._core.take_output())
 
     def _attach(self, stream: WorkerStream) -> None:
         if self._stream is not None:
@@ -257,7 +263,7 @@ class EngineLoop:
             self._recorder.connected(stream.info, stream.plans_in_flight)
 
     def _detach(self, stream: WorkerStream, reason: str, *, stopping: bool = False) -> None:
-        """Take the worker of ``stream`` off the core. ``stopping``: the scheduler itself ended the stream."""
+        """Detach the worker of ``stream`` from the core. ``stopping`` means that the scheduler ended the stream."""
         if stream is not self._stream:
             return
         self._stream = None
@@ -270,31 +276,37 @@ class EngineLoop:
         (log.info if stopping else log.warning)("worker lost", reason=reason, **facts)
 
     def _abandon(self, stream: WorkerStream, reason: str) -> None:
-        """End a connection that is of no use; the link begins a new one, to this worker or to its successor."""
+        """End a connection that cannot be used. The link opens a new one."""
         stream.end()
         self._detach(stream, reason)
 
-    def _abandon_silent_worker(self) -> None:
+    def _abandon_overdue_worker(self) -> None:
         stream = self._stream
-        if stream is not None and (step := self._core.oldest_step) is not None and self._silence.look(time.monotonic()):
-            for_s = f"{self._silence.seconds:.0f} s"
+        if (
+            stream is not None
+            and (step := self._core.oldest_step) is not None
+            and self._step_timeout.check(time.monotonic())
+        ):
+            for_s = f"{self._step_timeout.seconds:.0f} s"
             self._abandon(
-                stream, f"worker {stream.silent()} has not answered plan {step} for {for_s} (flag step_deadline)"
+                stream,
+                f"worker {stream.overdue_ranks()} has returned no result of plan {step} for {for_s}"
+                " (flag step_deadline)",
             )
 
     def _submit(self, request: Request) -> None:
-        self._news.append((request.sink, take_in(self._core, request, draining=self._readiness.draining)))
+        self._events.append((request.sink, submit_request(self._core, request, draining=self._readiness.draining)))
 
     def _reject(self, sink: int, handle: int, error: TokaError) -> None:
         self._core.state.queue.counters.requests_rejected += 1
-        self._news.append((sink, Rejected(handle, error)))
+        self._events.append((sink, Rejected(handle, error)))
 
-    # -- what others may know
+    # -- state for other components
 
     @property
     def not_ready_reason(self) -> str:
-        """Empty when it serves. On the loop's thread, as what follows."""
-        return self._readiness.not_ready_reason or self._core.distrust or self._stall.reason
+        """The reason, or an empty string if it is ready. Use this and the following on the loop's thread."""
+        return self._readiness.not_ready_reason or self._core.distrust or self._planning_timeout.reason
 
     @property
     def ready(self) -> bool:
@@ -302,11 +314,11 @@ class EngineLoop:
 
     @property
     def connected(self) -> bool:
-        """A worker is there; one that does not answer is given up."""
+        """True if a worker is connected. A worker that does not respond is disconnected."""
         return self._stream is not None
 
     def load(self) -> Load:
-        if bool(self._forecast) != self._core.state.attached:  # the worker has come, or gone
+        if bool(self._forecast) != self._core.state.attached:  # the worker has connected or disconnected
             self._forecast = forecast_pages(self._core.state)
         return self._core.load(not_ready_reason=self.not_ready_reason, forecast=self._forecast)
 
@@ -321,11 +333,11 @@ class EngineLoop:
             state = self._core.state
             if self._stats.forecast_is_due(now, running=state.attached and state.pool.slots.running > 0):
                 self._forecast = forecast_pages(state)
-            self._news.append((None, self.load()))
+            self._events.append((None, self.load()))
         if self._stats.line_is_due(now) and self._busy():
             self._stats.log(self.load(), now, self._core.step_s, self._core.state.queue.steps_ahead)
         if (statsd := self._stats.due_statsd(now)) is not None:
-            statsd.tell(self.load())
+            statsd.send(self.load())
 
     def _stop(self) -> None:
         self._stopping = True

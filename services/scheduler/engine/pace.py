@@ -1,4 +1,4 @@
-"""How fast the worker steps and how long plans take; and so, how many to send, and whether it is about to run dry."""
+"""Measures steps and plans, and decides how many plans to keep in flight."""
 
 import math
 from collections import deque
@@ -6,43 +6,48 @@ from collections import deque
 from services.scheduler.engine.step_times import StepTimes
 
 MOST_AHEAD = 16  # plans in flight, however short steps are
-_RECENT = 0.2  # weight of the newest figure in a smoothed one
-# A plan takes one to two milliseconds from here to the worker and back: so much work lies ahead of the worker at least.
+_RECENT = 0.2  # weight of the newest value in a smoothed value
+# A plan takes one to two milliseconds to the worker and back, so the worker must have more work than that.
 _COVER_S = 0.004
-# Plans for steps of at least so many seconds may be sent late: this part of the step before it ends, or earlier.
+# The plan after a step of at least this duration may be sent late: before this part of the step remains.
 _LONG_STEP_S = 0.02
 _LEAD = 0.25
 
 
 class Pace:
-    """Times are seconds of a monotonic clock. Owned by the step loop.
+    """Durations of steps and plans, in seconds of a monotonic clock. Used by the step loop.
 
-    A plan is full if samples could be admitted by it, and light otherwise.
+    A plan is full if it was built with admission, even if no sample was admitted, and otherwise light.
     """
 
     def __init__(self) -> None:
-        self.step_s = 0.0  # recent time of a step on the worker; 0 = none yet
+        self.step_s = 0.0  # smoothed duration of a step; 0 if unknown
         self._full, self._light = _Kind(), _Kind()
         self.times = StepTimes()
-        self._sent: deque[tuple[float, _Kind, int]] = deque()  # plans that the worker has not answered: with tokens
+        self._sent: deque[tuple[float, _Kind, int]] = deque()  # plans in flight, with their tokens
         self._last_answer = 0.0
         self._lead = 0.0
 
     def begin(self, lead: float = 0.0) -> None:
-        """Another worker: none of its plans are in flight. ``lead``: steps by which its first pipeline stage is before
-        the last, which answers; for the first to find a plan when it needs one, so many more must be in flight."""
+        """Reset the state for a new worker.
+
+        ``lead`` is the number of steps by which the first pipeline stage is ahead of the last stage, which returns
+        results. This number of further plans must be in flight, or the first stage would wait.
+        """
         self._sent.clear()
         self._lead = lead
 
-    def sent(self, now: float, took_s: float, *, full: bool, tokens: int = 0) -> None:
-        """Note that a plan of ``tokens`` tokens was sent, which took ``took_s`` to build."""
+    def sent(self, now: float, build_s: float, *, full: bool, tokens: int = 0) -> None:
+        """Record a plan of ``tokens`` tokens that took ``build_s`` seconds to build."""
         kind = self._full if full else self._light
-        kind.plan_s = _smooth(kind.plan_s, took_s)
+        kind.plan_s = _smooth(kind.plan_s, build_s)
         self._sent.append((now, kind, tokens))
 
-    def answered(self, at: float) -> None:
-        """The answer to the oldest plan in flight came ``at`` this time, however long it lay here since. The worker
-        began the plan when it got it, or when the one before was through."""
+    def result_received(self, at: float) -> None:
+        """Record the result of the oldest plan in flight, received ``at`` this time.
+
+        The worker started the plan when it received it, or when the plan before was done.
+        """
         sent, kind, tokens = self._sent.popleft()
         step_s = max(at - max(sent, self._last_answer), 0.0)
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
@@ -51,9 +56,9 @@ class Pace:
             self.times.note(tokens, step_s)
 
     def until_needed(self, now: float) -> float:
-        """Return the seconds until the worker needs its next plan. 0 if that is not known, or if steps are short.
+        """Return the seconds until the worker needs its next plan, or 0 if this is unknown or steps are short.
 
-        A request that arrives before the plan is built does not wait for the step after it.
+        A request that arrives before the plan is built is included in it.
         """
         if self._lead or not self._sent:
             return 0.0
@@ -65,22 +70,23 @@ class Pace:
         return max(0.0, left - max(_LEAD * expected[0], 2 * self._full.plan_s, _COVER_S))
 
     def plans_ahead(self, now: int, least: int, most: int) -> int:
-        """How many plans should be in flight, from ``least`` to ``most``, when ``now`` may be: enough that short steps
-        do not wait for their plans, and no more, since a sequence that ends wastes a row of each. One less than there
-        are now is not worth a change."""
+        """Return how many plans to keep in flight, from ``least`` to ``most``. ``now`` is the current number.
+
+        There must be enough that short steps do not wait for plans. Each further plan wastes a row of every sequence
+        that finishes. A reduction by one plan is not worth the change.
+        """
         least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
         wanted = max(least, min(math.ceil(_COVER_S / self.step_s + self._lead), most))
         return now if least < wanted == now - 1 else wanted
 
-    def runs_dry(self, now: float, most_in_flight: int) -> bool:
-        """Whether the worker would be through with what it holds before a full plan could reach it, and light ones
-        help.
+    def is_starving(self, now: float, most_in_flight: int) -> bool:
+        """Return whether the worker would become idle before a full plan arrives, and light plans avoid that.
 
-        They do not where they are hardly faster to build, nor where one plan at most is in flight, since then the
-        worker waits for every plan anyway. Nor where a full plan keeps the worker for longer than the next one takes to
-        build: one full plan and nobody is late any more, but light ones, which keep it for less, would all be.
+        They do not help if they are hardly faster to build, or if one plan at most is in flight, since then the worker
+        waits for every plan. Nor do they help if the step of a full plan lasts longer than building the next plan. Then
+        one full plan makes up the delay, while the shorter steps of light plans would prolong it.
         """
         full, light = self._full, self._light
         if most_in_flight == 1 or not self.step_s or light.plan_s * 2 > full.plan_s or full.step_s > full.plan_s:
@@ -91,13 +97,13 @@ class Pace:
 
 
 class _Kind:
-    """Recent times of one kind of plan; 0 = none yet."""
+    """Smoothed durations for one kind of plan. 0 if unknown."""
 
     __slots__ = ("plan_s", "step_s")
 
     def __init__(self) -> None:
-        self.plan_s = 0.0  # of building and sending it
-        self.step_s = 0.0  # of its step on the worker
+        self.plan_s = 0.0  # time to build and send it
+        self.step_s = 0.0  # duration of its step
 
 
 def _smooth(old: float, new: float) -> float:

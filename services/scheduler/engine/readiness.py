@@ -1,35 +1,35 @@
-"""Whether a scheduler serves, and if not, why."""
+"""Readiness of a scheduler, and the reason if it is not ready."""
 
 
 class Readiness:
-    """Owned by the step loop."""
+    """Readiness as determined by the worker's connection and draining. Used by the step loop."""
 
     def __init__(self) -> None:
-        self.draining = False  # what is new is refused
+        self.draining = False  # new requests are refused
         self._connected = False
-        # While it is not: why the last connection ended, and why there is no other yet.
+        # Reasons while no worker is connected: for the end of the last connection, and for the lack of a new one.
         self._lost, self._missing = "its worker does not answer yet", ""
 
     def connect(self) -> None:
-        """A worker is there."""
+        """Record that a worker connected."""
         self._connected = True
 
     def lose(self, reason: str) -> None:
-        """It is not there any more."""
+        """Record that the worker was lost."""
         self._connected, self._lost, self._missing = False, reason, ""
 
     def miss(self, reason: str) -> None:
-        """The link has found no other."""
+        """Record why the link cannot connect."""
         if reason != self._lost:
             self._missing = reason
 
     def drain(self) -> None:
-        """For good."""
+        """Start draining, which cannot be undone."""
         self.draining = True
 
     @property
     def not_ready_reason(self) -> str:
-        """Empty when it serves."""
+        """The reason, or an empty string if it is ready."""
         if self.draining:
             return "draining"
         if self._connected:

@@ -1,5 +1,4 @@
-"""When the load is told: to the streams a few times a second while anything changes, to the log and statsd now and
-then."""
+"""Schedules reports of the load: to streams a few times a second, to the log and statsd at their period."""
 
 import structlog
 
@@ -13,34 +12,38 @@ _FORECAST_PERIOD_S = 1.0
 
 
 class Stats:
-    """Times are seconds of a monotonic clock. Remembers the counters of the last line in the log: a line tells what
-    happened since. Owned by the step loop."""
+    """Report times, in seconds of a monotonic clock. Used by the step loop.
+
+    It stores the counters of the last log line, because a line reports their changes.
+    """
 
     def __init__(self, line_period_s: float, now: float, statsd: Statsd | None = None) -> None:
-        """``line_period_s``: 0 = no lines."""
-        self.changed = False  # something happened since the load was told last
+        """``line_period_s`` is the period of log lines and statsd. 0 means no log lines."""
+        self.changed = False  # an event occurred since the last load report
         self._line_period_s = line_period_s
-        self._last_load = self._last_line = self._last_forecast = self._last_told = now
+        self._last_load = self._last_line = self._last_forecast = self._last_sent = now
         self._statsd = statsd
         self._last_counts = (0, 0, 0, 0)
 
     def due(self, *, busy: bool) -> float | None:
-        """When something is to be told next."""
+        """Return the time of the next report."""
         load = self._last_load + _LOAD_PERIOD_S if self.changed else None
         line = self._last_line + self._line_period_s if self._line_period_s and busy else None
-        told = self._last_told + self._line_period_s if self._statsd is not None else None
-        return min((at for at in (load, line, told) if at is not None), default=None)
+        sent = self._last_sent + self._line_period_s if self._statsd is not None else None
+        return min((at for at in (load, line, sent) if at is not None), default=None)
 
     def load_is_due(self, now: float) -> bool:
-        """Whether to tell the streams; asked once, it counts as told."""
+        """Return whether to send the load to streams. If so, record it as sent."""
         if not self.changed or now - self._last_load < _LOAD_PERIOD_S:
             return False
         self.changed, self._last_load = False, now
         return True
 
     def forecast_is_due(self, now: float, *, running: bool) -> bool:
-        """Whether a load is to have a new forecast; asked once, it counts as made. Without ``running`` sequences there
-        is little to look at, and perhaps no further load."""
+        """Return whether a load needs a new forecast. If so, record it as made.
+
+        Without ``running`` sequences a forecast is cheap, and there may be no further load.
+        """
         if running and now - self._last_forecast < _FORECAST_PERIOD_S:
             return False
         self._last_forecast = now
@@ -50,15 +53,14 @@ class Stats:
         return bool(self._line_period_s) and now - self._last_line >= self._line_period_s
 
     def due_statsd(self, now: float) -> Statsd | None:
-        """Whom to tell the load, of an idle scheduler too: a gauge stays as it was told last. Asked once, it counts as
-        told."""
-        if self._statsd is None or now - self._last_told < self._line_period_s:
+        """Return the statsd client if a report is due, also for an idle scheduler, and record it as sent."""
+        if self._statsd is None or now - self._last_sent < self._line_period_s:
             return None
-        self._last_told = now
+        self._last_sent = now
         return self._statsd
 
     def log(self, load: Load, now: float, step_s: float, plans_ahead: int) -> None:
-        """``step_s``: recent time of a step; ``plans_ahead``: allowed now."""
+        """Log the load. ``step_s`` is the duration of a step, ``plans_ahead`` the limit of plans in flight."""
         counters, passed_s = load.counters, now - self._last_line
         counts = (counters.generated_tokens, counters.steps, counters.device_busy_ns, counters.device_idle_ns)
         tokens, steps, busy, idle = (new - old for new, old in zip(counts, self._last_counts, strict=True))

@@ -1,4 +1,4 @@
-"""The load, told to a statsd server: gauges as they are, counters as what was added since the last time."""
+"""Sends the load to a statsd server: gauges as values, counters as increments."""
 
 import dataclasses
 import socket
@@ -11,7 +11,7 @@ from services.scheduler.core.step.load import Load
 
 log = structlog.get_logger(__name__)
 
-_MOST_BYTES = 1432  # of a datagram: what passes every Ethernet in one piece
+_MOST_BYTES = 1432  # of a datagram, so that Ethernet does not fragment it
 _GAUGES = (
     "running_sequences", "waiting_sequences", "total_pages", "free_pages", "cached_pages", "in_use_pages",
     "outstanding_tokens", "plans_in_flight", "plans_ahead",
@@ -19,38 +19,41 @@ _GAUGES = (
 
 
 class Statsd:
-    """Owned by the step loop's thread. Sending never waits: what the network does not take is lost, as it is with
-    UDP."""
+    """Client of a statsd server. Used by the step loop's thread.
+
+    Sending never blocks. Datagrams that the network does not accept are lost, as usual with UDP.
+    """
 
     def __init__(self, server: str, prefix: str) -> None:
-        """``server``: HOST:PORT; the name is looked up here, once. Raises ``Unavailable`` when it is not known."""
+        """Resolve the name in ``server``, HOST:PORT, once. Raises ``Unavailable`` if it cannot be resolved."""
         host, _, port = server.removeprefix("udp://").rpartition(":")
         try:
             family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         except OSError as error:
             raise Unavailable(
-                f"flag statsd_server_url={server}: {host} is not known ({error}); name a host that is, or leave it out"
+                f"flag statsd_server_url={server}: {host} cannot be resolved ({error}); use another host, or omit the"
+                " flag"
             ) from error
         self._prefix = prefix
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._address = address
-        self._told: dict[str, int] = {}  # counters
+        self._sent: dict[str, int] = {}  # counters at the last report
         self._failed = False
 
-    def tell(self, load: Load) -> None:
-        """One or a few datagrams."""
+    def send(self, load: Load) -> None:
+        """Send the load in one or a few datagrams."""
         lines = list(self._lines(load))
         try:
             for datagram in _datagrams(lines):
                 self._socket.sendto(datagram, self._address)
         except OSError as error:
-            if not self._failed:  # once: it may go on for days
-                log.warning("statsd cannot be told", reason=str(error))
+            if not self._failed:  # logged once, since it may last for days
+                log.warning("cannot send to statsd", reason=str(error))
             self._failed = True
         else:
             self._failed = False
-        self._told = dataclasses.asdict(load.counters)
+        self._sent = dataclasses.asdict(load.counters)
 
     def close(self) -> None:
         self._socket.close()
@@ -63,12 +66,12 @@ class Statsd:
         for steps, pages in load.forecast:
             yield f"{self._prefix}.forecast_pages.{steps}:{pages}|g"
         for name, count in dataclasses.asdict(load.counters).items():
-            if more := count - self._told.get(name, 0):
+            if more := count - self._sent.get(name, 0):
                 yield f"{self._prefix}.{name}:{more}|c"
 
 
 def _datagrams(lines: list[str]) -> Iterator[bytes]:
-    """As few as hold the lines."""
+    """Yield the lines joined into as few datagrams as possible."""
     datagram = b""
     for line in map(str.encode, lines):
         if datagram and len(datagram) + 1 + len(line) > _MOST_BYTES:

@@ -1,8 +1,8 @@
-"""``python -m services.scheduler.grammar.child``: compiles grammars, one behind the other, until its input ends.
+"""Child process that compiles grammars one after the other: ``python -m services.scheduler.grammar.child``.
 
-It may be killed over any of them: by its limit of CPU seconds, for want of memory, or of stack. Its first frame says
-that it is ready (empty) or why it cannot be; then each grammar is answered by one frame, empty when it compiles and
-some tens of its masks are made in time.
+A grammar may make the system kill it, at its limit of CPU time, memory or stack. Its first frame is empty when it is
+ready, or the reason why it cannot be. Then it returns one frame for each grammar: empty if the grammar compiles and
+some tens of its masks are computed in time, or else the reason. It exits at the end of its input.
 """
 
 import json
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from services.common.errors import TokaError
-from services.common.process.service import die_with_parent
+from services.common.process.service import exit_with_parent
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.grammar.frames import LENGTH, frame
-from services.scheduler.grammar.walk import MOST_WALK_S, too_slow
+from services.scheduler.grammar.walk import MOST_WALK_S, mask_time_problem
 
 _LONGEST_REASON = 300
-# Less than any thread has that compiles or follows in a worker, of which those of llguidance's have least, 2 MiB.
+# Less than the stack of any thread that uses grammars in a worker. llguidance's threads have the smallest, 2 MiB.
 _STACK_BYTES = 1024**2
 _REGEX_ERROR = re.compile(r"^[ \t]*error: (.*)", re.MULTILINE)
-# What the library calls it -> what it means.
+# the library's error codes and their meaning
 _CODES = (
     ("NoExtension", "no text matches it"),
     ("ParserTooComplex", "it is too complex for the limits of this server"),
@@ -36,9 +36,9 @@ _CODES = (
 
 
 def main() -> None:
-    """Argument: ``{"tokenizer", "eos_token_ids", "cpu_seconds", "memory_bytes"}`` as JSON."""
+    """Run the child. Its argument is ``{"tokenizer", "eos_token_ids", "cpu_seconds", "memory_bytes"}`` as JSON."""
     settings = json.loads(sys.argv[1])
-    die_with_parent()
+    exit_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         grammars = Grammars(Tokenizer.load(settings["tokenizer"]), settings["eos_token_ids"])
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _serve(grammars: Grammars, settings: dict[str, Any]) -> None:
-    _reason(grammars, "start: /(.|\\n)*/")  # whatever is made once is made now
+    _reason(grammars, "start: /(.|\\n)*/")  # initialises the library before the limits apply
     _limit_memory(settings["memory_bytes"])
     _write("")
     for grammar in _frames(sys.stdin.buffer):
@@ -63,7 +63,7 @@ def _serve(grammars: Grammars, settings: dict[str, Any]) -> None:
 
 
 def _reason(grammars: Grammars, grammar: str) -> str:
-    """Why ``grammar`` does not compile; empty when it does, and some token may come first."""
+    """Return why ``grammar`` does not compile, or an empty string if it does and allows a first token."""
     try:
         matcher = grammars.matcher(grammar)
     except TokaError as error:
@@ -73,12 +73,12 @@ def _reason(grammars: Grammars, grammar: str) -> str:
         return _readable(matcher.get_error())
     if warnings := matcher.get_grammar_warnings():
         return _readable("; ".join(warnings))
-    _limit_time(2 * MOST_WALK_S)  # it looks at its clock between masks only
-    return _readable(too_slow(matcher, grammars.ends))
+    _limit_time(2 * MOST_WALK_S)  # the walk checks its clock only between masks
+    return _readable(mask_time_problem(matcher, grammars.ends))
 
 
 def _readable(message: str) -> str:
-    """One line of the library's message, without what it looks like inside."""
+    """Return one line of the library's message, without internal details."""
     for code, meaning in _CODES:
         if message.startswith(code):
             return meaning
@@ -100,8 +100,8 @@ def _write(text: str) -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """``more`` bytes than are taken now. Beyond them the process is aborted."""
-    if not sys.platform.startswith("linux"):  # others neither tell nor keep it
+    """Limit the memory to ``more`` bytes above its current size. The process is aborted beyond it."""
+    if not sys.platform.startswith("linux"):  # other systems have neither the figure nor the limit
         return
     most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
     allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -111,8 +111,10 @@ def _limit_memory(more: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Of computing, from now on; 0 = no limit. Beyond them the process is killed by SIGPROF: a limit of the system's
-    would know whole seconds only."""
+    """Limit the CPU time from now on to ``seconds``. 0 means no limit.
+
+    The process is killed by SIGPROF beyond it. The system's resource limit would have a resolution of one second.
+    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -1,4 +1,4 @@
-"""One child process that compiles grammars, seen from the scheduler."""
+"""Controls a child process that compiles grammars."""
 
 import asyncio
 import contextlib
@@ -18,31 +18,31 @@ from services.scheduler.grammar.frames import LENGTH, frame
 
 log = structlog.get_logger(__name__)
 
-_START_S = 120.0  # wall clock: a large vocabulary, and a machine that others use, too
-_PATIENCE = 24  # wall clock to CPU seconds: who takes longer did not get the processor
+_START_S = 120.0  # wall clock; for a large vocabulary on a busy machine
+_TIMEOUT_FACTOR = 24  # wall clock to CPU seconds; more time means that the child did not get a processor
 
 
-class Limits(NamedTuple):
-    """For one grammar."""
+class GrammarLimits(NamedTuple):
+    """Limits for one grammar."""
 
-    cpu_seconds: float = 0.5  # until it has its first mask; a worker compiles it again, and a step may wait for it
-    memory_bytes: int = 256 * 1024**2  # beside what the child takes anyway; a worker keeps several
+    cpu_seconds: float = 0.5  # to its first mask; a worker compiles it again, and a step may wait for it
+    memory_bytes: int = 256 * 1024**2  # added to the child's memory; a worker keeps several grammars
 
 
 class Compiler:
-    """Owned by one task at a time, on the asyncio loop. Once it has died it is of no more use."""
+    """Child process that compiles grammars. Used by one task at a time, on the event loop, until it exits."""
 
-    def __init__(self, process: Process, limits: Limits) -> None:
+    def __init__(self, process: Process, limits: GrammarLimits) -> None:
         if process.stdin is None or process.stdout is None:
-            raise ValueError("the process has no pipes to talk through")
+            raise ValueError("the process has no pipes")
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self._limits = limits
 
     @classmethod
-    async def start(cls, tokenizer: str, eos_token_ids: Sequence[int], limits: Limits) -> "Compiler":
-        """Ready to compile. Raises ``Unavailable`` when that cannot be."""
+    async def start(cls, tokenizer: str, eos_token_ids: Sequence[int], limits: GrammarLimits) -> "Compiler":
+        """Start a child. Return it when it is ready. Raises ``Unavailable`` if it cannot start."""
         settings = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, **limits._asdict()}
-        # Panics of the library go to stderr, with the caller's text: they are none of the log's business.
+        # The library's panics on stderr contain the caller's text, which must not be logged.
         process = await asyncio.create_subprocess_exec(
             *module_command("services.scheduler.grammar.child", json.dumps(settings)),
             stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
@@ -67,21 +67,21 @@ class Compiler:
         return self._process.returncode is None
 
     async def compile(self, grammar: str) -> str:
-        """Why it does not compile; empty when it does. ``Unavailable``: nobody knows."""
+        """Return why ``grammar`` does not compile, or an empty string. Raises ``Unavailable`` if this is unknown."""
         try:
             self._stdin.write(frame(grammar))
-            return await asyncio.wait_for(self._read(), self._limits.cpu_seconds * _PATIENCE)
+            return await asyncio.wait_for(self._read(), self._limits.cpu_seconds * _TIMEOUT_FACTOR)
         except TimeoutError:
             await self.close()
-            raise Unavailable("this machine has no time to check the grammar; try again") from None
+            raise Unavailable("the check of the grammar got no processor time; try again") from None
         except asyncio.CancelledError:
             await self.close()
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
-            return self._cause_of_death(await self._process.wait())
+            return self._exit_reason(await self._process.wait())
 
     async def close(self) -> None:
-        """Kill it, busy or not."""
+        """Kill the child."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -90,11 +90,11 @@ class Compiler:
         length = await self._stdout.readexactly(LENGTH.size)
         return (await self._stdout.readexactly(*LENGTH.unpack(length))).decode()
 
-    def _cause_of_death(self, status: int) -> str:
-        log.warning("a process that checks grammars was ended", exit_status=status)
+    def _exit_reason(self, status: int) -> str:
+        log.warning("a process that checks grammars exited", exit_status=status)
         match -status:
             case signal.SIGPROF:
                 return f"it takes more than {self._limits.cpu_seconds:g} s to compile"
             case signal.SIGABRT | signal.SIGSEGV | signal.SIGBUS | signal.SIGILL:
                 return f"it takes more than {self._limits.memory_bytes >> 20} MiB to compile, or is nested too deeply"
-        raise Unavailable("the process that checks grammars was ended; try again")
+        raise Unavailable("the process that checks grammars exited; try again")

@@ -1,4 +1,4 @@
-"""How a scheduler and the process that proves its grammars speak over a pipe: a length, then so many bytes of UTF-8."""
+"""Frames on the pipes between a scheduler and its grammar children: a length, then UTF-8 text of this length."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""A Grammar of the contract as one text in llguidance's forms."""
+"""Converts a Grammar message to llguidance's text."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from llguidance import LLMatcher
 from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import JSON_OPTIONS, MAX_GRAMMAR_BYTES, choice_terminal, regex_rule
 from services.common.text.json_schema import read_schema, tightened
-from services.scheduler.grammar.attributes import idle_attribute
+from services.scheduler.grammar.attributes import unsupported_attribute
 from tokasaurus.scheduler.v1 import generate_pb2
 
 FIELD = "sampling.grammar"
-_KEPT = 64  # texts of the last grammars: those of many prompts come one behind the other
+_CACHED = 64  # texts of the last grammars, since many prompts often use the same grammar
 _LONG_BYTES = 32 * 1024
 _NAMES = {
     "json_schema": "the JSON schema", "regex": "the regular expression", "choices": "the list of choices",
@@ -22,20 +22,22 @@ _NAMES = {
 }  # fmt: skip
 
 
-async def keep_long_text(sampling: generate_pb2.Sampling) -> None:
-    """Have a thread make what would take ``grammar_text`` some 10 ms; then it is kept."""
+async def cache_long_text(sampling: generate_pb2.Sampling) -> None:
+    """Convert a large grammar in a thread, which takes about 10 ms. ``grammar_text`` then uses the cached text."""
     if sampling.HasField("grammar") and sampling.grammar.ByteSize() > _LONG_BYTES:
-        with contextlib.suppress(InvalidRequest):  # it is told when the request is read
+        with contextlib.suppress(InvalidRequest):  # ``grammar_text`` raises it again
             await asyncio.to_thread(grammar_text, sampling.grammar)
 
 
 def grammar_text(grammar: generate_pb2.Grammar) -> str:
-    """Whether it compiles is found out later. Equal grammars get the same object, as long as it is kept. Any thread.
-    Raises ``InvalidRequest``."""
+    """Return the text of ``grammar`` without compiling it. Any thread may call. Raises ``InvalidRequest``.
+
+    Equal grammars get the same object while it is cached.
+    """
     kind = grammar.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest(
-            "the grammar is of no kind: set json_schema, regex, choices or lark, or leave it out",
+            "the grammar has no kind: set json_schema, regex, choices or lark, or leave it out",
             field=FIELD,
             reason="INVALID_GRAMMAR",
         )
@@ -46,15 +48,15 @@ def grammar_text(grammar: generate_pb2.Grammar) -> str:
             field=FIELD,
             reason="INVALID_GRAMMAR",
         )
-    text, trouble = _kept(grammar.SerializeToString())
-    if trouble:
-        raise InvalidRequest(trouble, field=FIELD, reason="INVALID_GRAMMAR")
+    text, error = _cached(grammar.SerializeToString())
+    if error:
+        raise InvalidRequest(error, field=FIELD, reason="INVALID_GRAMMAR")
     return text
 
 
-@lru_cache(maxsize=_KEPT)
-def _kept(serialized: bytes) -> tuple[str, str]:
-    """The text, or else what is wrong."""
+@lru_cache(maxsize=_CACHED)
+def _cached(serialized: bytes) -> tuple[str, str]:
+    """Return the text and an empty string, or an empty string and the error."""
     try:
         return _text(generate_pb2.Grammar.FromString(serialized)), ""
     except InvalidRequest as error:
@@ -71,20 +73,20 @@ def _text(grammar: generate_pb2.Grammar) -> str:
             return _choices(grammar.choices)
     if not grammar.lark.strip():
         raise InvalidRequest("the grammar is empty: it needs a rule `start`", field=FIELD)
-    if idle := idle_attribute(grammar.lark):
+    if idle := unsupported_attribute(grammar.lark):
         raise InvalidRequest(f"the grammar cannot be followed: {idle}", field=FIELD)
     return grammar.lark
 
 
 def name_of(grammar: generate_pb2.Grammar) -> str:
-    """What an error calls it."""
+    """Return the name of the grammar's kind for error messages."""
     return _NAMES[grammar.WhichOneof("kind")]
 
 
 def _json_schema(text: str) -> str:
     try:
         tight = json.dumps(tightened(read_schema(text)), ensure_ascii=False)
-        return LLMatcher.grammar_from_json_schema(tight, overrides=JSON_OPTIONS)  # type: ignore[arg-type]  # a TypedDict there
+        return LLMatcher.grammar_from_json_schema(tight, overrides=JSON_OPTIONS)  # type: ignore[arg-type]  # the stub expects a TypedDict
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the schema cannot be read as JSON: {error}", field=FIELD) from None
 

@@ -1,4 +1,4 @@
-"""Whether a grammar's masks are made in time, found out on some answers that it allows."""
+"""Measures the masks of a grammar on some answers that it allows."""
 
 import time
 from collections.abc import Collection
@@ -6,17 +6,17 @@ from collections.abc import Collection
 import numpy as np
 from llguidance import LLMatcher
 
-_WALKS = 2  # from the start, each with tokens of its own
-_STEPS = 16  # tokens of each, at most
-_MOST_MASK_S = 0.25  # for a token: all sequences of a worker wait for it
-MOST_WALK_S = 0.5  # for all of them together: 16 ms each
+_WALKS = 2  # from the start, with different random tokens
+_STEPS = 16  # limit of tokens of each walk
+_MOST_MASK_S = 0.25  # of one token; all sequences of a worker wait for it
+MOST_WALK_S = 0.5  # of all masks together; 16 ms each
 
 
-def too_slow(start: LLMatcher, ends: Collection[int]) -> str:
-    """Why nobody should have to wait for ``start``'s masks; empty when they are quick. Times are this thread's CPU.
+def mask_time_problem(start: LLMatcher, ends: Collection[int]) -> str:
+    """Return why the masks of ``start`` take too long, or an empty string. Times are CPU times of this thread.
 
-    Tokens are drawn evenly, the same whenever it is asked. A walk that the library's limits end counts for nothing
-    where another goes on: in a worker that costs its sequence only.
+    Tokens are drawn uniformly with a fixed seed. If the library's limits end one walk and another one continues, the
+    grammar is accepted: in a worker only that sequence fails.
     """
     began, failed, stopped = time.thread_time(), "", 0
     for walk in range(_WALKS):
@@ -29,7 +29,7 @@ def too_slow(start: LLMatcher, ends: Collection[int]) -> str:
             moved = not matcher.is_error() and len(tokens) > 0 and matcher.consume_token(int(draw.choice(tokens)))
             now = time.thread_time()
             if now - before > _MOST_MASK_S or now - began > MOST_WALK_S:
-                return "it is too complex: what may come next takes too long to find out at each token"
+                return "it is too complex: computing the allowed next tokens takes too long"
             if not moved:
                 break
         if matcher.is_error():

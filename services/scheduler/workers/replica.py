@@ -1,4 +1,4 @@
-"""The workers of a replica as one: what each says of itself, checked and put together."""
+"""Checks and merges what the workers of a replica report about themselves."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -22,22 +22,22 @@ _LEAST = (
 
 
 class Unready(Exception):
-    """The workers cannot be used yet; the message names one that is the reason."""
+    """The workers cannot be used yet. The message names a worker and the reason."""
 
 
-def reports(info: worker_pb2.WorkerInfo) -> bool:
-    """Whether the tokens come from this rank."""
+def is_reporter(info: worker_pb2.WorkerInfo) -> bool:
+    """Return whether this rank returns the tokens."""
     stage = info.pipeline_parallel
     return stage.rank == stage.size - 1 and info.tensor_parallel.rank == 0
 
 
-def as_one(infos: Mapping[str, worker_pb2.WorkerInfo]) -> worker_pb2.WorkerInfo:
-    """What the rank that reports says, with limits that suit every rank. ``infos`` by address.
+def merge_infos(infos: Mapping[str, worker_pb2.WorkerInfo]) -> worker_pb2.WorkerInfo:
+    """Return the info of the reporting rank, with limits that hold for every rank. ``infos`` are by address.
 
-    ``ValueError`` when these workers will never be one replica, ``Unready`` while they are not of one start.
+    Raises ``ValueError`` if these workers cannot be one replica, and ``Unready`` while they belong to different starts.
     """
     _check_ranks(infos)
-    reporter = next(address for address, info in infos.items() if reports(info))
+    reporter = next(address for address, info in infos.items() if is_reporter(info))
     one = worker_pb2.WorkerInfo()
     one.CopyFrom(infos[reporter])
     for name in _EQUAL:
@@ -47,14 +47,16 @@ def as_one(infos: Mapping[str, worker_pb2.WorkerInfo]) -> worker_pb2.WorkerInfo:
             raise ValueError(f"the workers of one replica have {values}: start all of them with the same flags")
     for address, info in infos.items():
         if info.incarnation_id != one.incarnation_id:
-            raise Unready(f"worker {address}: of another start than worker {reporter}; one of them has yet to restart")
+            raise Unready(
+                f"worker {address} and worker {reporter} belong to different starts; one of them must restart"
+            )
     for name in _LEAST:
         setattr(one, name, min(getattr(info, name) for info in infos.values()))
     return one
 
 
 def _check_ranks(infos: Mapping[str, worker_pb2.WorkerInfo]) -> None:
-    """Every rank of the grid is there once."""
+    """Check that every rank of the grid exists exactly once."""
     sizes = {(info.tensor_parallel.size, info.pipeline_parallel.size): address for address, info in infos.items()}
     grids = " and ".join(f"tp_size={tp_size} pp_size={pp_size} ({at})" for (tp_size, pp_size), at in sizes.items())
     if len(sizes) > 1:

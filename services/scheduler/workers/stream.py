@@ -1,4 +1,4 @@
-"""One connection to the workers of a replica: the same plans to each rank, one answer to a plan from all of them."""
+"""A connection to the workers of a replica: each rank gets the same plans, and together they return one result each."""
 
 import queue
 import threading
@@ -11,49 +11,49 @@ import grpc
 from services.common.plan.result import StepResult
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
-# Bytes of a plan that is not sent with others: what a message holds is limited.
+# A plan of more bytes is sent alone, because the size of a message is limited.
 _LARGE = 1 << 20
 
 
 class WorkerEvents(Protocol):
-    """What is reported, from threads of the link. ``stream`` tells connections apart: late news of an old one shows."""
+    """Callbacks on the link's threads. ``stream`` identifies the connection, so that late events can be ignored."""
 
     def worker_connected(self, stream: "WorkerStream") -> None: ...
 
-    def worker_answered(self, stream: "WorkerStream", answer: "Answer") -> None: ...
+    def worker_result(self, stream: "WorkerStream", result: "ReceivedResult") -> None: ...
 
     def worker_lost(self, stream: "WorkerStream", reason: str, *, stopping: bool = False) -> None:
-        """The connection has ended. ``stopping``: the scheduler ended it."""
+        """Report the end of a connection. ``stopping`` means that the scheduler ended it."""
 
     def worker_missing(self, reason: str) -> None:
-        """There is none, for another reason than the last time that this was said."""
+        """Report why there is no worker, when the reason changes."""
 
 
-class Answer(NamedTuple):
-    """The answer to one plan, decoded where it comes in so that the step loop need not."""
+class ReceivedResult(NamedTuple):
+    """Result of one plan, decoded by the receiving thread to save time of the step loop."""
 
     result: StepResult
-    message: plan_pb2.StepResult  # as it came, for the record
-    received_s: float  # monotonic; of several that came together, as if one by one
+    message: plan_pb2.StepResult  # for the recorder
+    received_s: float  # monotonic; estimated for results in one message
 
 
 class RankStream:
-    """The call to one rank."""
+    """Call to one rank."""
 
     def __init__(self, address: str, *, reports: bool) -> None:
-        """``reports``: the tokens come from this rank."""
+        """Create the stream of a rank. ``reports`` means that this rank returns the tokens."""
         self.address, self.reports = address, reports
         self.call: grpc.RpcContext | None = None
-        self.takes_together = False  # what its ready said
-        self.answered = 0  # plans; under the lock of the ``WorkerStream``
-        self._plans: queue.SimpleQueue[plan_pb2.StepPlan | None] = queue.SimpleQueue()  # None = no more
+        self.takes_together = False  # the worker accepts several plans in a message
+        self.results = 0  # number of results; protected by the lock of the ``WorkerStream``
+        self._plans: queue.SimpleQueue[plan_pb2.StepPlan | None] = queue.SimpleQueue()  # None ends the stream
 
     def send(self, plan: plan_pb2.StepPlan) -> None:
-        """Send ``plan``, with others if they are there when a message can go out."""
+        """Queue ``plan``. Queued plans may share a message."""
         self._plans.put(plan)
 
     def messages(self, hello: worker_pb2.Hello) -> Iterator[worker_pb2.RunStepsRequest]:
-        """The outgoing messages, which gRPC takes one by one: ``hello``, then each plan, with those that wait."""
+        """Yield the messages to send: ``hello``, then the plans. gRPC requests them one by one."""
         yield worker_pb2.RunStepsRequest(hello=hello)
         last = False
         while not last and (first := self._plans.get()) is not None:
@@ -69,21 +69,21 @@ class RankStream:
                 yield worker_pb2.RunStepsRequest(plans=worker_pb2.StepPlans(plans=plans))
 
     def finish(self) -> None:
-        """Send no more."""
+        """Send no more plans."""
         self._plans.put(None)
 
     def end(self) -> None:
-        """At once; what waits to be sent is lost."""
+        """Cancel the call. Queued plans are lost."""
         if self.call is not None:
             self.call.cancel()
 
 
 class WorkerStream:
-    """``send`` may be called by one thread.
+    """Streams to all ranks. ``send`` may be called by one thread.
 
-    A plan is answered when every rank has answered it; what the one that reports said is held back until then. So who
-    has no more than ``plans_in_flight`` unanswered here has no more on any rank, however late one is. It costs next to
-    nothing: the last pipeline stage, which reports, is the last to answer anyway, and its ranks wait for one another.
+    A plan has its result when every rank has returned its own. The tokens of the reporting rank are withheld until
+    then, so ``plans_in_flight`` limits the plans on every rank. This takes hardly any time, since the reporting stage
+    is the last one of the pipeline, and the ranks of a stage wait for each other.
     """
 
     def __init__(
@@ -91,44 +91,47 @@ class WorkerStream:
     ) -> None:
         self.info, self.plans_in_flight, self.ranks = info, plans_in_flight, ranks
         self._events = events
-        self._sending = threading.Lock()  # so that every rank gets as many plans
-        self._finished = False  # under that lock
-        self._lock = threading.Lock()  # of what follows, and of what each rank has answered
-        self._held: deque[Answer] = deque()
-        self._handed_on = 0  # answers
+        self._sending = threading.Lock()  # so that every rank gets the same plans
+        self._finished = False  # protected by ``_sending``
+        self._lock = threading.Lock()  # protects the fields below and the ranks' ``results``
+        self._withheld: deque[ReceivedResult] = deque()
+        self._delivered = 0  # results
 
     def send(self, plan: plan_pb2.StepPlan) -> None:
-        """Send ``plan``, which must not change afterwards, to every rank; to none of them after ``finish``."""
+        """Send ``plan``, which must not change afterwards, to every rank. Does nothing after ``finish``."""
         with self._sending:
             if not self._finished:
                 for rank in self.ranks:
                     rank.send(plan)
 
-    def answered(self, rank: RankStream, answer: Answer | None) -> None:
-        """``rank`` answered one more plan; None = it does not report. Called by the rank's thread."""
+    def result_received(self, rank: RankStream, result: ReceivedResult | None) -> None:
+        """Count a result of ``rank``. It is None for a rank that does not report. Called by the rank's thread."""
         with self._lock:
-            rank.answered += 1
-            if answer is not None:
-                self._held.append(answer)
-            through = min(each.answered for each in self.ranks)
-            while self._handed_on < through:
-                self._handed_on += 1
-                self._events.worker_answered(self, self._held.popleft())
+            rank.results += 1
+            if result is not None:
+                self._withheld.append(result)
+            completed = min(each.results for each in self.ranks)
+            while self._delivered < completed:
+                self._delivered += 1
+                self._events.worker_result(self, self._withheld.popleft())
 
-    def silent(self) -> str:
-        """Addresses of the ranks that have not answered the oldest plan in flight; from any thread."""
+    def overdue_ranks(self) -> str:
+        """Return the addresses of the ranks without a result of the oldest plan in flight. Any thread may call."""
         with self._lock:
-            return ", ".join(rank.address for rank in self.ranks if rank.answered == self._handed_on)
+            return ", ".join(rank.address for rank in self.ranks if rank.results == self._delivered)
 
     def finish(self) -> None:
-        """Send no more, from any thread. Each rank gets every plan there was, answers it, and ends its stream. Ranks
-        that got different plans would have to start again."""
+        """Send no more plans. Any thread may call.
+
+        Each rank receives all sent plans, returns their results, and ends its stream. Ranks with different plans would
+        have to restart.
+        """
         with self._sending:
             self._finished = True
             for rank in self.ranks:
                 rank.finish()
 
     def end(self) -> None:
-        """Give this connection up, from any thread; the link begins a new one."""
+        """Cancel all calls. Any thread may call. The link then opens a new connection."""
         for rank in self.ranks:
             rank.end()

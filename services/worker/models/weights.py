@@ -9,7 +9,7 @@ import safetensors
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import FLOATS, Broken, read_shards, weight_paths
+from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shards, weight_paths
 from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
@@ -40,7 +40,7 @@ def check(directory: Path, model: ModelConfig) -> None:
     expected = checkpoint_shapes(model)
     missing = set(expected)
     for shard in read_shards(directory):
-        if isinstance(shard, Broken):
+        if isinstance(shard, BrokenFile):
             raise shard
         for name, stored in shard.tensors.items():
             if name not in expected:

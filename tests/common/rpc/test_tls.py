@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from services.common.config import GrpcFlags
 from services.common.errors import InvalidRequest
-from services.common.host import watched
+from services.common.host import file_watch
 from services.common.rpc import channel
 from services.common.rpc.blocking import BlockingRpcServer
 from services.common.rpc.certificates import Certificates
@@ -182,7 +182,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 @pytest.fixture
 def looks_at_once(monkeypatch):
     """Files are looked at whenever there is a reason, not once a second."""
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watch, "CHECK_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("looks_at_once")
@@ -243,10 +243,10 @@ def test_wrong_files_end_the_start_with_a_sentence(authority, tmp_path):
     ca = str(authority.cert)
     for config, sentence in (
         (GrpcFlags(grpc_ca=f"{tmp_path}/none"), f"flag grpc_ca={tmp_path}/none: cannot be read \\(No such file"),
-        (GrpcFlags(grpc_ca=str(text)), f"flag grpc_ca={text}: holds no certificate in PEM"),
-        (links(None, Pair(text, pair.key)), f"flag grpc_cert={text}: holds no certificate in PEM"),
-        (links(None, Pair(pair.cert, text)), f"flag grpc_key={text}: holds no private key in PEM"),
-        (links(None, Pair(pair.cert, pair.cert)), f"flag grpc_key={pair.cert}: holds no private key in PEM"),
+        (GrpcFlags(grpc_ca=str(text)), f"flag grpc_ca={text}: contains no certificate in PEM"),
+        (links(None, Pair(text, pair.key)), f"flag grpc_cert={text}: contains no certificate in PEM"),
+        (links(None, Pair(pair.cert, text)), f"flag grpc_key={text}: contains no private key in PEM"),
+        (links(None, Pair(pair.cert, pair.cert)), f"flag grpc_key={pair.cert}: contains no private key in PEM"),
         (
             links(None, Pair(pair.cert, other.key)),
             f"flag grpc_key={other.key}: is not the key of grpc_cert={pair.cert}",
@@ -276,5 +276,5 @@ def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(authority, tmp
     pair.key.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, locked)
     )
-    with pytest.raises(InvalidRequest, match="or one with a password; write it without"):
+    with pytest.raises(InvalidRequest, match="or one with a password; remove the password"):
         Certificates(links(None, pair))

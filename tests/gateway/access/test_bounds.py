@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import DeadlineExceeded, Unavailable
 from services.common.keys import Key
-from services.common.limits import UNSAID_TOKENS, Limits
+from services.common.limits import DEFAULT_ANSWER_TOKENS, KeyLimits
 from services.gateway.engine import codec
 from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.failover import Failover
@@ -25,7 +25,7 @@ class Running:
     """A request of two samples whose length nobody said, at a scheduler."""
 
     def __init__(self, *, streaming: bool, timeout_s: float | None = None) -> None:
-        self.limits = Limits(clock=lambda: 0.0)
+        self.limits = KeyLimits(clock=lambda: 0.0)
         deadline_ms = None if timeout_s is None else int((time.monotonic() + timeout_s) * 1000)
         settings = Settings(n=2, open_ended=True, deadline_ms=deadline_ms)
         jobs = [PromptRequest("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)]
@@ -66,7 +66,7 @@ class TestARequest:
     async def test_that_its_client_leaves_early_costs_what_was_set_aside(self, streaming):
         running = Running(streaming=streaming)
         running.tokens(5, 5)
-        assert running.cost == PROMPT + 2 * UNSAID_TOKENS
+        assert running.cost == PROMPT + 2 * DEFAULT_ANSWER_TOKENS
 
     async def test_of_which_one_sample_is_through_costs_what_came_of_both(self, streaming):
         running = Running(streaming=streaming)
@@ -113,7 +113,7 @@ async def test_a_wall_clock_that_is_set_moves_no_deadline(by_s, monkeypatch):
     settings = Settings(deadline_ms=caller.deadline_ms(3600.0))
     job = PromptRequest("r", "m", np.zeros(PROMPT, np.uint32), 5000, None, settings)
     generation = ActiveRequest([job], streaming=False)
-    Bounds(Limits(), caller, [job]).begin(generation)  # not overdue
+    Bounds(KeyLimits(), caller, [job]).begin(generation)  # not overdue
     request = codec.encode_submit(generation.scheduler_requests[0].submission).submit.request
     assert 3_500_000 < request.deadline_in_ms <= 3_600_000
     generation.close()

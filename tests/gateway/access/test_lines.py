@@ -6,7 +6,7 @@ import pytest
 
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, Overloaded, Unauthenticated
-from services.common.limits import Limits
+from services.common.limits import KeyLimits
 from services.gateway.http.guard import Guard
 from services.gateway.http.lines import MAX_UNFUNDED, Displaced, Lines
 from tests.fakes.clock import Clock
@@ -28,7 +28,7 @@ def keys(tmp_path):
 @pytest.fixture
 def lines(keys, clock):
     guard = Guard(GatewayConfig(api_keys_file=str(keys.path)))
-    guard.limits = Limits(clock=clock)
+    guard.limits = KeyLimits(clock=clock)
     return Lines(guard)
 
 

@@ -58,9 +58,9 @@ def test_what_one_key_stored_is_not_there_for_another(guarded):
 def test_a_background_response_is_a_running_request_of_its_key(slow):
     client = slow.sdk("one-at-once")
     made = client.responses.create(**RESPONSE, max_output_tokens=ENDLESS, background=True)
-    with pytest.raises(openai.RateLimitError, match="run already"):
+    with pytest.raises(openai.RateLimitError, match="are running"):
         client.chat.completions.create(**CHAT)
-    with pytest.raises(openai.RateLimitError, match="run already"):
+    with pytest.raises(openai.RateLimitError, match="are running"):
         client.responses.create(**RESPONSE, max_output_tokens=2, background=True)
     assert client.responses.cancel(made.id).status == "cancelled"
     eventually(lambda: _runs(client))

@@ -6,7 +6,7 @@ import ssl
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.host import watched
+from services.common.host import file_watch
 from services.gateway.http.tls import Certificate
 from tests.common.rpc.authority import Authority
 from tests.gateway.access.http_server import HEAD, Client, answer, serving, until
@@ -37,7 +37,7 @@ def subject(client: Client) -> str:
 
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_certificate_that_is_replaced_is_shown_to_whoever_comes_next(authority, monkeypatch, named):
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watch, "CHECK_EVERY_S", 0.0)
     pair = authority.issue("first")
     async with serving(answer, **flags(pair)) as server:
         early = await connect(server.port, authority, named=named)

@@ -85,10 +85,10 @@ def test_lines_that_are_no_requests_are_named_each_time_and_the_others_run(tmp_p
     for _ in range(2):
         status, stderr = run(lines=lines)
         assert status == 1
-        assert "line 2 is no request: the custom_id 'a' is used by an earlier line" in stderr
-        assert "line 3 is no request: custom_id must be a string" in stderr
-        assert "line 4 is no request: custom_id must be a string" in stderr
-        assert "line 5 is no request: this line is not a JSON object" in stderr
+        assert "line 2 is not a request: the custom_id 'a' is used by an earlier line" in stderr
+        assert "line 3 is not a request: custom_id must be a string" in stderr
+        assert "line 4 is not a request: custom_id must be a string" in stderr
+        assert "line 5 is not a request: this line is not a JSON object" in stderr
         assert "4 lines failed" in stderr
         assert told(tmp_path) == {"a": 200, "b": 200}
 

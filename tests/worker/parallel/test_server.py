@@ -50,7 +50,7 @@ class Workers:
     def last_words(self, rank: int) -> str:
         """Why its process had to end."""
         lines = map(json.loads, self._processes[rank].log.read_text().splitlines())
-        (reason,) = [line["reason"] for line in lines if line["event"] == "cannot go on"]
+        (reason,) = [line["reason"] for line in lines if line["event"] == "cannot continue"]
         return reason
 
     def kill(self) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 import structlog
 
 from services.common.process.log import configure
-from services.common.process.service import die_with_parent
+from services.common.process.service import exit_with_parent
 from services.worker.boot.caches import keep_compiled_code_in
 from services.worker.boot.precompile.job import Job
 
@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 def main() -> None:
     """Wait for the job, compile its kernels, and log their number. Without a job, do nothing."""
-    die_with_parent()  # before torch is loaded, which takes seconds
+    exit_with_parent()  # before torch is loaded, which takes seconds
     from services.worker.boot.precompile.compiler import CompilerPool
     from services.worker.boot.precompile.dry_rehearsal import rehearse_dry
 

@@ -12,7 +12,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from services.common.host import resources as host
-from services.common.process.service import PARENT_PID, die_with_parent
+from services.common.process.service import PARENT_PID, exit_with_parent
 from services.worker.boot.precompile.launches import Launch
 
 _MOST_PROCESSES = 12  # more finish no sooner: a kernel takes 0.3 s, and there are fewer than a hundred
@@ -74,7 +74,7 @@ class CompilerPool:
 def _exit_with_parent(parent: int) -> None:
     """End this process of the pool when ``parent`` dies: it would wait for tasks for ever."""
     os.environ[PARENT_PID] = str(parent)
-    die_with_parent()
+    exit_with_parent()
 
 
 def _compile(launch: Launch) -> str:

@@ -1,4 +1,4 @@
-"""Whose grammar is looked at next: clients take turns, so that a thousand of one do not hold up another's first."""
+"""A queue in which clients take turns, so that a thousand items of one client do not delay the first of another."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -7,22 +7,22 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 
-class Turns(Generic[Item]):
-    """Items that wait, each for one client or several. Owned by the asyncio loop."""
+class FairQueue(Generic[Item]):
+    """Queue of items, each waiting for one or more clients. Used on the event loop."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[Hashable, dict[Item, None]] = OrderedDict()  # by client; none is empty
+        self._queues: OrderedDict[Hashable, dict[Item, None]] = OrderedDict()  # by client; never empty
 
     def put(self, client: Hashable, item: Item) -> None:
-        """Behind what ``client`` waits for already. Of several who wait for the same, it is whose turn comes first."""
+        """Append ``item`` to the client's queue. It may be in the queues of several clients."""
         self._queues.setdefault(client, {})[item] = None
 
     def waiting(self, client: Hashable) -> int:
-        """Items of ``client``."""
+        """Return the number of items of ``client``."""
         return len(self._queues.get(client, ()))
 
     def take(self) -> Item | None:
-        """The first one of the client whose turn it is; None where nothing waits."""
+        """Remove and return the first item of the next client, or None if the queue is empty."""
         if not self._queues:
             return None
         client, queue = next(iter(self._queues.items()))
@@ -33,7 +33,7 @@ class Turns(Generic[Item]):
         return item
 
     def drop(self, item: Item) -> None:
-        """Nobody waits for it any longer."""
+        """Remove ``item`` for all clients."""
         for client in [client for client, queue in self._queues.items() if item in queue]:
             del self._queues[client][item]
             if not self._queues[client]:

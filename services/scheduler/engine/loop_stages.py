@@ -1,19 +1,22 @@
-"""Where the time of the step loop's thread goes."""
+"""Measures how the step loop's thread spends its time."""
 
 import time
 
 from services.scheduler.core.counters import Counters
 
 
-class Stages:
-    """A stage ends where its method is called, and began where the one before ended. Owned by the step loop."""
+class LoopStages:
+    """Timer of the loop's stages. Each method ends a stage, which began at the end of the stage before.
+
+    Used by the step loop.
+    """
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._last = time.perf_counter_ns()
 
     def taken(self, waited_ns: int) -> None:
-        """News were taken in, after waiting for them for so long in all."""
+        """End the stage that waits for calls and runs them. ``waited_ns`` is the time of waiting."""
         self._counters.loop_wait_ns += waited_ns
         self._counters.loop_take_ns += self._lap() - waited_ns
 

@@ -8,7 +8,7 @@ import pytest
 from services.common.config import SchedulerConfig
 from services.common.errors import Internal
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine.stall import Stall
+from services.scheduler.engine.planning_timeout import PlanningTimeout
 from services.scheduler.server import SchedulerServer
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
@@ -25,17 +25,17 @@ class Watched:
     def __init__(self, deadline_s: float = 30.0) -> None:
         self.driver = Driver(SHAPE)
         self.core = self.driver.core
-        self.stall = Stall(deadline_s)
+        self.timeout = PlanningTimeout(deadline_s)
         self.now = 100.0
 
     def wait(self, seconds: float, *, connected: bool = True) -> None:
         """As the step loop does, where nothing happens."""
         until = self.now + seconds
         while self.now < until:
-            self.stall.look(self.core, self.now, connected=connected)
-            look_s = self.stall.until_look()
+            self.timeout.check(self.core, self.now, connected=connected)
+            look_s = self.timeout.until_check()
             self.now = until if look_s is None else min(until, self.now + look_s)
-        self.stall.look(self.core, self.now, connected=connected)
+        self.timeout.check(self.core, self.now, connected=connected)
 
 
 def test_who_waits_for_no_plan_makes_it_not_ready_and_then_fails_it():
@@ -43,9 +43,9 @@ def test_who_waits_for_no_plan_makes_it_not_ready_and_then_fails_it():
     watched.wait(1000)
     watched.driver.submit([5, 6, 7], max_tokens=5)
     watched.wait(14.5)
-    assert watched.stall.reason == ""
+    assert watched.timeout.reason == ""
     watched.wait(1)
-    assert "no plan is made" in watched.stall.reason
+    assert "no plan is made" in watched.timeout.reason
     with pytest.raises(Internal, match=r"1 requests are unfinished, 1 samples wait and 0 run, .* for 30 s"):
         watched.wait(15)
 
@@ -68,18 +68,18 @@ def test_a_plan_begins_it_anew():
         while watched.driver.plan():
             pass
         watched.wait(1000)  # a worker that does not answer is another matter
-        assert watched.stall.reason == ""
+        assert watched.timeout.reason == ""
         while watched.driver.answer():
             pass
     watched.wait(1000)
-    assert watched.stall.reason == ""
+    assert watched.timeout.reason == ""
 
 
 def test_it_waits_for_a_worker_without_end():
     watched = Watched()
     watched.driver.submit([5, 6, 7], max_tokens=5)
     watched.wait(1000, connected=False)
-    assert watched.stall.reason == ""
+    assert watched.timeout.reason == ""
     watched.wait(29)
     watched.wait(1, connected=False)
     watched.wait(29)
@@ -91,7 +91,7 @@ def test_a_scheduler_that_was_stopped_itself_has_not_waited():
     watched.wait(5)
     watched.now += 1000
     watched.wait(5)
-    assert watched.stall.reason == ""
+    assert watched.timeout.reason == ""
 
 
 def test_who_is_cancelled_waits_no_more():
@@ -100,7 +100,7 @@ def test_who_is_cancelled_waits_no_more():
     watched.wait(29)
     watched.driver.cancel(handle)
     watched.wait(1000)
-    assert watched.stall.reason == ""
+    assert watched.timeout.reason == ""
 
 
 @pytest.mark.parametrize("planned", [0, 3])

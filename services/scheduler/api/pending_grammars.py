@@ -1,4 +1,4 @@
-"""Requests of one session whose grammar has to be proven before they are queued."""
+"""Requests of a session that wait until their grammar has been checked."""
 
 import asyncio
 import time
@@ -9,37 +9,40 @@ import structlog
 from services.common.errors import AlreadyExists, Internal, Overloaded, TokaError
 from services.scheduler.core.request import Request
 from services.scheduler.engine.loop import EngineLoop
-from services.scheduler.grammar.prover import Prover
+from services.scheduler.grammar.checker import GrammarChecker
 
 log = structlog.get_logger(__name__)
 
 _MOST = 16_384
-_BEHIND_DEADLINE_S = 0.01  # what is submitted without a proof must be overdue, whoever's clock is read
+_AFTER_DEADLINE_S = 0.01  # margin after which a request is overdue by any clock
 
 
-async def prove_in_time(prover: Prover, request: Request, name: str) -> None:
-    """Raises as ``Prover.prove`` does. Returns at the request's deadline, too: submitted then, it ends as overdue."""
+async def check_before_deadline(grammar_checker: GrammarChecker, request: Request, name: str) -> None:
+    """Check the grammar of ``request``, called ``name`` in errors. Raises as ``GrammarChecker.check`` does.
+
+    It also returns at the request's deadline. A request that is submitted then ends as overdue.
+    """
     client = request.fairness_key, request.sink
-    left = None if request.deadline_ms is None else request.deadline_ms / 1000 - time.monotonic() + _BEHIND_DEADLINE_S
+    left = None if request.deadline_ms is None else request.deadline_ms / 1000 - time.monotonic() + _AFTER_DEADLINE_S
     try:
-        await asyncio.wait_for(prover.prove(request.sampling.grammar, name, client), left)
+        await asyncio.wait_for(grammar_checker.check(request.sampling.grammar, name, client), left)
     except TimeoutError:
-        log.info("a request's deadline came before its grammar was checked", request_id=request.request_id)
+        log.info("a request's deadline passed before its grammar was checked", request_id=request.request_id)
 
 
-class Proofs:
-    """Owned by its session, on the asyncio loop. Each request that was begun is submitted or rejected, once."""
+class PendingGrammars:
+    """Queue of one session, on the event loop. Each request is submitted or rejected exactly once."""
 
-    def __init__(self, engine: EngineLoop, prover: Prover, sink: int) -> None:
+    def __init__(self, engine: EngineLoop, grammar_checker: GrammarChecker, sink: int) -> None:
         self._engine = engine
-        self._prover = prover
+        self._grammar_checker = grammar_checker
         self._sink = sink
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, Request] = {}  # by the handle of each sample
-        self._cancels: dict[int, set[int]] = {}  # handles cancelled meanwhile, by their request's
+        self._cancels: dict[int, set[int]] = {}  # cancelled handles by the handle of their request
 
     def check_handles(self, request: Request) -> None:
-        """``AlreadyExists`` when one of its handles belongs to a request that waits here. Of others the core knows."""
+        """Raise ``AlreadyExists`` if a request that waits here uses one of the handles. The core checks the others."""
         if not self._waiting:
             return
         for handle in range(request.handle, request.handle + request.n):
@@ -47,20 +50,20 @@ class Proofs:
                 raise AlreadyExists(f"handle {handle} belongs to an unfinished sample of this session; choose another")
 
     def begin(self, request: Request, name: str) -> None:
-        """Submit it when its grammar, called ``name``, is proven. Raises ``Overloaded``."""
+        """Submit the request when its grammar, called ``name``, has been checked. Raises ``Overloaded``."""
         if len(self._tasks) >= _MOST:
             raise Overloaded(
-                f"{_MOST} requests of this session wait until their grammars are checked; send this one later",
+                f"{_MOST} requests of this session wait for the check of their grammars; send this request later",
                 retry_after_s=1.0,
                 reason="GRAMMARS_WAIT",
             )
         self._waiting |= dict.fromkeys(range(request.handle, request.handle + request.n), request)
-        task = asyncio.create_task(self._prove(request, name))
+        task = asyncio.create_task(self._check(request, name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def keep_cancels(self, handles: Sequence[int]) -> list[int]:
-        """Those that are not of requests waiting here. The others are cancelled once they are submitted."""
+    def defer_cancels(self, handles: Sequence[int]) -> list[int]:
+        """Return the handles of submitted requests. Cancel the others when their requests have been submitted."""
         if not self._waiting:
             return list(handles)
         for handle in handles:
@@ -69,17 +72,17 @@ class Proofs:
         return [handle for handle in handles if handle not in self._waiting]
 
     def close(self) -> None:
-        """The session is over: nobody waits for an answer."""
+        """Cancel all checks at the end of the session."""
         for task in self._tasks:
             task.cancel()
 
-    async def _prove(self, request: Request, name: str) -> None:
+    async def _check(self, request: Request, name: str) -> None:
         error: TokaError | None = None
         try:
-            await prove_in_time(self._prover, request, name)
+            await check_before_deadline(self._grammar_checker, request, name)
         except TokaError as refused:
             error = refused
-        except Exception as broken:  # one request's trouble is not the session's
+        except Exception as broken:  # an error of one request must not end the session
             log.error("a grammar could not be checked", request_id=request.request_id, exc_info=broken)
             error = Internal.logged()
         for handle in range(request.handle, request.handle + request.n):

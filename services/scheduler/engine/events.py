@@ -1,4 +1,4 @@
-"""What the step loop tells the streams, beside the core's deltas and loads."""
+"""Events that the step loop sends to streams, beside the core's deltas and loads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from services.scheduler.core.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Accepted:
-    """The request is in the queue."""
+    """The request is queued."""
 
     request: Request
 
@@ -23,13 +23,13 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class HeartbeatAnswer:
+class HeartbeatReply:
     nonce: int
 
 
 @dataclass(frozen=True)
-class PlanNews:
-    """One plan, for those who watch."""
+class PlanEvent:
+    """A plan, for watchers."""
 
     plan: PlannedStep
     waiting_sequences: int
@@ -37,9 +37,9 @@ class PlanNews:
     plans_in_flight: int
 
     @classmethod
-    def of(cls, plan: PlannedStep, core: Scheduler) -> "PlanNews":
+    def of(cls, plan: PlannedStep, core: Scheduler) -> "PlanEvent":
         return cls(plan, len(core.state.queue.waiting), core.state.pool.pages.in_use, core.plans_in_flight)
 
 
-# (sink, news): a Delta or one of the above; sink None = for everybody who wants that kind.
-News = list[tuple[int | None, Any]]
+# (sink, event): the event is a Delta or a class of this module. With a sink of None, all streams that want it get it.
+Events = list[tuple[int | None, Any]]
