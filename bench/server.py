@@ -61,8 +61,15 @@ def serve(**flags: Any) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
+    """Return a TCP port that nothing listens on, reserved for a minute.
+
+    A connection that the port closed first stays in TIME_WAIT. Meanwhile the kernel gives the port neither to other
+    probes nor to outgoing connections, but a server that sets SO_REUSEADDR can listen on it.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe, socket.create_connection(probe.getsockname()) as client:
+        accepted, _ = probe.accept()
+        accepted.close()
+        client.recv(1)  # returns when the other side is closed
         return probe.getsockname()[1]
 
 
