@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test lint coverage demo bench chaos soak fuzz test-compose test-clients locks audit protos descriptors reference clean
+.PHONY: setup serve test test-all lint coverage demo bench chaos soak fuzz test-compose test-clients locks audit protos descriptors reference clean
 
 setup: $(VENV)/.installed
 
@@ -20,6 +20,11 @@ serve: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+# The tests that `make test` leaves out, and the properties again with many examples.
+OTHERS := not compose and not grids and not toolchains
+test-all: test
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "(slow or hypothesis) and $(OTHERS)" --hypothesis-profile=thorough $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

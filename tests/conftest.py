@@ -5,16 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.properties import register_profiles
 from tests.worker.interpreter import DEVICE, triton_ready
 
 __all__ = ["triton_ready"]
 
-# A machine that has other things to do is slow, which says nothing of a test.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+register_profiles()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each core: threads of torch would wait for each other, which they do by computing.

@@ -15,6 +15,7 @@ from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.step.codec import encode_result
 from services.worker.step.plan import Admission
+from tests.properties import examples
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, ascii_grammars, ascii_tokenizer, follows
 from tests.worker.test_generation import prompt_of
@@ -239,10 +240,11 @@ class _Plan:
         self.admissions, self.releases = admissions, np.array(releases, np.int64)
 
 
+@pytest.mark.hypothesis
 def test_a_mask_allows_what_the_grammar_accepts_and_nothing_else(ascii_slots):
     """Wherever a walk through the grammar has led."""
 
-    @settings(derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from([WORDS, LISTS, OBJECTS]), st.lists(st.integers(0, 95), max_size=30))
     def check(grammar, choices):
         ascii_slots.clear()

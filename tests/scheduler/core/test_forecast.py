@@ -10,6 +10,7 @@ from services.common.errors import InvalidRequest
 from services.scheduler.core.future.admission import Admission, _first_gap, running_curve
 from services.scheduler.core.step import onboarding
 from tests.fakes.model import FakeShape
+from tests.properties import examples
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
 
@@ -68,7 +69,7 @@ def drivers(draw):
     return driver
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_the_curve_equals_a_naive_simulation(driver):
     curve = curve_of(driver)
@@ -76,7 +77,7 @@ def test_the_curve_equals_a_naive_simulation(driver):
     assert curve.max() <= driver.core.state.pool.size
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_what_happens_follows_the_curve(driver):
     """Answers come as late as they can and nobody stops early. With a prefill in progress the curve is a bound."""
@@ -157,7 +158,7 @@ class Watched(Admission):
         return chosen
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
 def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
     driver.core._planner._onboarding._admission = Watched

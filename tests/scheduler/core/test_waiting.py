@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import Priority, Request, Sample, SamplingSettings
+from tests.properties import examples
 from tests.scheduler.core.naive_queue import Naive
 
 HIGH, NORMAL, LOW = Priority
@@ -86,7 +87,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from([0, 1, 3]), moves, st.integers(1, 20))
 def test_every_history_is_served_by_the_rules_and_nothing_is_lost_or_doubled(ageing_ns, moves, most):
     arrivals, queue, naive = Arrivals(), WaitingQueue(ageing_ns), Naive(ageing_ns)
