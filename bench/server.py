@@ -105,11 +105,12 @@ def run_kept(
 def wait_until_ready(base_url: str, process: subprocess.Popen) -> None:
     """Return once the gateway at ``base_url`` takes requests; ``RuntimeError`` if ``process`` ends or is late."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{base_url}/ready", trust_env=False).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(0.1)
+    with httpx.Client(trust_env=False) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if client.get(f"{base_url}/ready").status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            time.sleep(0.1)
     raise RuntimeError(f"{base_url} is not ready")

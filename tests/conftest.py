@@ -7,6 +7,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
+from tests.common.rpc.authority import Authority
 from tests.properties import register_profiles
 from tests.worker.interpreter import DEVICE, triton_ready
 
@@ -51,4 +52,13 @@ def store_of_this_session(tmp_path_factory) -> Iterator[None]:
     """Servers keep files and batches here that are not told where: not where this user's own do."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(os.environ, "TOKA_STORE_DIR", str(tmp_path_factory.mktemp("store")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_certificate_authority(tmp_path_factory) -> Iterator[None]:
+    """Make HTTP clients of this session cheap: each reads the trusted authorities, and the usual list takes 20 ms."""
+    authority = Authority(tmp_path_factory.mktemp("authority"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SSL_CERT_FILE", str(authority.cert))
         yield
