@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test test-all lint coverage demo bench chaos soak fuzz test-compose test-clients locks audit protos descriptors reference clean
+.PHONY: setup serve test test-all lint coverage mutants demo bench chaos soak fuzz test-compose test-clients locks audit protos descriptors reference clean
 
 setup: $(VENV)/.installed
 
@@ -72,8 +72,12 @@ test-clients: setup
 TOOLS := $(VENV)/tools
 $(TOOLS)/.installed: | setup
 	$(BIN)/python -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1
+	$(TOOLS)/bin/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1 cosmic-ray==8.7.0
 	touch $@
+
+# make mutants room=core count=40 seed=7: which changes of the code do its tests not notice?
+mutants: $(TOOLS)/.installed
+	$(TOOLS)/bin/python tests/mutants.py $(FLAGS)
 
 # After a change of the dependencies in pyproject.toml, and to take newer versions.
 locks: $(TOOLS)/.installed
