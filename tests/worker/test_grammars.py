@@ -213,7 +213,7 @@ def test_a_sequence_that_is_resumed_off_its_grammar_fails(runner_for, tokenizer)
 def test_logits_that_are_not_numbers_are_the_reason_also_with_a_grammar(runner_for):
     driver = runner_for()
     driver.run(admissions=(admission(0, prompt_of(9), [0, 1], grammar=WORDS),), batch=batch([0], [9]))
-    cache = driver.runner._cache
+    cache = driver.runner.cache
     kept = cache.keys[0][0].clone()
     cache.keys[0][0].fill_(float("nan"))
     outputs = [driver.run(batch=batch([0])) for _ in range(2)]

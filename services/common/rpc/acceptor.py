@@ -18,7 +18,7 @@ from grpc.aio import _server
 _UNKNOWN = "/tokasaurus.common.Unknown/Method"
 
 
-class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
+class Acceptor(cygrpc.AioServer):  # type: ignore[misc]
     """The serving loop. Overrides a private method of grpcio; ``tests/common/rpc/test_server.py`` fails if a release of
     grpcio does not call it any more."""
 
@@ -38,7 +38,7 @@ def accepting_server(
     options: Sequence[tuple[str, int]],
     most_calls: int | None = None,
 ) -> grpc.aio.Server:
-    """Return a server with an ``_Acceptor`` as its serving loop. Owned by the running event loop. ``most_calls``: that
+    """Return a server with an ``Acceptor`` as its serving loop. Owned by the running event loop. ``most_calls``: that
     run at once, further ones get RESOURCE_EXHAUSTED; None = no limit."""
     server: Any = _AcceptingServer(interceptors, options, most_calls)
     return cast(grpc.aio.Server, server)
@@ -52,7 +52,7 @@ class _AcceptingServer(_server.Server):
         most_calls: int | None,
     ) -> None:
         self._loop = cygrpc.get_working_loop()
-        self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), most_calls)
+        self._server = Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), most_calls)
         unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse)
         self._server.add_registered_method_handlers({_UNKNOWN: unknown})
 

@@ -176,7 +176,7 @@ class DecoderModel(nn.Module):
         self.config, self.kernels, self.ranks, self.dtype, self.device = config, kernels, ranks, dtype, device
         self.local = local_config(config, ranks, len(own))  # sizes of what is here
         self.first, self.last = own.start == 0, own.stop == config.layers
-        self._own, self._everywhere = own, frozenset[str]()
+        self.own, self._everywhere = own, frozenset[str]()
         self.windows: Windows = config.windows[own.start : own.stop]
         with torch.device(device), _default_dtype(dtype):
             self.layers = DecoderLayers(
@@ -245,7 +245,7 @@ class DecoderModel(nn.Module):
         """Checkpoint name -> what it is copied into (a tensor, a view of one, or something with its ``shape``,
         ``device`` and ``copy_``): exactly what this rank needs of a checkpoint."""
         found: dict[str, Any] = {} if self.norm is None else {"model.norm.weight": self.norm}
-        for index, layer in zip(self._own, self.layers, strict=True):
+        for index, layer in zip(self.own, self.layers, strict=True):
             found |= layer.targets(f"model.layers.{index}")
         return slice_targets(found | self.vocabulary.targets(), self.config, self.ranks)
 

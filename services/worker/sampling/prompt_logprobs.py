@@ -11,7 +11,7 @@ from services.worker.step.plan import Scored
 from services.worker.step.slots import SlotTable
 
 # Logits at once, in elements: 16 MiB in float32.
-_SLICE_ELEMENTS = 4 * 1024 * 1024
+SLICE_ELEMENTS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def score(
 ) -> Scored:
     """``hidden [tokens, hidden_size]`` of the shard that ``wanted`` speaks of. A sequence whose logits are not numbers
     fails when it samples."""
-    rows, top = max(1, _SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[wanted.slot])
+    rows, top = max(1, SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[wanted.slot])
     token_ids = torch.from_numpy(wanted.token_ids).to(hidden.device)
     hidden = hidden[wanted.first : wanted.first + len(token_ids)]
     found = score_rows(hidden, to_logits, token_ids, top, vocab_size, rows)

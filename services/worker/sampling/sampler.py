@@ -16,7 +16,7 @@ from services.worker.step.plan import Sampled
 from services.worker.step.slots import SlotTable
 
 # Logits of one slice, in elements: 64 MiB in float32.
-_SLICE_ELEMENTS = 16 * 1024 * 1024
+SLICE_ELEMENTS = 16 * 1024 * 1024
 
 
 def sample(
@@ -38,7 +38,7 @@ def sample(
     The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are of
     the logits after the penalties, processed ones of the logits after all of these.
     """
-    rows = max(1, _SLICE_ELEMENTS // vocab_size)
+    rows = max(1, SLICE_ELEMENTS // vocab_size)
     parts = []
     for start in range(0, len(slots), rows):
         part = slice(start, start + rows)

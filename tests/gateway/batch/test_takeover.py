@@ -82,7 +82,7 @@ def test_both_gateways_work_on_one_batch_and_a_dead_one_is_inherited_from(two):
     eventually(lambda: "store open" in log.read_text())
     running.gateway.kill()
     running.gateway = other
-    url = next(part for part in other._command if part.startswith("port=")).removeprefix("port=")
+    url = next(part for part in other.command if part.startswith("port=")).removeprefix("port=")
     running.url = f"http://127.0.0.1:{url}"
     with running.sdk() as sdk:
         finished = ended(sdk, batch)

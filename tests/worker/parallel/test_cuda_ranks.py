@@ -86,7 +86,7 @@ def run_ahead(ranks: Ranks, plans: list[Plan], ahead: int) -> tuple[list[StepOut
     """A job: outputs, with up to ``ahead`` steps in flight; and how much was compiled since the start."""
     from services.worker.boot.compilation import kernel_compilations, recompilations
 
-    runner = jobs._booted.runner
+    runner = jobs.booted.runner
     running, outputs = [], []
     for plan in plans:
         running.append(

@@ -116,7 +116,7 @@ def test_quantized_parts_are_scaled_by_their_own_rows(pp_size, tied, checkpoint)
     (whole,) = [load(directory, ranks) for ranks in grid(1, 1)]
     for ranks in grid(2, pp_size):
         model = load(directory, ranks, "fp8")
-        layer, exact = model.layers[0], whole.layers[model._own.start]
+        layer, exact = model.layers[0], whole.layers[model.own.start]
         half = slice(80 * ranks.tp_rank, 80 * ranks.tp_rank + 80)
         rows, scale = quantize_rows(exact.mlp.down.weight.t()[:, half])
         assert torch.equal(layer.mlp.down.weight.float(), rows.float())

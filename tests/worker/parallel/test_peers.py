@@ -172,7 +172,7 @@ def run_and_leave(ranks: Ranks, plans: list) -> str:
 def watch(ranks: Ranks) -> str | None:
     """A job: what a rank that computes nothing is told."""
     told, lost = threading.Event(), []
-    jobs._booted.group.watch(lambda error: (lost.append(str(error)), told.set()))
+    jobs.booted.group.watch(lambda error: (lost.append(str(error)), told.set()))
     told.wait(SOON_S)
     return lost[0] if lost else None
 
@@ -190,7 +190,7 @@ def test_a_step_that_fails_on_one_rank_fails_as_a_replica(pool, checkpoint):
 
 def fail_one(ranks: Ranks) -> str | None:
     """A job."""
-    runner = jobs._booted.runner
+    runner = jobs.booted.runner
     if ranks.last:
         runner._keep_tokens = _fail
     try:

@@ -160,4 +160,4 @@ def spoil_page(ranks, page: int) -> None:
     """A job."""
     from tests.worker.parallel import jobs
 
-    jobs._booted.runner._cache.keys[0][page].fill_(float("nan"))
+    jobs.booted.runner.cache.keys[0][page].fill_(float("nan"))
