@@ -132,6 +132,7 @@ def test_quantized_rows_are_exchanged_as_they_are(pool):
     torch.testing.assert_close(reduced, sharded, atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_each_way_to_exchange_is_compiled_once_for_any_number_of_tokens(pool):
     for far, graphs in pool.run(forward_compiled, 2, 1, free_port(), config_of(layers=1)):
         assert max(far) < 1e-5

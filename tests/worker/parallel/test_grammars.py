@@ -106,7 +106,12 @@ def history() -> list:
 @needs_triton
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here")
 @pytest.mark.parametrize(
-    ("tp_size", "pp_size", "graphs", "ahead", "times"), [(2, 1, 8, 3, 2), (1, 2, 0, 2, 2), (2, 2, 8, 3, 1)]
+    ("tp_size", "pp_size", "graphs", "ahead", "times"),
+    [
+        (1, 2, 0, 2, 2),
+        pytest.param(2, 1, 8, 3, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, 8, 3, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_of_the_gpus_runner_follow_them(tp_size, pp_size, graphs, ahead, times, pool):
     plans = history()
