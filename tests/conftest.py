@@ -31,6 +31,11 @@ def pytest_xdist_auto_num_workers() -> int:
 TOGETHER = ("tests/gateway/grammar", "tests/worker/parallel")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the folders of ``TOGETHER`` first: the other processes would have nothing to do at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> LoadFileScheduling | None:
     """Of ``--dist loadfile``: files in the order of their folders, so that what a folder shares ends with it."""
