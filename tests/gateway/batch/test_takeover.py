@@ -8,7 +8,7 @@ from tests.gateway.batch.requests import begin, ended, line, results
 from tests.gateway.deployment import Deployment, Process, eventually, free_port
 
 LINES = 3000
-pytestmark = pytest.mark.timeout(300)  # leases of the dead take ten seconds each
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # leases of the dead take ten seconds each
 
 
 @pytest.fixture
