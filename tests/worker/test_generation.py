@@ -51,6 +51,7 @@ def test_greedy_tokens_behind_a_sliding_window_are_those_of_transformers(
     assert tokens == greedy(reference(directory), prompt, 24)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_a_window_in_some_of_its_layers(checkpoint, reference, runner_for):
     directory, prompt = checkpoint("qwen2", **WINDOWED["qwen2"]), prompt_of(33)
     (tokens,) = runner_for(directory, torch_compile=True).generate([prompt], 12, chunk=25)
