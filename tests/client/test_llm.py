@@ -379,7 +379,6 @@ def test_what_runs_when_it_is_closed_ends_with_an_error(tmp_path):
         assert type(caught[0]) is Unavailable
 
 
-@pytest.mark.slow
 def test_prompts_that_are_not_sent_yet_end_with_an_error_as_well(tmp_path, monkeypatch):
     monkeypatch.setattr("services.client.runner.OUTSTANDING", 8)
     monkeypatch.setattr("services.client.runner.AT_ONCE", 16)
