@@ -70,7 +70,7 @@ test-clients: setup
 
 # What the images install, and whether something is known against it. Their tools are nobody's dependencies.
 TOOLS := $(VENV)/tools
-$(TOOLS)/.installed: | setup
+$(TOOLS)/.installed: Makefile | setup
 	$(BIN)/python -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1 cosmic-ray==8.7.0
 	touch $@
