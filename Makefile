@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test lint coverage demo bench chaos soak fuzz compose test-compose test-clients locks audit protos descriptors reference clean
+.PHONY: setup serve test test-all lint coverage mutants demo bench chaos soak fuzz compose test-compose test-clients locks audit protos descriptors reference clean
 
 setup: $(VENV)/.installed
 
@@ -20,6 +20,11 @@ serve: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+# The tests that `make test` leaves out, and the properties again with many examples.
+OTHERS := not compose and not grids and not toolchains
+test-all: test
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "(slow or hypothesis) and $(OTHERS)" --hypothesis-profile=thorough $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -69,10 +74,14 @@ test-clients: setup
 
 # What the images install, and whether something is known against it. Their tools are nobody's dependencies.
 TOOLS := $(VENV)/tools
-$(TOOLS)/.installed: | setup
+$(TOOLS)/.installed: Makefile | setup
 	$(BIN)/python -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1
+	$(TOOLS)/bin/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1 cosmic-ray==8.7.0
 	touch $@
+
+# make mutants room=core count=40 seed=7: which changes of the code do its tests not notice?
+mutants: $(TOOLS)/.installed
+	$(TOOLS)/bin/python tests/mutants.py $(FLAGS)
 
 # After a change of the dependencies in pyproject.toml, and to take newer versions.
 locks: $(TOOLS)/.installed

@@ -61,8 +61,15 @@ def serve(**flags: Any) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
+    """Return a TCP port that nothing listens on, reserved for a minute.
+
+    A connection that the port closed first stays in TIME_WAIT. Meanwhile the kernel gives the port neither to other
+    probes nor to outgoing connections, but a server that sets SO_REUSEADDR can listen on it.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe, socket.create_connection(probe.getsockname()) as client:
+        accepted, _ = probe.accept()
+        accepted.close()
+        client.recv(1)  # returns when the other side is closed
         return probe.getsockname()[1]
 
 
@@ -98,11 +105,12 @@ def run_kept(
 def wait_until_ready(base_url: str, process: subprocess.Popen) -> None:
     """Return once the gateway at ``base_url`` takes requests; ``RuntimeError`` if ``process`` ends or is late."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{base_url}/ready", trust_env=False).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(0.1)
+    with httpx.Client(trust_env=False) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if client.get(f"{base_url}/ready").status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            time.sleep(0.1)
     raise RuntimeError(f"{base_url} is not ready")

@@ -5,16 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.common.rpc.authority import Authority
+from tests.properties import register_profiles
 from tests.worker.interpreter import DEVICE, triton_ready
 
 __all__ = ["triton_ready"]
 
-# A machine that has other things to do is slow, which says nothing of a test.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+register_profiles()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each core: threads of torch would wait for each other, which they do by computing.
@@ -30,6 +29,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 # Folders whose files share servers that take long to start: one process runs them all.
 TOGETHER = ("tests/gateway/grammar", "tests/worker/parallel")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the folders of ``TOGETHER`` first: the other processes would have nothing to do at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,4 +57,13 @@ def store_of_this_session(tmp_path_factory) -> Iterator[None]:
     """Servers keep files and batches here that are not told where: not where this user's own do."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(os.environ, "TOKA_STORE_DIR", str(tmp_path_factory.mktemp("store")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_certificate_authority(tmp_path_factory) -> Iterator[None]:
+    """Make HTTP clients of this session cheap: each reads the trusted authorities, and the usual list takes 20 ms."""
+    authority = Authority(tmp_path_factory.mktemp("authority"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SSL_CERT_FILE", str(authority.cert))
         yield

@@ -55,6 +55,7 @@ def test_an_engine_of_its_own_answers(llm):
     assert roles == {"services.launcher.toka", "services.scheduler", "services.worker"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_a_pause(llm):
     prompts = [f"{number} {QUESTION}" for number in range(8)]
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -64,6 +65,7 @@ def test_a_worker_that_dies_is_a_pause(llm):
     assert [output.text for output in llm.generate(prompts, params)] == before
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_is_told_to_whoever_waits(llm):
     """The last test of it."""
     [toka] = [process for process in engine_processes() if "services.launcher.toka" in process.cmdline()]
@@ -75,6 +77,7 @@ def test_an_engine_that_ends_is_told_to_whoever_waits(llm):
     assert "the engine ended" in lost.error.message
 
 
+@pytest.mark.slow
 def test_a_script_that_just_ends_leaves_nothing_behind():
     script = f"""
 import sys
@@ -93,6 +96,7 @@ print(sorted({{"torch", "transformers"}} & set(sys.modules)))
     eventually(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split()))  # watchdogs look now and then
 
 
+@pytest.mark.slow
 def test_the_snippet_of_the_documents_works_and_its_engine_ends_with_its_block():
     [snippet] = re.findall(r"```python\n(from services\.client.*?)```", API.read_text(), re.DOTALL)
     script = f"""{snippet}
@@ -108,6 +112,7 @@ print([child for child in children if child.is_running() and child.status() != p
     assert (count, left) == ("5", "[]")
 
 
+@pytest.mark.slow
 def test_a_script_that_is_killed_leaves_nothing_behind():
     script = f"from services.client import LLM; llm = LLM(**{FLAGS!r}); print('ready', flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -270,6 +270,7 @@ def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
             assert output.outputs[0].token_ids == expected(output.prompt_token_ids, 300, seed=1)
 
 
+@pytest.mark.slow
 def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
@@ -308,6 +309,7 @@ def test_a_stream_waits_for_room_in_a_full_queue(tmp_path, monkeypatch):
         assert sum(len(piece.token_ids) for piece in waiting.result(PATIENCE_S)) == 3
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_stays_away_is_not_waited_for_for_ever(tmp_path):
     with engine(tmp_path) as fragile, LLM(address=fragile.addresses[0], patience_s=0.5) as llm:
         fragile.schedulers[0].kill()

@@ -19,6 +19,7 @@ from services.common.text.tokenizer_class import apply_tokenizer_class
 from services.common.text.tokenizer_files import read_backend
 from services.common.text.vocabulary import Vocabulary
 from tests.checkpoints import make_checkpoint
+from tests.properties import examples
 
 TEXTS = [
     "Hello, world!",
@@ -119,7 +120,7 @@ def byte_vocabulary(*longer: bytes) -> Vocabulary:
     return Vocabulary([bytes([byte]) for byte in range(256)] + list(longer), frozenset())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.text(), st.lists(st.text(min_size=1, max_size=6), max_size=3), st.randoms())
 def test_text_that_is_given_out_is_never_taken_back(text, stops, randomness):
     """However the bytes are cut into tokens: whole characters only, nothing of a stop string, nothing lost."""

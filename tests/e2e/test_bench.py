@@ -48,6 +48,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", f"bench.{program}", *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_last_line_holds_the_figures(program, builtin_server, tmp_path):
     arguments, figure = PROGRAMS[program]
@@ -85,6 +86,7 @@ print(json.dumps(statuses))
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_flag_is_refused():
     outcome = subprocess.run([sys.executable, "-c", REFUSED, *PROGRAMS], capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr

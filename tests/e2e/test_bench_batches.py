@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def run(program: str, **flags: Any) -> dict[str, Any]:
     """The figures of ``program``, which must end well."""

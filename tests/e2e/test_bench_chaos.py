@@ -30,6 +30,7 @@ RIGHT = Answer({0: Choice(text=TEXT, finish="length")}, prompt_tokens=3, complet
 QUESTION = Question(0, "/v1/completions", {"prompt": "x"}, RIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_killed_under_load_costs_no_request():
     figures = run("chaos", seconds=4, streams=4, worker="fake", netns="F", faults=1, kinds="kill-worker",

@@ -44,6 +44,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "bench.worker", *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_plans_of_a_recording_are_run(tmp_path):
     write(tmp_path / "plans-1.tkrec", 3)
     write(tmp_path / "plans-2.tkrec", 40)  # the larger one
@@ -57,6 +58,7 @@ def test_the_plans_of_a_recording_are_run(tmp_path):
     assert sum(window["sampled"] for window in figures["windows"]) == sum(samples[10:])
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_too_small_is_refused(tmp_path):
     write(tmp_path / "plans-1.tkrec", 3)
     outcome = run(f"record={tmp_path}", "skip=0", "worker_flags=max_seqs_per_forward=4")

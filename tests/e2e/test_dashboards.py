@@ -12,6 +12,7 @@ from docs.dashboards import CAPTION, TARGETS, dashboard, deployment, draw, expre
 from tests.gateway.deployment import PATIENCE_S
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not is_installed(), reason="needs Prometheus, as Debian's package has it"),
     pytest.mark.timeout(300),  # a worker boots
 ]

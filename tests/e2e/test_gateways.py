@@ -15,6 +15,8 @@ import pytest
 from bench.server import Server, free_port, serve
 from tests.e2e.test_toka import is_gone, run_toka, wait_for
 
+pytestmark = pytest.mark.slow
+
 GATEWAYS = 2
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 COMPLETIONS = 'toka_http_requests_total{route="/v1/completions",status="200"}'

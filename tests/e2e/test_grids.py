@@ -14,6 +14,8 @@ from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.e2e.test_reference import TOKENS, Reference, greedy_request, prompt_of
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 FLAGS = {"device": "cpu", "dtype": "float32", "page_size": 16, "max_tokens_per_forward": 64}
 CHECKPOINTS = {
     "llama": {"architecture": "llama", "rope_scaling": LLAMA3_ROPE},

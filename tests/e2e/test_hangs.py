@@ -12,6 +12,8 @@ import pytest
 from bench.server import Server, serve
 from tests.e2e.test_toka import child_running, complete, is_gone, wait_for
 
+pytestmark = pytest.mark.slow
+
 LONG = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from services.common.model.files import BUILTIN
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # Modules that the services import, modules of the standard library, and modules that Python imports by itself.
 MODULES = (

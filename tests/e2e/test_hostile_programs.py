@@ -13,6 +13,8 @@ from services.client.llm import LLM
 from services.common.errors import Unavailable
 from services.common.model.files import BUILTIN
 
+pytestmark = pytest.mark.slow
+
 CONFIG = json.loads((BUILTIN / "config.json").read_text())
 SETTINGS = json.loads((BUILTIN / "tokenizer_config.json").read_text())
 MANY_LAYERS = ("config.json", json.dumps(CONFIG | {"num_hidden_layers": 10**9}))

@@ -18,6 +18,8 @@ from services.gateway.engine.session import Timings
 from tests.common.rpc.authority import Authority, flags, links
 from tests.gateway.deployment import Process, eventually, eventually_async
 
+pytestmark = pytest.mark.slow
+
 KEY = new_key()
 
 

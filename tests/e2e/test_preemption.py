@@ -13,6 +13,8 @@ from services.common.text.tokenizer import Tokenizer
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 SHORT, LONG = 40, 12
 LIMIT = 120  # of both: what is learnt from the short answers is expected of the long ones
 FLAGS = {"device": "cpu", "dtype": "float32", "admission_margin": 0}

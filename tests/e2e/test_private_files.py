@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 OTHERS = 0o077
 NOBODY = 65534
 PROMPT = "Question: 2 + 2?\nAnswer:"

@@ -58,7 +58,10 @@ class Reference:
         return data.decode(errors="replace")
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS if name != "qwen3")],
+)
 def served(request, tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("model"), **CHECKPOINTS[request.param])
     flags = {"model": directory, "device": "cpu", "dtype": "float32", "page_size": PAGE, "max_tokens_per_forward": 64}

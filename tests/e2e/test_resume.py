@@ -10,6 +10,8 @@ from services.common.text.tokenizer import Tokenizer
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 WALK = {"type": "array", "items": {"enum": ["left", "right", "up", "down"]}, "minItems": 8, "maxItems": 8}
 KINDS = {
     "penalties": g.GenerateRequest(

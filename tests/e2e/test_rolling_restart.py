@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.server import free_port
 from tests.gateway.deployment import PATIENCE_S, Process, eventually_async, stop_and_wait
 
+pytestmark = pytest.mark.slow
+
 CLIENTS = 8
 PROMPTS = [f"This is number {number}" for number in range(5)]
 

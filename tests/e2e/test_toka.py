@@ -106,6 +106,7 @@ def ranks():
         yield server
 
 
+@pytest.mark.slow
 def test_four_ranks_answer_as_one_worker_does_and_are_restarted_together(builtin_server, ranks):
     questions = [QUESTION, f"Now think. {QUESTION}", "Question: What is 2+2?\nAnswer:"]
     expected = [complete(builtin_server, prompt=question).choices[0].text for question in questions]
@@ -118,6 +119,7 @@ def test_four_ranks_answer_as_one_worker_does_and_are_restarted_together(builtin
     assert {child.pid for child in before}.isdisjoint(child.pid for child in after)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_parent_that_is_killed(ranks):
     """The last test of them."""
     pids = [child.pid for child in psutil.Process(ranks.process.pid).children(recursive=True)]
@@ -126,6 +128,7 @@ def test_nothing_outlives_a_parent_that_is_killed(ranks):
     wait_for(lambda: all(is_gone(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_two_replicas_share_the_work_and_sigterm_ends_everything():
     with serve(device="cpu", dtype="float32", dp_size=2) as server:
         wait_for(lambda: server.metric("toka_replica_ready") == 2)

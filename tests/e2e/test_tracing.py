@@ -8,6 +8,8 @@ from tests.fakes.collector import Collector, Span, collecting
 from tests.gateway.deployment import BOOT_S, PATIENCE_S, Deployment, eventually
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 CALLERS_TRACE, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = (f"00-{CALLERS_TRACE}-{CALLERS_SPAN}-{flags}" for flags in ("01", "00"))
 PATH = "/v1/completions"

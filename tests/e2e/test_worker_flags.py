@@ -10,6 +10,8 @@ import pytest
 from bench.server import Server, free_port, serve
 from tests.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.slow
+
 TOKA = [sys.executable, "-m", "services.launcher.toka"]
 
 

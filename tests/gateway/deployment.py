@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 from openai import AsyncOpenAI, OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.server import free_port
 from services.common.process.service import PARENT_PID
@@ -26,14 +25,14 @@ class Process:
     def __init__(self, log: Path, module: str, *, within: Sequence[str] = (), **flags) -> None:
         self.log = log
         program = [sys.executable, "-m", module, *(f"{name}={value}" for name, value in flags.items())]
-        self._command = [*within, *program]
+        self.command = [*within, *program]
         self.start()
 
     def start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKA_")}
         environment[PARENT_PID] = str(os.getpid())
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+            self._process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment)
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -69,7 +68,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGABRT)  # services write to their logs where their threads are
             self._process.wait()
-            raise AssertionError(f"{self._command} did not end:\n{self.log.read_text()[-8000:]}") from None
+            raise AssertionError(f"{self.command} did not end:\n{self.log.read_text()[-8000:]}") from None
 
 
 class Deployment:
@@ -144,10 +143,10 @@ class Deployment:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=PATIENCE_S).text)
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
-        assert samples, f"/metrics has no {name}"
-        return sum(sample.value for sample in samples)
+        lines = httpx.get(self.url + "/metrics", timeout=PATIENCE_S).text.splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        assert values, f"/metrics has no {name}"
+        return sum(values)
 
     def sdk(self) -> OpenAI:
         return OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)

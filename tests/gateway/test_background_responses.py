@@ -233,6 +233,7 @@ def two_gateways(directory, **gateway):
         running.stop()
 
 
+@pytest.mark.slow
 def test_the_response_of_a_gateway_that_was_killed_fails(tmp_path):
     with two_gateways(tmp_path) as (running, neighbour), running.sdk() as sdk:
         made, streamed = begin(sdk), begin(sdk, stream=True)
@@ -253,6 +254,7 @@ def test_a_gateway_that_ends_generates_its_background_responses_first(tmp_path):
         assert neighbour.responses.retrieve(made.id).usage.output_tokens == 100
 
 
+@pytest.mark.slow
 def test_a_background_response_that_outlasts_its_gateways_drain_fails(tmp_path):
     with two_gateways(tmp_path, drain_seconds=60) as (running, neighbour), running.sdk() as sdk:
         made = begin(sdk)

@@ -29,6 +29,8 @@ from tests.fakes.worker import FakeWorker
 from tests.gateway.deployment import Deployment
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 FAULT_S = 1.0
 DEADLINE_S = 60.0  # of a request and of a start, on a machine with other work
 READY_S = 30.0  # after the fault; gRPC's keepalive notices a broken connection after 40 s

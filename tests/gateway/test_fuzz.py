@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.unsupported import UNSUPPORTED
 from tests.gateway.deployment import PATIENCE_S
+from tests.properties import examples
 
 scalars = st.one_of(
     st.none(),
@@ -64,11 +65,12 @@ def short_answer(body):
     return length | body | ({"max_completion_tokens": 3} if "messages" in body else {})
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(("path", "schema"), [("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)])
 def test_random_bodies_never_break_the_server(deployment, path, schema):
     with httpx.Client(base_url=deployment.url, timeout=PATIENCE_S) as client:
 
-        @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(200), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(st.one_of(values, *[bodies(schema)] * 4))
         def check(body):
             response = client.post(path, json=body)

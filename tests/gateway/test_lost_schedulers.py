@@ -66,6 +66,7 @@ async def test_of_two_schedulers_one_is_killed_and_every_answer_is_what_it_would
         assert {len(answer[0]) for answer in found} == {3}
 
 
+@pytest.mark.slow
 async def test_a_single_scheduler_comes_back_and_goes_on(tmp_path):
     async with (
         Replicas.running(tmp_path, 1, worker={"step_ms": 10}) as single,
@@ -145,6 +146,7 @@ def failovers(fleet: Fleet) -> dict[str, int]:
     return {reason: int(count[0]) for reason, count in fleet._failover._metrics._failovers.items() if count[0]}
 
 
+@pytest.mark.slow
 async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, fingerprint):
     engines = Engines(tmp_path, 1, worker={"step_ms": 10})
     async with fleet_of(engines, fingerprint, heartbeat_interval=0.2, heartbeat_timeout=2.0) as fleet:
@@ -184,6 +186,7 @@ async def test_a_scheduler_that_drains_hands_over_what_is_left(tmp_path, fingerp
         assert set(failovers(fleet)) <= {"drained", "refused"}
 
 
+@pytest.mark.slow
 async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"max_slots": 4, "step_ms": 40}, max_queued_sequences=20)
     async with fleet_of(engines, fingerprint) as fleet:
@@ -194,6 +197,7 @@ async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, finger
         assert set(failovers(fleet)) == {"lost"}
 
 
+@pytest.mark.slow
 async def test_a_thousand_samples_go_on_at_once(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 20})
     async with fleet_of(engines, fingerprint) as fleet:

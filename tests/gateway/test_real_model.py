@@ -7,6 +7,8 @@ from bench.server import serve
 from services.common.text.tokenizer import Tokenizer
 from tests.gateway.deployment import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 CHAT = [{"role": "user", "content": "Hi"}]
 
 

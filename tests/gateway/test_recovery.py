@@ -58,6 +58,7 @@ def test_a_gateway_without_a_scheduler_says_so_and_waits_for_it(tmp_path):
         gateway.kill()
 
 
+@pytest.mark.slow
 def test_without_failover_a_killed_scheduler_ends_requests_with_an_error_and_a_new_one_serves(tmp_path):
     running = Deployment(tmp_path, worker={"step_ms": 5}, gateway={"failover_seconds": 0}).wait_ready()
     try:
@@ -101,6 +102,7 @@ def test_a_new_request_waits_a_moment_for_a_scheduler_that_is_coming(fragile):
     assert set(statuses) <= {200, 503}
 
 
+@pytest.mark.slow
 async def test_a_hung_scheduler_is_found_by_its_heartbeat(fragile, tokenizer):
     timings = Timings(heartbeat_interval=0.1, heartbeat_timeout=1.0, wait_for_ready=0.1, failover=0)
     fleet = Fleet(
@@ -182,6 +184,7 @@ async def test_a_sample_that_fails_in_the_worker_is_an_error_for_its_client_only
     assert worker.violations == []
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_back(tmp_path):
     running = Deployment(
         tmp_path, worker={"step_ms": 5, "max_slots": 1}, scheduler={"max_queued_sequences": 4}
@@ -203,6 +206,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path):
         running.stop()
 
 
+@pytest.mark.slow
 def test_of_two_replicas_one_may_die(tmp_path, deployment):
     running = Deployment(tmp_path, other_schedulers=(deployment.scheduler_address,))
     try:

@@ -18,6 +18,7 @@ from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_fuzz import values
 from tests.gateway.test_tools import CALL, THOUGHT
+from tests.properties import examples
 
 WEATHER = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": None, "strict": False}
 
@@ -342,7 +343,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(body=bodies)
 def test_random_bodies_never_break_the_server(qwen, body):
     response = qwen.post("/v1/responses", {"max_output_tokens": 3} | body)

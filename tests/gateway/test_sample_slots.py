@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.engine.sample_slots import BLOCK_TOKENS, SampleSlots
+from tests.properties import examples
 
 
 def array(*values: int) -> np.ndarray:
     return np.array(values, np.uint32)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(0, 3 * BLOCK_TOKENS), min_size=1, max_size=20), st.randoms(use_true_random=False))
 def test_every_sample_gets_its_own_tokens_back(lengths, random):
     slots = SampleSlots()

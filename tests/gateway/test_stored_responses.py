@@ -156,6 +156,7 @@ def test_a_store_that_breaks_fails_no_answer(tmp_path):
         running.stop()
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_fails_no_answer(tmp_path):
     running = Deployment(tmp_path).wait_ready()
     try:

@@ -13,6 +13,8 @@ from tests.gateway.batch.requests import ENDED, line
 from tests.gateway.deployment import eventually_async
 from tests.gateway.replicas import Replicas
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tokasaurus-builtin"
 PROMPT = list(range(50, 90))
 LETTERS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab", "cd"]}}}

@@ -74,6 +74,7 @@ def test_only_workers_report_to_it(tmp_path):
     assert len({child.environment.get(PROGRESS_FILE) for child in reporting}) == 3
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_phases_and_the_log_on_it_does_not():
     ours, its = pty.openpty()
     command = [sys.executable, "-m", "services.launcher", "device=cpu", "kv_cache_num_tokens=4096"]

@@ -50,6 +50,7 @@ def unusual(lines: list[dict]) -> list[dict]:
     return [line for line in lines if line["level"] not in ("debug", "info")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "number"),
     [
@@ -71,6 +72,7 @@ def test_a_start_a_request_and_a_stop_log_no_warning(flags, number):
     assert unusual(lines) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["loading libraries", "running every kind of step"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_while_the_model_loads_logs_no_warning(event, number):

@@ -15,6 +15,8 @@ from services.launcher import supervisor
 from services.launcher.deployment import ChildSpec, plan_children
 from services.launcher.supervisor import supervise
 
+pytestmark = pytest.mark.slow
+
 POISON = 9  # below the tokens that the fake chooses
 
 

@@ -13,6 +13,7 @@ from services.common.rpc.status import from_rpc_error, from_status
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker, reply_script
+from tests.properties import examples
 from tests.scheduler.service import PROMPT, Sample, Service, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 
@@ -51,7 +52,7 @@ def same_end(one: g.Finish, other: g.Finish) -> None:
     assert one.usage.completion_tokens == other.usage.completion_tokens
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     most=st.integers(1, LONGEST),
     least=st.sampled_from([0, 0, 5, 20]),

@@ -61,7 +61,7 @@ def reference() -> Callable[[Path], torch.nn.Module]:
 def compiled_once() -> Iterator[None]:
     """The decoder that takes seconds to compile is compiled once for each set of sizes, not for each worker."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fused_cpu, "_make_forward", cache(fused_cpu._make_forward))
+        patched.setattr(fused_cpu, "make_forward", cache(fused_cpu.make_forward))
         yield
 
 

@@ -29,6 +29,7 @@ def start(directory: Path, page_size: int, kept: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in kept.rglob("*.nbc")}
 
 
+@pytest.mark.slow
 def test_a_second_start_stores_nothing_and_another_page_size_has_files_of_its_own(checkpoint, tmp_path):
     first = start(checkpoint(), 16, tmp_path)
     assert first

@@ -67,6 +67,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles

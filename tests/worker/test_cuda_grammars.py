@@ -123,6 +123,7 @@ def history(driver: Driver) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graphs", "ahead"), [(0, 4), (8, 3)])
 def test_any_mixture_with_steps_in_flight(graphs, ahead, plain, cuda):
     driver, outcomes = cuda(graphs), []

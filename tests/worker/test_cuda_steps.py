@@ -134,8 +134,15 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
 PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]
 
 
-@pytest.mark.parametrize(("graphs", "pieces", "kept"), [(0, 0, 0), (8, 0, 0), (8, 16, 96), (8, 96, 96), (8, 96, 8)])
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize(
+    ("graphs", "pieces", "kept"),
+    [
+        (0, 0, 0),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(8, 0, 0), (8, 16, 96), (8, 96, 96)]),
+        (8, 96, 8),
+    ],
+)
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, pieces, kept, chunk, monkeypatch):
     """16: the step that has all prompts at once is larger. ``kept``: how many go on behind the last attention."""
     from services.worker.runner.cuda import pieces as of_pieces
@@ -172,11 +179,12 @@ def test_a_model_is_called_with_tensors_of_one_kind_however_steps_are_launched(c
     assert [each for each in seen if each != [inputs, positions, positions][: len(each)]] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graphs", "chunk"), [(0, 3), (8, None), (8, 3)])
 def test_a_cache_of_fp8_gives_the_same_tokens_however_steps_are_cut_and_launched(cuda, graphs, chunk):
     flags = FLAGS.model_copy(update={"kv_cache_dtype": "fp8"})
     one, other = cuda(0, flags), cuda(graphs, flags)
-    assert one.runner._cache.all_keys.dtype == FP8
+    assert one.runner.cache.all_keys.dtype == FP8
     for sampling in ({"logprobs": True}, {"temperature": 0.8, "seed": 3}):
         one.reset()
         other.reset()

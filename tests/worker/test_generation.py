@@ -51,6 +51,7 @@ def test_greedy_tokens_behind_a_sliding_window_are_those_of_transformers(
     assert tokens == greedy(reference(directory), prompt, 24)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_a_window_in_some_of_its_layers(checkpoint, reference, runner_for):
     directory, prompt = checkpoint("qwen2", **WINDOWED["qwen2"]), prompt_of(33)
     (tokens,) = runner_for(directory, torch_compile=True).generate([prompt], 12, chunk=25)
@@ -203,10 +204,10 @@ def test_logits_that_are_not_numbers_fail_their_row_only(checkpoint, reference, 
     driver, prompts = runner_for(), [prompt_of(20, 1), prompt_of(20, 2)]
     both = tuple(admission(slot, prompts[slot], [2 * slot, 2 * slot + 1]) for slot in (0, 1))
     driver.run(admissions=both, batch=batch([0, 1], [20, 20]))
-    driver.runner._cache.keys[0][0].fill_(float("nan"))
+    driver.runner.cache.keys[0][0].fill_(float("nan"))
     failing = driver.run(batch=batch([0, 1])).sampled
     assert failing.finite.tolist() == [False, True]
-    driver.runner._cache.keys[0][0].zero_()
+    driver.runner.cache.keys[0][0].zero_()
     assert driver.run().sampled.finite.tolist() == [False, True]  # its cache is spoilt: it stays failed
     assert driver.tokens[1] == greedy(reference(checkpoint()), prompts[1], 3)
     again = driver.run(releases=[0], admissions=(admission(0, prompts[0], [0, 1]),), batch=batch([0], [20])).sampled

@@ -15,6 +15,7 @@ from services.common.text import grammar as common
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
+from tests.properties import examples
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, ascii_grammars, ascii_tokenizer, follows
 from tests.worker.test_generation import prompt_of
@@ -211,7 +212,7 @@ def test_a_sequence_that_is_resumed_off_its_grammar_fails(runner_for, tokenizer)
 def test_logits_that_are_not_numbers_are_the_reason_also_with_a_grammar(runner_for):
     driver = runner_for()
     driver.run(admissions=(admission(0, prompt_of(9), [0, 1], grammar=WORDS),), batch=batch([0], [9]))
-    cache = driver.runner._cache
+    cache = driver.runner.cache
     kept = cache.keys[0][0].clone()
     cache.keys[0][0].fill_(float("nan"))
     outputs = [driver.run(batch=batch([0])) for _ in range(2)]
@@ -238,10 +239,11 @@ class _Plan:
         self.admissions, self.releases = admissions, np.array(releases, np.int64)
 
 
+@pytest.mark.hypothesis
 def test_a_mask_allows_what_the_grammar_accepts_and_nothing_else(ascii_slots):
     """Wherever a walk through the grammar has led."""
 
-    @settings(derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from([WORDS, LISTS, OBJECTS]), st.lists(st.integers(0, 95), max_size=30))
     def check(grammar, choices):
         ascii_slots.clear()

@@ -39,7 +39,7 @@ def expected(model, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("elements", [1, 4 * 1024 * 1024])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_they_are_those_of_transformers(checkpoint, reference, runner_for, monkeypatch, chunk, elements, threads):
-    monkeypatch.setattr(prompt_logprobs, "_SLICE_ELEMENTS", elements)
+    monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", elements)
     prompt = prompt_of(77)
     table = expected(reference(checkpoint()), prompt)
     bias = {"logit_bias_token_ids": np.array([5]), "logit_bias_values": np.array([50.0], np.float32)}

@@ -172,7 +172,7 @@ def test_a_draw_does_not_depend_on_batch_slot_or_slice(monkeypatch):
     order = np.array([4, 2, 0, 5, 1, 3])
     shuffled = sampled([rows[row] for row in order], logits[order], positions[order])
     assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
-    monkeypatch.setattr(sampler, "_SLICE_ELEMENTS", 2 * 300)
+    monkeypatch.setattr(sampler, "SLICE_ELEMENTS", 2 * 300)
     sliced = sampled(rows, logits, positions)
     assert sliced.token_ids.tolist() == together.token_ids.tolist()
     assert sliced.top.counts.tolist() == [0, 0, 0, 0, 0, 3]

@@ -12,6 +12,7 @@ from services.worker.runner.cuda.inputs import Standing, build
 from services.worker.runner.cuda.state import NO_CHANGES, PageChanges
 from services.worker.sampling.rows import RowPreparer
 from services.worker.step.slots import SlotTable
+from tests.properties import examples
 from tests.worker.driver import NONE, admission
 from tests.worker.interpreter import needs_triton
 
@@ -61,7 +62,7 @@ def dirty(layout: Layout):
 
 
 @given(decodes())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_block_holds_what_a_step_without_graph_uploads(step):
     table, slots = step
     count, fields = len(slots), dirty(Layout(SIZE, None))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
 from services.worker.runner.cuda.inputs import build, fill_up, padded, standing
 from services.worker.step.slots import SlotTable
+from tests.properties import examples
 from tests.worker.driver import admission
 
 PAGE = 4
@@ -44,7 +45,7 @@ def steps(draw):
 
 
 @given(steps())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_step_is_what_a_walk_over_its_rows_gives(step):
     table, batch, groups = step
     arrays = build(batch, groups, table, PAGE)
@@ -73,7 +74,7 @@ def test_a_step_is_what_a_walk_over_its_rows_gives(step):
 
 
 @given(steps())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_groups_keep_their_rows(step):
     table, batch, groups = step
     arrays = build(batch, groups, table, PAGE)
@@ -96,7 +97,7 @@ def test_groups_keep_their_rows(step):
 
 
 @given(steps(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_the_parts_of_a_cut_step_have_its_rows_and_their_groups(step, data):
     _, batch, groups = step
     inner = {

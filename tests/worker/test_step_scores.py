@@ -13,6 +13,7 @@ from services.worker.runner.cuda.inputs import build
 from services.worker.runner.cuda.scores import StepScores, find_runs
 from services.worker.sampling.prompt_logprobs import score_rows
 from services.worker.step.slots import SlotTable
+from tests.properties import examples
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.interpreter import needs_triton
 from tests.worker.no_streams import device_without_streams
@@ -44,7 +45,7 @@ def steps(draw):
 
 
 @given(steps())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_step_scores_what_a_walk_over_its_rows_gives(step):
     table, rows = step
     arrays, runs, found = build(rows, NO_GROUPS, table, PAGE), find_runs(rows, table), []

@@ -122,7 +122,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if sys.version_info < (3, 12):
             # A reference cycle that later versions break themselves.
-            transport._read_ready_cb = None  # type: ignore[attr-defined]  # not of its interface
+            transport._read_ready_cb = None  # type: ignore[attr-defined]  # noqa: SLF001  # not of its interface
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle

@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,10 @@ _ENTRY_BYTES = 1024  # of what is around a message: roughly
 _CLOSE_S = 10.0
 
 
+def _create(path: Path) -> BinaryIO:
+    return path.open("xb")
+
+
 class Recorder:
     """Called on the step loop's thread, which it never keeps waiting: a thread of its own writes.
 
@@ -37,10 +41,15 @@ class Recorder:
     """
 
     def __init__(
-        self, directory: str, scheduler_id: str = "", *, most_waiting_bytes: int = _MOST_WAITING_BYTES
+        self,
+        directory: str,
+        scheduler_id: str = "",
+        *,
+        most_waiting_bytes: int = _MOST_WAITING_BYTES,
+        open_file: Callable[[Path], BinaryIO] = _create,
     ) -> None:
-        """``most_waiting_bytes``: of messages that may wait for the disk; the last may go beyond. ``InvalidRequest``
-        when it may not write there.
+        """``most_waiting_bytes``: of messages that may wait for the disk; the last may go beyond. ``open_file``
+        creates the file of a connection. ``InvalidRequest`` when it may not write there.
         """
         self._directory = Path(directory)
         try:
@@ -58,12 +67,18 @@ class Recorder:
         warn_if_shared("recordings", [self._directory])
         self._scheduler_id = scheduler_id
         self._most_waiting_bytes = most_waiting_bytes
+        self._open_file = open_file
         self._put_bytes = 0  # so far; the step loop's
         self._written_bytes = 0  # of them; the writer's
         self._waiting: queue.SimpleQueue[tuple[str, dict[str, Any], int] | None] = queue.SimpleQueue()
         self._ended = False  # no entry is taken any more
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Number of bytes of messages that are not written yet."""
+        return self._put_bytes - self._written_bytes
 
     # -- on the step loop's thread; what is given must not change afterwards
 
@@ -109,7 +124,7 @@ class Recorder:
         """``size``: bytes of the messages in ``fields``. The writer makes the ``Record``: that copies the messages."""
         if self._ended:
             return
-        waiting = self._put_bytes - self._written_bytes
+        waiting = self.waiting_bytes
         if waiting < self._most_waiting_bytes:
             self._put_bytes += size + _ENTRY_BYTES
             self._waiting.put((kind, fields, size + _ENTRY_BYTES))
@@ -151,7 +166,7 @@ class Recorder:
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         path = self._directory / f"plans-{now}-{os.getpid()}{SUFFIX}"
         log.info("recording plans", file=str(path))
-        return path.open("xb")
+        return self._open_file(path)
 
     def _fail(self, file: BinaryIO | None, error: Exception) -> None:
         """What waits and what follows is let go; the file may end in the middle of an entry."""

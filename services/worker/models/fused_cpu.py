@@ -40,7 +40,7 @@ class FusedDecoder:
             raise ValueError("the model has no embedding or no final norm; pass a model whose stage has all layers")
         config = model.config
         self._model, self._embedding, self._norm = model, model.embedding, model.norm
-        self._forward = _make_forward(config, cache.page_size)
+        self._forward = make_forward(config, cache.page_size)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
         layers = list(model.layers)
@@ -81,7 +81,7 @@ def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
-def _make_forward(config: ModelConfig, page_size: int) -> Any:
+def make_forward(config: ModelConfig, page_size: int) -> Any:
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps = head_dim // 2, np.float32(config.norm_eps)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)

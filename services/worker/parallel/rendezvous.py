@@ -33,7 +33,7 @@ def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], 
     if is_loopback(address):
         _stay_on_loopback()
     try:
-        store = _keep(address, port, timeout_s) if ranks.index == 0 else _join(ranks, address, port, deadline)
+        store = keep_store(address, port, timeout_s) if ranks.index == 0 else _join(ranks, address, port, deadline)
         if ranks.index == 0:
             store.set("settings", json.dumps(dict(settings)))
         try:
@@ -48,7 +48,7 @@ def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], 
     return store
 
 
-def _keep(address: str, port: int, timeout_s: float) -> TCPStore:
+def keep_store(address: str, port: int, timeout_s: float) -> TCPStore:
     """The store itself; on loopback only, where that is enough."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

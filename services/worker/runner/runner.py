@@ -44,7 +44,7 @@ class StepRunner:
         """``fused``: what runs decode steps instead of ``model``, where there is such a thing. ``grammars``: None where
         sequences have none, or nothing is sampled here."""
         self.limits = limits
-        self._model, self._cache, self._attention, self._threads = model, cache, attention, threads
+        self.model, self.cache, self._attention, self._threads = model, cache, attention, threads
         self._fused, self._grammars = fused, grammars
         self._device = model.device
         self._slots = SlotTable(limits, self._device)
@@ -105,7 +105,7 @@ class StepRunner:
             slots.append_pages(plan.append_slots, plan.append_pages)
         if plan.copy_sources.size:
             pages = (torch.from_numpy(array).to(self._device) for array in (plan.copy_sources, plan.copy_targets))
-            self._cache.copy_pages(*pages)
+            self.cache.copy_pages(*pages)
 
     def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and positions, ``[tokens]`` int64: what the scheduler sent, and what was sampled last."""
@@ -120,9 +120,9 @@ class StepRunner:
     def _keep_tokens(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Write ``token_ids [tokens]`` beside where their keys and values go."""
         slots = np.concatenate([shard.attention.token_slots for shard in inputs.shards])
-        pages = self._slots.page_table[slots, inputs.positions // self._cache.page_size].astype(np.int64)
-        places = torch.from_numpy(pages * self._cache.page_size + inputs.positions % self._cache.page_size)
-        self._cache.tokens.view(-1)[places.to(self._device)] = token_ids.int()
+        pages = self._slots.page_table[slots, inputs.positions // self.cache.page_size].astype(np.int64)
+        places = torch.from_numpy(pages * self.cache.page_size + inputs.positions % self.cache.page_size)
+        self.cache.tokens.view(-1)[places.to(self._device)] = token_ids.int()
 
     def _compute(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
@@ -151,7 +151,7 @@ class StepRunner:
             hidden = self._fused(token_ids, positions, shard.attention)
         else:
             attention = self._attention.step(shard.attention, _nothing if barrier is None else barrier.wait)
-            hidden = self._model(token_ids, positions, attention)
+            hidden = self.model(token_ids, positions, attention)
         timing.forward = time.perf_counter_ns() - started
         scored = self._score(shard, hidden)
         sampled = self._sample(shard, hidden)
@@ -161,7 +161,7 @@ class StepRunner:
 
     def _score(self, shard: Shard, hidden: torch.Tensor) -> list[ScoredTokens]:
         """From ``hidden [tokens, hidden_size]`` of the shard."""
-        return [score(hidden, self._model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
+        return [score(hidden, self.model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
 
     def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
         """From ``hidden [tokens, hidden_size]`` of the shard."""
@@ -171,12 +171,12 @@ class StepRunner:
             hidden = hidden[torch.from_numpy(shard.sample_tokens).to(self._device)]
         return sample(
             hidden,
-            self._model.logits,
+            self.model.logits,
             shard.sample_slots,
             shard.sample_positions,
             self._slots,
             self.limits.vocab_size,
-            self._cache.tokens,
+            self.cache.tokens,
             self._masks(shard.sample_slots),
         )
 

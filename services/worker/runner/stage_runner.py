@@ -94,13 +94,13 @@ class StageRunner(StepRunner):
 
     def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
         """The residual stream of a micro-batch, as the stage before has it."""
-        shape = self._exchanges.of(tokens).rows(tokens), self._model.config.hidden_size
-        return previous.take(shape, self._model.dtype)
+        shape = self._exchanges.of(tokens).rows(tokens), self.model.config.hidden_size
+        return previous.take(shape, self.model.dtype)
 
     def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
         """One micro-batch."""
         started = time.perf_counter_ns()
-        model, (shard,) = self._model, inputs.shards
+        model, (shard,) = self.model, inputs.shards
         if self._owed is not None:
             self._owed.settle(inputs.last_slots, len(self._parts))
         token_ids, positions = self._to_device(inputs)

@@ -12,7 +12,7 @@ from services.common.plan.top_logprobs import TopLogprobs
 from services.worker.step.slots import SlotTable
 
 # Logits of one slice, in elements: 16 MiB in float32.
-_SLICE_ELEMENTS = 4 * 1024 * 1024
+SLICE_ELEMENTS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def score(
 
     If a log-probability is not finite, the slot is marked as failed, and the sequence fails when it samples.
     """
-    rows, top = max(1, _SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[span.slot])
+    rows, top = max(1, SLICE_ELEMENTS // vocab_size), int(table.prompt_logprobs[span.slot])
     token_ids = torch.from_numpy(span.token_ids).to(hidden.device)
     hidden = hidden[span.first : span.first + len(token_ids)]
     scores = score_rows(hidden, to_logits, token_ids, top, vocab_size, rows)

@@ -16,7 +16,7 @@ from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
 
 # Logits of one slice, in elements: 64 MiB in float32.
-_SLICE_ELEMENTS = 16 * 1024 * 1024
+SLICE_ELEMENTS = 16 * 1024 * 1024
 
 
 def sample(
@@ -40,7 +40,7 @@ def sample(
 
     Raises ``ValueError`` if ``tokens`` is None and a row needs it.
     """
-    rows = max(1, _SLICE_ELEMENTS // vocab_size)
+    rows = max(1, SLICE_ELEMENTS // vocab_size)
     parts = []
     for start in range(0, len(slots), rows):
         part = slice(start, start + rows)

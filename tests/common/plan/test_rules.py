@@ -20,6 +20,7 @@ from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.violation import PlanViolation
 from services.worker.step.slots import SlotTable
 from tests.fakes.model import FakeModel, FakeShape
+from tests.properties import examples
 from tests.worker.driver import admission, batch
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -60,7 +61,7 @@ def verdict_of(side, message: plan_pb2.StepPlan) -> str:
     return ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 25))
 def test_worker_recorder_and_fake_give_the_same_verdict_on_random_plans(seed, length):
     info, random = SHAPE.worker_info(), Random(seed)

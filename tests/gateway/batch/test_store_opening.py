@@ -18,6 +18,7 @@ asyncio.run(asyncio.wait_for(Store.open(sys.argv[1]), 60))
 """
 
 
+@pytest.mark.slow
 def test_many_processes_may_open_an_empty_store_at_once(store_url):
     opening = [subprocess.Popen([sys.executable, "-c", OPEN, store_url]) for _ in range(6)]
     assert [process.wait(60) for process in opening] == [0] * 6

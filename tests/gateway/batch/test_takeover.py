@@ -8,7 +8,7 @@ from tests.gateway.batch.requests import begin, ended, line, results
 from tests.gateway.deployment import Deployment, Process, eventually, free_port
 
 LINES = 3000
-pytestmark = pytest.mark.timeout(300)  # leases of the dead take ten seconds each
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # leases of the dead take ten seconds each
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_both_gateways_work_on_one_batch_and_a_dead_one_is_inherited_from(two):
     eventually(lambda: "store open" in log.read_text())
     running.gateway.kill()
     running.gateway = other
-    url = next(part for part in other._command if part.startswith("port=")).removeprefix("port=")
+    url = next(part for part in other.command if part.startswith("port=")).removeprefix("port=")
     running.url = f"http://127.0.0.1:{url}"
     with running.sdk() as sdk:
         finished = ended(sdk, batch)

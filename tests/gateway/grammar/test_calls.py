@@ -52,6 +52,7 @@ def check(call: dict) -> None:
     assert 1 <= arguments["steps"] <= 9
 
 
+@pytest.mark.slow
 def test_a_call_is_required(server, shorter):
     told = choices(server.chat(tools=[MOVE, WAIT], tool_choice="required", n=6, **shorter, **PLAIN))
     ended = [choice for choice in told if choice["finish_reason"] != "length"]
@@ -63,6 +64,7 @@ def test_a_call_is_required(server, shorter):
             check(call)
 
 
+@pytest.mark.slow
 def test_a_tool_named_is_called_once(server, shorter):
     body = {"tools": [WAIT, MOVE], "tool_choice": NAMED}
     told = choices(server.chat(**body, n=4, **shorter, **PLAIN))
@@ -80,6 +82,7 @@ def test_a_tool_named_is_called_once(server, shorter):
     assert call.function.arguments == told[0]["message"]["tool_calls"][0]["function"]["arguments"]
 
 
+@pytest.mark.slow
 def test_without_parallel_calls_there_is_one(server, shorter):
     body = {"tools": [WAIT], "tool_choice": "required", "parallel_tool_calls": False}
     for choice in choices(server.chat(**body, n=4, **shorter, **PLAIN)):
@@ -87,12 +90,14 @@ def test_without_parallel_calls_there_is_one(server, shorter):
         assert (choice["finish_reason"], call["function"]["arguments"]) == ("tool_calls", "{}")
 
 
+@pytest.mark.slow
 def test_strict_arguments_are_held_to_their_schema_when_the_model_calls_by_itself(server, shorter):
     strict = {"type": "function", "function": MOVE["function"] | {"strict": True}}
     told = choices(server.chat(tools=[strict], n=4, **shorter | {"max_tokens": 40}, **PLAIN))
     assert all(choice["message"]["content"] for choice in told)  # the built-in model calls nothing unasked
 
 
+@pytest.mark.slow
 def test_an_answer_in_a_form_may_be_calls_instead(server, shorter):
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2, 3]}}}
     for choice in choices(server.chat(tools=[MOVE, WAIT], response_format=form, n=8, **shorter, **PLAIN)):

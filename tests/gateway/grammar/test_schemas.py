@@ -5,11 +5,14 @@ import json
 from collections import Counter
 
 import httpx
+import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.grammar.schemas import by_hand, drawn, refused
+
+pytestmark = pytest.mark.slow
 
 MOST = 240  # tokens
 ABREAST = 64  # requests

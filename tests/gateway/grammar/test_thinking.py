@@ -7,6 +7,8 @@ import pytest
 from tests.gateway.grammar.conftest import start
 from tests.gateway.parrot import QWEN, THINKING_TOKENS
 
+pytestmark = pytest.mark.slow
+
 BEGIN, END = THINKING_TOKENS.values()
 SCHEMA = {
     "type": "object",

@@ -17,6 +17,7 @@ from services.gateway.openai.schemas import ChatBody
 from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.messages.test_create import CLOCK, THINKING, WEATHER
 from tests.gateway.test_fuzz import values
+from tests.properties import examples
 
 USE = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file_path": "/tmp/ä.txt"}}
 # As Claude Code 2 sends it: query, headers and body.
@@ -347,7 +348,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(body=bodies)
 def test_random_bodies_never_break_the_server(claude, body):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):

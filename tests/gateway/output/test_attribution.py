@@ -10,6 +10,7 @@ from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.output.reasoning import ReasoningParser
 from services.gateway.openai.responses.attribution import Attribution
 from services.gateway.openai.transcript import TokenEntry
+from tests.properties import examples
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"a": 1}}</tool_call>'
 ANSWERS = [
@@ -47,7 +48,7 @@ def test_words_come_from_their_characters(answer, content):
     assert "".join(said.split()) == "".join(taken).replace(" ", "") == content.replace(" ", "")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(answer=st.sampled_from(ANSWERS), data=st.data())
 def test_pieces_do_not_matter(answer, data):
     places = sorted(data.draw(st.sets(st.integers(1, len(answer[0]) - 1))))

@@ -12,6 +12,7 @@ from services.gateway.openai.output.deltas import Arguments, CallBegun, Content,
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningTokens
+from tests.properties import examples
 
 TOOLS = {"f", "weather"}
 
@@ -207,7 +208,7 @@ texts = st.lists(st.sampled_from(SNIPPETS), max_size=14).map("".join) | st.lists
 ).map("".join)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=examples(1000), deadline=None, derandomize=True)
 @given(
     text=texts,
     cuts=st.lists(st.integers(0, 200), max_size=12),
@@ -224,7 +225,7 @@ def test_any_cut_of_an_answer_gives_the_same_parts(text, cuts, form, thinks, ope
     assert read(text, **how) == whole
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=examples(1000), deadline=None, derandomize=True)
 @given(text=texts, form=st.sampled_from((HERMES, LLAMA3)))
 def test_nothing_of_an_answer_without_calls_is_lost(text, form):
     parts = read([text], form=form)

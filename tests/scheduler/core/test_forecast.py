@@ -13,6 +13,7 @@ from services.scheduler.core.future.admission import Admission, _first_gap, runn
 from services.scheduler.core.request import AdmissionMode
 from services.scheduler.core.step import prefill
 from tests.fakes.model import FakeShape, continuation
+from tests.properties import examples
 from tests.scheduler.core.driver import SINK, Driver
 from tests.scheduler.core.test_histories import prompts, shapes
 
@@ -71,7 +72,7 @@ def drivers(draw):
     return driver
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_the_curve_equals_a_naive_simulation(driver):
     curve = curve_of(driver)
@@ -79,7 +80,7 @@ def test_the_curve_equals_a_naive_simulation(driver):
     assert curve.max() <= driver.core.state.pool.pages.size
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_what_happens_follows_the_curve(driver):
     """No sample stops early. While a prompt is computed in part, the curve is a bound."""
@@ -107,7 +108,7 @@ def check_curve_comes_true(driver: Driver) -> None:
             assert not curve[passed + len(now) :].any()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(2, 4))
 def test_what_happens_follows_the_curve_of_predicted_ends(shape, length, pauses, steps_ahead):
     """Every answer of a class stops by itself behind ``length`` tokens, long before its limit."""
@@ -223,7 +224,7 @@ def check_admission_is_as_forecast(driver: Driver) -> None:
         assert (expected == curve).all() if Watched.latest.in_order else (expected >= curve).all()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
 def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
     with contextlib.suppress(InvalidRequest):

@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Priority
 from tests.fakes.model import FakeShape
+from tests.properties import examples
 from tests.scheduler.core.driver import Driver
 
 PREFIXES = [[2, 3, 4, 5] * 6, [2, 3, 4, 5] * 3 + [9] * 12, [7] * 30]
@@ -80,7 +81,7 @@ policies = st.fixed_dictionaries(
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), moves, policies)
 def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, policy):
     driver = Driver(shape, **policy)

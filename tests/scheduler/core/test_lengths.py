@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.queue.lengths import CAUTION, MOST_CLASSES, MOST_LABELS, UNKNOWN, LengthPredictor
+from tests.properties import examples
 from tests.scheduler.core.answer_lengths import (
     CLASS,
     LONGEST,
@@ -27,7 +28,7 @@ from tests.scheduler.core.answer_lengths import (
 # -- against the naive estimate
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(stops, answers, ages, st.integers(0, 64), st.integers(1, 64))
 def test_a_mean_is_that_of_the_naive_estimate(stopped, ended, running, age, limit):
     ended = ended + [(length, True) for length in stopped]
@@ -38,7 +39,7 @@ def test_a_mean_is_that_of_the_naive_estimate(stopped, ended, running, age, limi
     assert mean(learnt(ended, running), limit, age) == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(stops, answers, ages, st.integers(0, 64), st.floats(0.001, 0.999))
 def test_a_draw_is_the_quantile_of_the_naive_estimate(stopped, ended, running, age, quantile):
     ended = ended + [(length, True) for length in stopped]
@@ -53,7 +54,7 @@ def test_a_draw_is_the_quantile_of_the_naive_estimate(stopped, ended, running, a
         assert survival[drawn - 1] >= target - 1e-12
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 100_000), min_size=16, max_size=60))
 def test_long_answers_are_known_to_a_bin(lengths):
     predictor = learnt([(length, True) for length in lengths], longest=100_000)
@@ -63,7 +64,7 @@ def test_long_answers_are_known_to_a_bin(lengths):
     assert abs(draw(predictor, QUANTILES).max() - max(lengths)) <= error
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 6000), st.booleans()), max_size=80),
     st.lists(st.integers(0, 6000), max_size=40),
@@ -76,7 +77,7 @@ def test_draws_are_longer_than_the_age_and_rise_with_the_quantile(ended, running
     assert ((drawn <= LONGEST) | (drawn == UNKNOWN)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(stops, st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=60), st.integers(0, 900))
 def test_the_mean_is_the_mean_of_the_draws(stopped, ended, age):
     predictor = learnt(ended + [(length, True) for length in stopped])

@@ -10,6 +10,7 @@ from services.common.plan.types import SamplingSettings
 from services.scheduler.core.request import FinishReason
 from services.scheduler.core.step import prefill
 from tests.fakes.model import FakeShape
+from tests.properties import examples
 from tests.scheduler.core.driver import Driver
 
 PROMPT = [16 + index % 50 for index in range(43)]
@@ -52,7 +53,7 @@ def test_one_plan_carries_so_many_settings_as_a_message_holds(monkeypatch, sampl
 WEIGHTS = st.tuples(st.integers(1, 60), st.integers(0, 700), st.integers(0, 300), st.integers(1, 6))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(asked=st.lists(WEIGHTS, min_size=1, max_size=8))
 def test_no_plan_is_larger_than_what_was_counted(asked):
     """Prompts, biases and grammars of any size, and their siblings."""

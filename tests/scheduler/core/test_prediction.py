@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
+from tests.properties import examples
 from tests.scheduler.core.driver import Driver
 
 PREDICTED, GUARANTEED = AdmissionMode.PREDICTED, AdmissionMode.GUARANTEED
@@ -182,7 +183,7 @@ def test_a_wider_margin_leaves_more_pages_free(margin):
     driver.run()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 90), st.sampled_from([PREDICTED, GUARANTEED]), st.booleans(),
                        st.sampled_from([1, 1, 4])), min_size=1, max_size=20),

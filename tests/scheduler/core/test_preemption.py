@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.core.request import AdmissionMode, FinishReason, Priority
 from tests.fakes.model import FakeShape
+from tests.properties import examples
 from tests.scheduler.core.driver import Driver, check_all
 
 HIGH, NORMAL, LOW = Priority
@@ -182,7 +183,7 @@ def test_lines_that_wait_for_long_beside_lines_that_run_do_not_go_before_request
     check_all(batch)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90), st.sampled_from([1, 1, 5])), min_size=1, max_size=12),
     st.integers(45, 120), st.integers(1, 8), st.integers(1, 20), st.booleans(),

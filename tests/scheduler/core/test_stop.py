@@ -11,6 +11,7 @@ from services.scheduler.core.stopping.arena import Arena
 from services.scheduler.core.stopping.automaton import Automaton
 from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
+from tests.properties import examples
 
 alphabet = st.sampled_from(["a", "b", "ab", "é", "漢", "\n"])
 strings = st.lists(st.lists(alphabet, min_size=1, max_size=6).map("".join), min_size=1, max_size=4)
@@ -31,7 +32,7 @@ def first_end(text: bytes, patterns: list[bytes]) -> int | None:
     return min(ends, default=None)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(token_bytes, st.lists(strings, min_size=1, max_size=4), st.data())
 def test_matches_are_those_of_find_on_the_whole_text(vocabulary, sets, data):
     """Several sequences with different strings in one call, rows built early, late and never."""
@@ -59,7 +60,7 @@ def test_matches_are_those_of_find_on_the_whole_text(vocabulary, sets, data):
         states = moved
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(strings, st.lists(alphabet, max_size=30).map("".join), st.integers(0, 30))
 def test_a_match_that_does_not_count_yet_does_not_hide_later_ones(group, text, skip):
     automaton = Automaton(group)

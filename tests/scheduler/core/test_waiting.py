@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import Priority, Request, Sample
+from tests.properties import examples
 from tests.scheduler.core.naive_queue import Naive
 
 HIGH, NORMAL, LOW = Priority
@@ -94,7 +95,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from([0, 1, 3]), moves, st.integers(1, 20), st.integers(0, 3))
 def test_every_history_is_served_by_the_rules_and_nothing_is_lost_or_doubled(ageing_ns, moves, most, most_low):
     arrivals, queue, naive = Arrivals(), WaitingQueue(ageing_ns), Naive(ageing_ns)

@@ -14,6 +14,7 @@ from services.scheduler.record.hashes import FACTOR, next_hashes, prefix_hashes
 from services.scheduler.record.reader import RecordedStep
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.record.violation import PlanViolation
+from tests.properties import examples
 from tests.scheduler.record.checking import Mutation, replayed, settings_of
 from tests.scheduler.record.loop import SHAPE, open_recordings, record_small_run, rewrite
 from tokasaurus.worker.v1 import plan_pb2
@@ -204,7 +205,7 @@ def test_a_violation_names_step_slot_and_page(steps):
     assert (found.step, found.slot, found.page) == (3, 5, 18)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_a_page_that_somebody_holds_is_never_given_away(steps, data):
     numbered = {recorded.plan.plan.step: recorded.plan.plan for recorded in steps}

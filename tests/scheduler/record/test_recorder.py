@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,8 +113,8 @@ class SlowDisk:
         self.reached, self.goes_on = threading.Event(), threading.Event()
         self._file = None
 
-    def open(self, file) -> "SlowDisk":
-        self._file = file
+    def open(self, path: Path) -> "SlowDisk":
+        self._file = path.open("xb")
         return self
 
     def write(self, data: bytes) -> int:
@@ -125,16 +126,10 @@ class SlowDisk:
         return getattr(self._file, name)
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    disk, open_file = SlowDisk(), Recorder._open
-    monkeypatch.setattr(Recorder, "_open", lambda recorder: disk.open(open_file(recorder)))
-    return disk
-
-
-def test_a_disk_that_does_not_keep_up_cuts_the_recording_and_holds_nobody_up(tmp_path, slow_disk):
+def test_a_disk_that_does_not_keep_up_cuts_the_recording_and_holds_nobody_up(tmp_path):
     """Bytes count: three plans of 440 kB may wait for 1 MiB, however many entries that is."""
-    recorder = Recorder(str(tmp_path), most_waiting_bytes=1 << 20)
+    slow_disk = SlowDisk()
+    recorder = Recorder(str(tmp_path), most_waiting_bytes=1 << 20, open_file=slow_disk.open)
     with capture_logs() as logs:
         recorder.connected(SHAPE.worker_info(), 2)
         slow_disk.reached.wait()
@@ -152,9 +147,10 @@ def test_a_disk_that_does_not_keep_up_cuts_the_recording_and_holds_nobody_up(tmp
     assert (error["event"], error["reason"]) == ("the recording of plans ends here", reason)
 
 
-def test_small_entries_may_be_many_and_what_is_written_waits_no_more(tmp_path, slow_disk):
+def test_small_entries_may_be_many_and_what_is_written_waits_no_more(tmp_path):
     """100 plans of a few bytes are far from 1 MiB, though nothing is written; and afterwards there is all the room."""
-    recorder, steps = Recorder(str(tmp_path), most_waiting_bytes=1 << 20), iter(range(1, 1000))
+    slow_disk, steps = SlowDisk(), iter(range(1, 1000))
+    recorder = Recorder(str(tmp_path), most_waiting_bytes=1 << 20, open_file=slow_disk.open)
     recorder.connected(SHAPE.worker_info(), 2)
     slow_disk.reached.wait()
     for _ in range(100):
@@ -163,7 +159,7 @@ def test_small_entries_may_be_many_and_what_is_written_waits_no_more(tmp_path, s
     recorder.close()
     (recording,) = open_recordings(str(tmp_path))
     assert len(list(recording.steps())) == 100
-    assert recorder._put_bytes == recorder._written_bytes
+    assert recorder.waiting_bytes == 0
 
 
 def filled(message: Message) -> Message:
@@ -183,7 +179,7 @@ def test_every_array_counts_for_what_waits():
     assert 4 * 1000 * 6 < result.ByteSize() <= result_size(result) < result.ByteSize() + 4096
 
 
-def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path):
     class FullFile:
         def write(self, data: bytes) -> int:
             raise OSError(28, "No space left on device")
@@ -191,15 +187,14 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, monke
         def close(self) -> None:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Recorder, "_open", lambda recorder: FullFile())
     with capture_logs() as logs:
-        recorder = Recorder(str(tmp_path))
+        recorder = Recorder(str(tmp_path), open_file=lambda path: FullFile())
         recorder.connected(SHAPE.worker_info(), 2)
         recorder.plan(plan_pb2.StepPlan(step=1), [], [])
         recorder.close()
         recorder.plan(plan_pb2.StepPlan(step=2), [], [])
-    (log,) = logs
-    assert (log["log_level"], log["reason"]) == ("error", "[Errno 28] No space left on device")
+    (error,) = (log for log in logs if log["log_level"] == "error")
+    assert error["reason"] == "[Errno 28] No space left on device"
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_at_start(tmp_path):

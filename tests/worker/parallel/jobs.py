@@ -23,7 +23,7 @@ FLAGS = {
 }
 
 # Of this process, while a replica is up.
-_booted: Booted | None = None
+booted: Booted | None = None
 
 
 def make_config(ranks: Ranks, port: int, directory: Path, flags: dict) -> WorkerConfig:
@@ -34,26 +34,26 @@ def make_config(ranks: Ranks, port: int, directory: Path, flags: dict) -> Worker
 
 def start(ranks: Ranks, port: int, directory: Path, flags: dict, fewest_sharded: int) -> Limits:
     """``fewest_sharded``: tokens from which on activations are sharded."""
-    global _booted
+    global booted
     exchange.fewest_sharded = lambda row_bytes: fewest_sharded
-    _booted = boot(make_config(ranks, port, directory, flags))
-    return _booted.runner.limits
+    booted = boot(make_config(ranks, port, directory, flags))
+    return booted.runner.limits
 
 
 def run(ranks: Ranks, plans: list[Plan]) -> list["Step"]:
     """One step after the other, without waiting for other ranks."""
-    return run_on(_booted.runner, plans)
+    return run_on(booted.runner, plans)
 
 
 def reset(ranks: Ranks) -> None:
-    _booted.runner.reset()
+    booted.runner.reset()
 
 
 def stop(ranks: Ranks) -> None:
     """Leave the others, as the end of the process does."""
-    global _booted
-    _booted.runner.close()
-    _booted = None
+    global booted
+    booted.runner.close()
+    booted = None
     gc.collect()
 
 
@@ -64,7 +64,7 @@ def run_on(runner: StepRunner, plans: list[Plan]) -> list[Step]:
     """Outputs, each with the logits ``[samples, vocab_size]`` that it was sampled from. A runner that does not cut
     steps gets the plans without their cuts."""
     seen: list[torch.Tensor] = []
-    model, steps = runner._model, []
+    model, steps = runner.model, []
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         found = type(model).logits(model, hidden)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.server import free_port
 from services.common.plan.types import Limits, Plan
 from services.worker.boot.common import boot
 from services.worker.described.ranks import ALONE
@@ -17,7 +18,7 @@ from services.worker.layers import matmul_cpu
 from services.worker.runner.runner import StepRunner
 from services.worker.step.output import StepOutput
 from tests.worker.parallel import jobs
-from tests.worker.parallel.pool import RankPool, free_port
+from tests.worker.parallel.pool import RankPool
 
 
 class Replica:

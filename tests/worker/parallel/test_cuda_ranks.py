@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.server import free_port
 from services.common.model import files as model_files
 from services.common.plan.types import Limits, Plan
 from services.worker.described.ranks import Ranks
@@ -13,7 +14,7 @@ from services.worker.step.output import StepOutput
 from tests.e2e.samples import Sample, agreement, random_prompt
 from tests.worker.driver import Driver
 from tests.worker.parallel import cuda_jobs, jobs
-from tests.worker.parallel.pool import RankPool, free_port
+from tests.worker.parallel.pool import RankPool
 from tests.worker.parallel.replica import cut
 
 pytestmark = [
@@ -86,7 +87,7 @@ def run_ahead(ranks: Ranks, plans: list[Plan], ahead: int) -> tuple[list[StepOut
     """A job: outputs, with up to ``ahead`` steps in flight; and how much was compiled since the start."""
     from services.worker.boot.compilation import kernel_compilations, recompilations
 
-    runner = jobs._booted.runner
+    runner = jobs.booted.runner
     running, outputs = [], []
     for plan in plans:
         running.append(

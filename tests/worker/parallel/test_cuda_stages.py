@@ -3,9 +3,9 @@ streams that do nothing and graphs that launch again. ``test_cuda_ranks.py`` has
 
 import pytest
 
+from bench.server import free_port
 from tests.worker.interpreter import INTERPRETED, needs_triton
 from tests.worker.parallel.cuda_jobs import history, plain_outputs, run_as_rank, same
-from tests.worker.parallel.pool import free_port
 
 pytestmark = [
     needs_triton,
@@ -17,11 +17,11 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("tp_size", "pp_size", "graphs", "pieces", "ahead", "fewest_sharded", "times"),
     [
-        (2, 1, 0, 0, 1, 9, 1),
         (2, 1, 8, 16, 3, 8, 2),
-        (1, 2, 0, 0, 2, 9, 1),
-        (1, 2, 8, 16, 4, 9, 2),
-        (2, 2, 8, 16, 3, 9, 1),
+        pytest.param(2, 1, 0, 0, 1, 9, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 0, 0, 2, 9, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 8, 16, 4, 9, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, 8, 16, 3, 9, 1, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, pieces, ahead, fewest_sharded, times, pool):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.server import free_port
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.compiled import TraceableAttention
 from services.worker.attention.kv_cache import KvCache
@@ -29,7 +30,6 @@ from services.worker.parallel.exchange import (
     make_exchanges,
 )
 from services.worker.parallel.group import RankGroup
-from tests.worker.parallel.pool import free_port
 from tests.worker.small_models import CPU, PAGE_SIZE, one_sequence, small_config, small_model
 
 FEATURES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True}
@@ -132,6 +132,7 @@ def test_quantized_rows_are_exchanged_as_they_are(pool):
     torch.testing.assert_close(reduced, sharded, atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_each_way_to_exchange_is_compiled_once_for_any_number_of_tokens(pool):
     for far, graphs in pool.run(forward_compiled, 2, 1, free_port(), config_of(layers=1)):
         assert max(far) < 1e-5

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from bench.server import free_port
 from services.common.text.tokenizer import Tokenizer
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, follows
 from tests.worker.interpreter import INTERPRETED, needs_triton
 from tests.worker.parallel.cuda_jobs import plain_outputs, plan, run_as_rank, same
 from tests.worker.parallel.jobs import run_on
-from tests.worker.parallel.pool import free_port
 from tests.worker.parallel.replica import alone, cut
 from tests.worker.parallel.replica import same as same_steps
 from tests.worker.parallel.test_replicas import SIZES, prompt_of
@@ -106,7 +106,12 @@ def history() -> list:
 @needs_triton
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here")
 @pytest.mark.parametrize(
-    ("tp_size", "pp_size", "graphs", "ahead", "times"), [(2, 1, 8, 3, 2), (1, 2, 0, 2, 2), (2, 2, 8, 3, 1)]
+    ("tp_size", "pp_size", "graphs", "ahead", "times"),
+    [
+        (1, 2, 0, 2, 2),
+        pytest.param(2, 1, 8, 3, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, 8, 3, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_of_the_gpus_runner_follow_them(tp_size, pp_size, graphs, ahead, times, pool):
     plans = history()

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.properties import examples
 from tests.worker.parallel.histories import histories
 from tests.worker.parallel.jobs import run_on
 from tests.worker.parallel.replica import alone, same
@@ -11,6 +12,7 @@ from tests.worker.parallel.replica import alone, same
 MODEL = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "num_hidden_layers": 3}
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(("tp_size", "pp_size", "fewest_sharded"), [(1, 2, 1), (1, 3, 1), (2, 2, 6)])
 def test_any_history_gives_what_one_rank_gives(tp_size, pp_size, fewest_sharded, checkpoint, replica_of):
     """With sharded activations in some micro-batches, where there are ranks to shard them over."""
@@ -18,7 +20,7 @@ def test_any_history_gives_what_one_rank_gives(tp_size, pp_size, fewest_sharded,
     runner = alone(directory)
     replica = replica_of(tp_size, pp_size, directory, fewest_sharded)
 
-    @settings(derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
     @given(histories(replica.limits))
     def check(plans):
         runner.reset()

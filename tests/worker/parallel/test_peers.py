@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from bench.server import free_port
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.group import RankGroup
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.parallel import jobs
-from tests.worker.parallel.pool import free_port
 
 # What a loss may take to show: connections end with a process. The machine may be busy.
 SOON_S = 15.0
@@ -172,7 +172,7 @@ def run_and_leave(ranks: Ranks, plans: list) -> str:
 def watch(ranks: Ranks) -> str | None:
     """A job: what a rank that computes nothing is told."""
     told, lost = threading.Event(), []
-    jobs._booted.group.watch(lambda error: (lost.append(str(error)), told.set()))
+    jobs.booted.group.watch(lambda error: (lost.append(str(error)), told.set()))
     told.wait(SOON_S)
     return lost[0] if lost else None
 
@@ -190,7 +190,7 @@ def test_a_step_that_fails_on_one_rank_fails_as_a_replica(pool, checkpoint):
 
 def fail_one(ranks: Ranks) -> str | None:
     """A job."""
-    runner = jobs._booted.runner
+    runner = jobs.booted.runner
     if ranks.last:
         runner._keep_tokens = _fail
     try:

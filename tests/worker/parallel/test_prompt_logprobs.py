@@ -32,7 +32,7 @@ def score(driver: Driver) -> list[StepOutput]:
 
 def slice_by(ranks: Ranks, elements: int) -> None:
     """A job: logits of so many elements are made at once."""
-    prompt_logprobs._SLICE_ELEMENTS = elements
+    prompt_logprobs.SLICE_ELEMENTS = elements
 
 
 @pytest.mark.parametrize("elements", [1600, 4 * 1024 * 1024])
@@ -48,7 +48,7 @@ def test_ranks_score_as_one_does(tp_size, pp_size, sharded, elements, checkpoint
     try:
         found = score(Driver(replica))
     finally:
-        replica.call(slice_by, prompt_logprobs._SLICE_ELEMENTS)
+        replica.call(slice_by, prompt_logprobs.SLICE_ELEMENTS)
     expected = score(Driver(alone(directory)))
     same_scores(expected, found)
     for each, other in zip(expected, found, strict=True):

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
+from bench.server import free_port
 from services.common.errors import InvalidRequest
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import rendezvous
 from services.worker.parallel.errors import ParallelError
-from tests.worker.parallel.pool import free_port
 
 
 def attempt(ranks: list[Ranks], port: int, timeout_s: float = 15.0, settings=()) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_rank_that_is_given_twice_is_refused_if_it_stays_so(monkeypatch):
 def test_a_worker_that_comes_back_waits_for_the_replica_before_to_end():
     """Its first worker notices a little later."""
     port, first, second = free_port(), *grid(2, 1)
-    before = rendezvous._keep("127.0.0.1", port, 10.0)
+    before = rendezvous.keep_store("127.0.0.1", port, 10.0)
     before.add(f"taken/{second.index}", 1)
     told = []
     waiting = threading.Thread(target=lambda: told.extend(attempt([second], port)))
@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_on_loopback_nobody_else_can_come():
-    store = rendezvous._keep("127.0.0.1", port := free_port(), 5.0)
+    store = rendezvous.keep_store("127.0.0.1", port := free_port(), 5.0)
     with open("/proc/net/tcp") as table:
         listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
     assert f"0100007F:{port:04X}" in listening

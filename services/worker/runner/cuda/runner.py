@@ -63,7 +63,7 @@ class CudaRunner:
         """``sampler``: None on a stage that does not sample. ``peers``: None = one rank. ``grammars``: None if no
         sequence has one, or nothing is sampled here."""
         self.limits = limits
-        self._forward, self._cache, self._attention = forward, cache, attention
+        self._forward, self.cache, self._attention = forward, cache, attention
         self._sampler, self._state = sampler, state
         self._device = cache.all_keys.device
         self._slots = SlotTable(limits, torch.device("cpu"))
@@ -91,7 +91,7 @@ class CudaRunner:
         """
         if pieces:
             self._pieces = StepPieces(self._forward, self._attention, self._peers, pieces, self._device)
-        parts = self._forward, skinny, self._cache, self._attention, self._sampler, self._state, self._slots
+        parts = self._forward, skinny, self.cache, self._attention, self._sampler, self._state, self._slots
         self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers)
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ class CudaRunner:
         updates = self._updates(plan, place, changes)
         self._upload(place)
         place.started.record()
-        updates.apply(self._state, self._cache)
+        updates.apply(self._state, self.cache)
         return self._end.finish_empty(plan, place)
 
     def _run_part(self, plan: Plan, place: Place, changes: PageChanges, part: Standing) -> CudaStep:
@@ -227,7 +227,7 @@ class CudaRunner:
         self._upload(place)
         graph.send(place.index)
         entering = self._enter(place, part, graph.size)
-        updates.apply(self._state, self._cache)
+        updates.apply(self._state, self.cache)
         graph.enter(entering)
         return self._end.replay(plan, place, graph, rows, samples)
 
@@ -248,9 +248,9 @@ class CudaRunner:
         attention = self._attention.prepare(batch, self._slots.page_table, put)
         self._upload(place)
         entering = self._enter(place, part, size)
-        updates.apply(self._state, self._cache)
+        updates.apply(self._state, self.cache)
         token_ids = gather_inputs(
-            known, slots, positions, self._state.last_tokens, self._state.page_table, self._cache.tokens
+            known, slots, positions, self._state.last_tokens, self._state.page_table, self.cache.tokens
         )
         entering = token_ids if entering is None else entering
         leaving = launcher.run(size, entering, positions, attention, samples.keep)

@@ -1,0 +1,108 @@
+"""Change one operator or constant at a time, and count how often the tests of its package fail: ``make mutants``.
+
+``make mutants room=core count=40 seed=7`` tries 40 changes of one package. Without ``room`` it tries ``count`` changes
+of each. It works on a copy of the tree, prints each change that no test notices, and the share that one does.
+Runs in the environment of ``make mutants``, which has cosmic-ray and none of the project's packages.
+"""
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmic_ray.commands.init import init
+from cosmic_ray.modules import find_modules
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.work_db import use_db
+from cosmic_ray.work_item import MutationSpec, TestOutcome
+
+ROOT = Path(__file__).parents[1]
+_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "shared")
+_UNIONS = "core/ReplaceBinaryOperator_BitOr"  # of types, nearly all of them
+
+
+@dataclass(frozen=True)
+class Room:
+    """A package, and the tests that hold it."""
+
+    path: str
+    tests: tuple[str, ...]
+
+
+ROOMS = {
+    "core": Room("services/scheduler/core", ("tests/scheduler/core",)),
+    "api": Room("services/scheduler/api", ("tests/scheduler",)),
+    "engine": Room(
+        "services/gateway/engine",
+        (
+            *(f"tests/gateway/test_{name}.py" for name in ("session", "generation", "failover", "lost_schedulers")),
+            *(f"tests/gateway/test_{name}.py" for name in ("routing", "fleet", "seats", "numbers", "text", "poison")),
+            *(f"tests/gateway/test_{name}.py" for name in ("recovery", "completions", "streaming", "metrics", "trace")),
+        ),
+    ),
+    "launcher": Room(
+        "services/launcher/supervisor.py",
+        ("tests/launcher/test_supervisor.py", "tests/launcher/test_supervised_poison.py"),
+    ),
+}
+
+
+def sample(path: Path, count: int, draw: random.Random) -> list[MutationSpec]:
+    """Return ``count`` mutations of the modules under ``path``: random places, and one random mutation of each."""
+    places: dict[tuple[Path, tuple[int, int]], list[MutationSpec]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as directory, use_db(Path(directory, "session.sqlite")) as session:
+        init(find_modules([path]), session, {})
+        for item in session.work_items:
+            for mutation in item.mutations:
+                if not mutation.operator_name.startswith(_UNIONS):
+                    places[mutation.module_path, tuple(mutation.start_pos)].append(mutation)
+    mutations = sorted(places.values(), key=lambda found: (str(found[0].module_path), found[0].start_pos))
+    return [draw.choice(found) for found in draw.sample(mutations, min(count, len(mutations)))]
+
+
+def try_room(room: Room, count: int, draw: random.Random) -> tuple[int, int]:
+    """Return the numbers of mutants that were killed and that were tried. Print those that survive."""
+    command = f"{ROOT}/.venv/bin/python -m pytest -n 0 -x -q -p no:cacheprovider {' '.join(room.tests)}"
+    begun = time.monotonic()
+    if os.system(f"{command} > baseline.log 2>&1") != 0:
+        raise SystemExit(f"the tests of {room.path} fail without a change: {Path('baseline.log').read_text()[-2000:]}")
+    timeout_s = 60 + 3 * (time.monotonic() - begun)
+    killed = 0
+    mutations = sample(Path(room.path), count, draw)
+    for number, mutation in enumerate(mutations, 1):
+        result = mutate_and_test([mutation], command, timeout_s)
+        if result.test_outcome is None:
+            raise SystemExit(f"{mutation} could not be tried: {result.output}")
+        survived = result.test_outcome == TestOutcome.SURVIVED
+        killed += not survived
+        place = f"{mutation.module_path}:{mutation.start_pos[0]}"
+        print(f"{number}/{len(mutations)} {'SURVIVED' if survived else 'killed'} {place}", flush=True)
+        if survived:
+            print(result.diff, flush=True)
+    return killed, len(mutations)
+
+
+def main() -> None:
+    """Try ``count`` mutants of each room, or of one."""
+    flags = {"count": "20", "seed": "0", "room": ""} | dict(word.split("=", 1) for word in sys.argv[1:])
+    names = [flags["room"]] if flags["room"] else list(ROOMS)
+    draw, figures = random.Random(int(flags["seed"])), {}
+    with tempfile.TemporaryDirectory(prefix="toka-mutants-") as directory:
+        copy = Path(directory, "tree")
+        shutil.copytree(ROOT, copy, ignore=_NOT_COPIED, symlinks=True)
+        os.chdir(copy)
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within one second could go unnoticed
+        os.environ["PYTHONPATH"] = f"{copy}:{copy}/protos"
+        for name in names:
+            figures[name] = try_room(ROOMS[name], int(flags["count"]), draw)
+    for name, (killed, tried) in figures.items():
+        print(f"{name:10} {killed} of {tried} killed")
+
+
+if __name__ == "__main__":
+    main()

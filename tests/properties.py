@@ -1,0 +1,20 @@
+"""The number of examples that hypothesis tries of each property: few in ``make test``, many in ``make test-all``."""
+
+from hypothesis import HealthCheck, settings
+
+_THOROUGH = "thorough"
+_SHARE = 4  # `make test` tries one of this number of examples
+
+
+def register_profiles() -> None:
+    """Register the two profiles and load the quick one. ``--hypothesis-profile=thorough`` selects the other."""
+    # No deadlines: a busy machine is slow, which says nothing about a test.
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("quick", untimed, max_examples=100 // _SHARE)
+    settings.register_profile(_THOROUGH, untimed, max_examples=100)
+    settings.load_profile("quick")
+
+
+def examples(thorough: int) -> int:
+    """Return the number of examples of a property that gets ``thorough`` examples in ``make test-all``."""
+    return thorough if settings.get_current_profile_name() == _THOROUGH else max(1, thorough // _SHARE)
