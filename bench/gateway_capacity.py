@@ -130,7 +130,7 @@ def gateways(config: GatewayConfig):
         try:
             for spec in specs:
                 asyncio.run(asyncio.wait_for(wait_until_ready(spec), START_TIMEOUT_S))
-            yield url, handover.numbers
+            yield url, handover.counter_files
         finally:
             for child in children:
                 child.terminate()

@@ -46,7 +46,7 @@ class MadeUp:
             pages = np.concatenate((group_of[slot] * shared + np.arange(shared), np.arange(fresh, fresh + own)))
             fresh += own
             token_ids = np.full(length + 1, slot * 7 % limits.vocab_size)
-            sampling = replace(WARM, temperature=self.temperature, seed=slot)
+            sampling = WARM._replace(temperature=self.temperature, seed=slot)
             admissions.append(Admission(slot, token_ids, length, pages, sampling))
         groups = Groups(bounds[:-1], np.diff(bounds), np.full(self.groups, shared)) if shared else NO_GROUPS
         yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), tuple(admissions), groups)

@@ -129,4 +129,4 @@ class Handover:
     @property
     def counter_files(self) -> list[Path]:
         """The paths of the gateways' shared counters, by gateway index. Empty if there is one gateway."""
-        return [Path(self.directory, f"gateway-{index}.counter_files") for index in range(self.count) if self.count > 1]
+        return [Path(self.directory, f"gateway-{index}.numbers") for index in range(self.count) if self.count > 1]

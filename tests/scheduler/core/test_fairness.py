@@ -140,8 +140,8 @@ def test_chunks_of_prompts_of_two_keys_are_in_one_plan():
         both.submit([len(key)] * 400, max_tokens=2, fairness_key=key)
     both.plan()
     both.plan()
-    assert len(both.plans[-1].counts) == 2
-    assert both.plans[-1].counts.tolist() == [64, 64]
+    assert len(both.plans[-1].batch.token_counts) == 2
+    assert both.plans[-1].batch.token_counts.tolist() == [64, 64]
     check_all(both)
 
 
