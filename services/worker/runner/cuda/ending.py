@@ -125,8 +125,9 @@ class SendingEnd(StepEnd):
         return Samples(rows)
 
     def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+        sent = leaving.clone() if reused else leaving
         place.end(long=True)
-        self._peers.hand_on(leaving.clone() if reused else leaving, samples.slots)
+        self._peers.hand_on(sent, samples.slots)
         return self._step(plan, place)
 
 
