@@ -1,5 +1,6 @@
 """A deployment of our own, started for one measurement and ended with it."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 300.0
+PORTS = range(16384, 32768)  # of `free_port`
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,31 @@ def serve(**flags: Any) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """Return a TCP port of this host that nothing listens on and that no other call returned lately.
+
+    It lies below the ephemeral ports (`ip(7)`, from 32768): no outgoing connection can take it before its server
+    listens. The calls of all processes take turns through one file, so tests in parallel get different ports.
+    """
+    turns = Path(tempfile.gettempdir()) / f"toka-ports-{os.getuid()}"
+    with turns.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        last = int(file.read() or PORTS[-1])
+        for offset in range(len(PORTS)):
+            port = PORTS[(last - PORTS[0] + 1 + offset) % len(PORTS)]
+            if _is_free(port):
+                file.truncate(0)
+                file.write(str(port))
+                return port
+    raise RuntimeError(f"every port from {PORTS[0]} to {PORTS[-1]} is taken")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def report(figures: dict[str, Any]) -> None:

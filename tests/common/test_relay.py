@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.server import free_port
 from services.common.process.relay import Relay
 from tests.common.beating import LINES
 from tests.common.test_watchdog import BEATING, PATIENCE_S
@@ -223,11 +224,6 @@ def test_the_last_lines_before_a_crash_are_there(pipe, manner, status, last, lat
         said = read_to(reading, last.rstrip(b"\n"))
         assert process.wait(PATIENCE_S) == status
     assert said.index(b"last words") < said.index(last)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait_for_health(url: str, process: subprocess.Popen) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
@@ -102,13 +101,6 @@ class RankPool:
         """End the processes."""
         for member in self.members:
             member.close()
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(pipe) -> None:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from bench.server import free_port
 from services.worker.boot.common import boot
 from services.worker.described.ranks import ALONE
 from services.worker.layers import matmul_cpu
 from services.worker.runner.runner import StepRunner
 from services.worker.step.plan import Limits, Plan, StepOutput
 from tests.worker.parallel import jobs
-from tests.worker.parallel.pool import RankPool, free_port
+from tests.worker.parallel.pool import RankPool
 
 
 class Replica:

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.server import free_port
 from services.common.model import files as model_files
 from services.worker.described.ranks import Ranks
 from services.worker.step.plan import Limits, Plan, StepOutput
 from tests.e2e.samples import Sample, agreement, random_prompt
 from tests.worker.driver import Driver
 from tests.worker.parallel import cuda_jobs, jobs
-from tests.worker.parallel.pool import RankPool, free_port
+from tests.worker.parallel.pool import RankPool
 from tests.worker.parallel.replica import cut
 
 pytestmark = [

@@ -3,9 +3,9 @@ streams that do nothing and graphs that launch again. ``test_cuda_ranks.py`` has
 
 import pytest
 
+from bench.server import free_port
 from tests.worker.interpreter import INTERPRETED, needs_triton
 from tests.worker.parallel.cuda_jobs import history, plain_outputs, run_as_rank, same
-from tests.worker.parallel.pool import free_port
 
 pytestmark = [
     needs_triton,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.server import free_port
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.compiled import TraceableAttention
 from services.worker.attention.kv_cache import KvCache
@@ -29,7 +30,6 @@ from services.worker.parallel.exchange import (
     make_exchanges,
 )
 from services.worker.parallel.group import RankGroup
-from tests.worker.parallel.pool import free_port
 from tests.worker.small_models import CPU, PAGE_SIZE, one_sequence, small_config, small_model
 
 FEATURES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True}

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from bench.server import free_port
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.group import RankGroup
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.parallel import jobs
-from tests.worker.parallel.pool import free_port
 
 # What a loss may take to show: connections end with a process. The machine may be busy.
 SOON_S = 15.0

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
+from bench.server import free_port
 from services.common.errors import InvalidRequest
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import rendezvous
 from services.worker.parallel.errors import ParallelError
-from tests.worker.parallel.pool import free_port
 
 
 def attempt(ranks: list[Ranks], port: int, timeout_s: float = 15.0, settings=()) -> list[str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.server import free_port
 from services.common.errors import PEER_LOST_STATUS
 from tests.gateway.deployment import Process
 from tests.worker.driver import Driver
 from tests.worker.parallel.jobs import FLAGS
-from tests.worker.parallel.pool import free_port
 from tests.worker.parallel.replica import alone
 from tests.worker.parallel.test_replicas import prompt_of
 from tests.worker.scheduler import Scheduler, admission, status_of
