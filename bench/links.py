@@ -12,7 +12,6 @@ sharded, and from how many on products overlap (``async_tp_threshold``). The las
 
 import multiprocessing
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ from typing import Literal
 from pydantic import Field
 
 from bench.model import SHAPES, VOCAB_SIZE
-from bench.server import report
+from bench.server import free_port, report
 from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int, Ints
 
@@ -44,8 +43,7 @@ class LinksConfig(Config):
 
 def main() -> None:
     config = from_command_line(LinksConfig)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     processes = [context.Process(target=_rank, args=(config, rank, port, results)) for rank in range(config.tp_size)]

@@ -1,5 +1,6 @@
 """A deployment of our own, started for one measurement and ended with it."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 300.0
+PORTS = range(16384, 32768)  # of `free_port`
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,31 @@ def serve(**flags: Any) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on, reserved for a minute.
+    """Return a TCP port of this host that nothing listens on and that no other call returned lately.
 
-    A connection that the port closed first stays in TIME_WAIT. Meanwhile the kernel gives the port neither to other
-    probes nor to outgoing connections, but a server that sets SO_REUSEADDR can listen on it.
+    It lies below the ephemeral ports (`ip(7)`, from 32768): no outgoing connection can take it before its server
+    listens. The calls of all processes take turns through one file, so tests in parallel get different ports.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe, socket.create_connection(probe.getsockname()) as client:
-        accepted, _ = probe.accept()
-        accepted.close()
-        client.recv(1)  # returns when the other side is closed
-        return probe.getsockname()[1]
+    turns = Path(tempfile.gettempdir()) / f"toka-ports-{os.getuid()}"
+    with turns.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        last = int(file.read() or PORTS[-1])
+        for offset in range(len(PORTS)):
+            port = PORTS[(last - PORTS[0] + 1 + offset) % len(PORTS)]
+            if _is_free(port):
+                file.truncate(0)
+                file.write(str(port))
+                return port
+    raise RuntimeError(f"every port from {PORTS[0]} to {PORTS[-1]} is taken")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def report(figures: dict[str, Any]) -> None:
@@ -105,12 +122,11 @@ def run_kept(
 def wait_until_ready(base_url: str, process: subprocess.Popen) -> None:
     """Return once the gateway at ``base_url`` takes requests; ``RuntimeError`` if ``process`` ends or is late."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    with httpx.Client(trust_env=False) as client:
-        while time.monotonic() < deadline and process.poll() is None:
-            try:
-                if client.get(f"{base_url}/ready").status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass  # not listening yet
-            time.sleep(0.1)
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{base_url}/ready", trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.1)
     raise RuntimeError(f"{base_url} is not ready")

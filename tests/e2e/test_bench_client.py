@@ -18,9 +18,10 @@ def body(**fields):
 @pytest.mark.parametrize("clients", [1, 2])
 def test_replies_come_in_the_order_of_the_requests(builtin_server, clients):
     bodies = [body(max_tokens=count) for count in (3, 9, 5)]
-    bodies.append(body(max_tokens=4, stream=True, stream_options={"include_usage": True}))
+    # Long enough that its first and its last text cannot arrive together.
+    bodies.append(body(max_tokens=200, stream=True, stream_options={"include_usage": True}))
     replies = send_all(f"{builtin_server.base_url}/v1/completions", bodies, clients)
-    assert [reply.completion_tokens for reply in replies] == [3, 9, 5, 4]
+    assert [reply.completion_tokens for reply in replies] == [3, 9, 5, 200]
     assert all(reply.prompt_tokens == 3 and not reply.error for reply in replies)
     assert all(reply.sent_at < reply.first_at <= reply.last_at <= reply.ended_at for reply in replies)
     assert replies[3].first_at < replies[3].last_at

@@ -149,7 +149,7 @@ def test_many_tokens_are_padded_by_little_or_launched_one_by_one(tokens, size):
 def test_groups_leave_a_graph_that_cannot_have_them_where_they_save_much(monkeypatch):
     """8 KV heads of 128 in bfloat16: 4 KiB of a token."""
     from services.worker.attention.cuda import CudaAttention
-    from services.worker.runner.cuda.graphs import DecodeGraphs, Kind
+    from services.worker.runner.cuda.graphs import DecodeGraphs, FoundGraph, Kind
 
     attention = CudaAttention.__new__(CudaAttention)
     attention.kv_heads, attention.head_dim = 8, 128
@@ -159,11 +159,12 @@ def test_groups_leave_a_graph_that_cannot_have_them_where_they_save_much(monkeyp
     graphs._sizes, graphs._attention, graphs._stages = [1024], attention, [2048]
     graphs._plain, graphs._graphs = {1024: [(2048, "whole")]}, {Kind(1024, 2048, False): "whole"}
 
-    def found(rows: int, apart: bool = True):
-        return graphs.find(rows, 900, Spans(*(np.array([value], np.int32) for value in (0, rows, 0, 704))), apart)
+    def found(rows: int, pieces: bool = True):
+        return graphs.find(rows, 900, Spans(*(np.array([value], np.int32) for value in (0, rows, 0, 704))), pieces)
 
     assert attention.bytes_saved(Spans(*(np.array([value], np.int32) for value in (0, 3, 0, 10)))) == 2 * 10 * 4096
-    assert found(500) == "whole"
+    whole = FoundGraph("whole", None)
+    assert found(500) == whole
     assert found(1000) is None
-    assert found(1000, apart=False) == "whole"
-    assert graphs.find(1000, 900, None, True) == "whole"
+    assert found(1000, pieces=False) == whole
+    assert graphs.find(1000, 900, None, True) == whole

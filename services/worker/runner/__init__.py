@@ -1,4 +1,4 @@
-"""One step on a device: inputs, model, sampling.
+"""The step on a device: inputs, model, sampling.
 
 Threads: ``compute``; ``shard-N`` on CPUs.
 """

@@ -1,1 +1,1 @@
-"""One step: build the plan, take in the result."""
+"""The step: builds the plan, and takes in the result."""

@@ -51,7 +51,7 @@ class ScoredTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """What a micro-batch samples and scores."""
+    """The rows of a micro-batch that are sampled and scored."""
 
     slots: np.ndarray  # [samples] int64, in the order of the results
     keep: torch.Tensor | None = None  # [kept] int32, tokens that the last layer continues with; None = all tokens
@@ -81,7 +81,7 @@ class StepEnd(ABC):
 
     @abstractmethod
     def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:
-        """As ``prepare``, for a step of one token of each slot in ``rows``. None: ``graph.whole`` ends the step."""
+        """Prepare a step of one token of each slot in ``rows``. Return None if ``graph.whole`` ends the step."""
 
     def replay(
         self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, samples: Samples | None
@@ -126,8 +126,9 @@ class SendingEnd(StepEnd):
         return Samples(rows)
 
     def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+        sent = leaving.clone() if reused else leaving
         place.end(long=True)
-        self._peers.hand_on(leaving.clone() if reused else leaving, samples.slots)
+        self._peers.hand_on(sent, samples.slots)
         return self._step(plan, place)
 
 

@@ -83,7 +83,7 @@ class StepPieces:
         attention: PreallocatedAttentionStep,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As ``EagerSteps.run``. ``positions`` is not read, since ``attention`` has them."""
+        """Replay the pieces for ``size`` tokens; see ``EagerSteps.run``. ``positions`` is not read."""
         self._entering(size).copy_(entering)
         few = None if keep is None else self._pieces.get((size, False))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):
