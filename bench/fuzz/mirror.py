@@ -38,7 +38,8 @@ class Mirror:
             self._sequences[slot].pages.append(page)
         if plan.HasField("batch"):
             self._batch = plan.batch
-        for slot, count in zip(self._batch.slots, self._batch.token_counts, strict=True):
+        counts = self._batch.token_counts or [1] * len(self._batch.slots)
+        for slot, count in zip(self._batch.slots, counts, strict=True):
             self._sequences[slot].computed += count
         for slot, token in zip(result.slots, result.token_ids, strict=True):
             self._sequences[slot].tokens.append(token)

@@ -280,7 +280,7 @@ def test_the_flags_of_the_original_are_all_known():
 
 def test_usage_shows_every_flag():
     text = usage(DeploymentConfig)
-    assert all(f"  {name}=" in text for name in DeploymentConfig.flags())
+    assert all(f"  {name}=" in text for name in DeploymentConfig.fields_by_flag())
     assert all(f"  {name}=" not in text for name in DeploymentConfig.refused)
 
 

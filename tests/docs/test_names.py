@@ -22,7 +22,7 @@ FLAGS = set(DeploymentConfig.known())  # with those that it refuses: they are th
 FIELDS = {
     name: field
     for kind in (DeploymentConfig, GatewayConfig, SchedulerConfig, WorkerConfig)
-    for name, field in kind.flags().items()
+    for name, field in kind.fields_by_flag().items()
 }
 SERVICES = {"toka", "toka-gateway", "toka-scheduler", "toka-worker", "toka-workers"}  # whose flags are all in FLAGS
 PROGRAMS = {"toka-bench": list(COMMANDS.values()), "toka-doctor": [DoctorConfig], "toka-top": [TopConfig]}

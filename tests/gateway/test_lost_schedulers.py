@@ -235,7 +235,7 @@ async def test_who_comes_while_a_worker_boots_waits_for_it_and_who_comes_for_nob
         with pytest.raises(Unavailable, match="no scheduler is ready"):
             await fleet.model(None)
         engines.schedulers[0].start()
-        await eventually_async(lambda: "worker is not there" in fleet.trouble)
+        await eventually_async(lambda: "worker has not connected" in fleet.trouble)
         waits = asyncio.create_task(fleet.model(None))
         await asyncio.wait([waits], timeout=0.5)  # longer than for nobody
         assert not waits.done()

@@ -34,7 +34,7 @@ def flags_of(kind: type[Config]) -> list[Flag]:
     groups = [each for each in kind.__mro__ if issubclass(each, Config)]
     flags = [
         _flag(name, field, next(each for each in groups if field_name in each.__annotations__))
-        for (name, field), field_name in zip(kind.flags().items(), kind.model_fields, strict=True)
+        for (name, field), field_name in zip(kind.fields_by_flag().items(), kind.model_fields, strict=True)
     ]
     return sorted(flags, key=lambda flag: groups.index(flag.group))  # stable
 

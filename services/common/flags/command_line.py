@@ -109,7 +109,7 @@ def _value_behind(kind: type[Config], argument: str, name: str, left: deque[str]
 
 
 def _is_boolean(kind: type[Config], name: str) -> bool:
-    field = kind.flags().get(name)
+    field = kind.fields_by_flag().get(name)
     return field is not None and bool in types_of(field.annotation)
 
 
@@ -140,7 +140,7 @@ def _given(
 
 
 def _may_be_none(kind: type[Config], name: str) -> bool:
-    field = kind.flags().get(name)
+    field = kind.fields_by_flag().get(name)
     return field is None or (not field.is_required() and field.default is None)
 
 

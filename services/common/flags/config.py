@@ -46,14 +46,14 @@ class Config(BaseModel):
     variables: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
 
     @classmethod
-    def flags(cls) -> dict[str, FieldInfo]:
+    def fields_by_flag(cls) -> dict[str, FieldInfo]:
         """Return the field of each flag by the flag's name."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
     def known(cls) -> list[str]:
         """Return the names of all flags: its own, those it refuses, then those it accepts from another program."""
-        own = cls.flags()
+        own = cls.fields_by_flag()
         accepted = cls.translations.items()
         names = [name for name, each in accepted if each.counterpart is None or each.counterpart in own]
         return [*own, *cls.refused, *names]

@@ -79,7 +79,7 @@ def test_help_shows_what_to_type():
     for name, kind in COMMANDS.items():
         text = run(main, name, "--help", environment={"COLUMNS": "160"}).stdout
         assert all(arguments in text for arguments, _ in kind.examples)
-        assert all(f"  {flag}=" in text for flag in kind.flags())
+        assert all(f"  {flag}=" in text for flag in kind.fields_by_flag())
         assert "TOKA_API_KEY or OPENAI_API_KEY sets api_key" in text
 
 
