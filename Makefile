@@ -24,7 +24,7 @@ test: setup lint
 # The tests that `make test` leaves out, and the properties again with many examples.
 OTHERS := not compose and not grids and not toolchains
 test-all: test
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "(slow or hypothesis) and $(OTHERS)" --hypothesis-profile=thorough $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "(slow or hypothesis) and $(OTHERS)" --hypothesis-profile=thorough --timeout 600 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
