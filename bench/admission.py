@@ -197,7 +197,7 @@ def share_prompt(samples: int) -> SharedPrompt:
     slots = simulation.core.state.pool.slots
     while slots.running <= samples:
         for entry in simulation.step().admissions:
-            prefilled[entry.sampling.seed] += len(entry.token_ids) - entry.cached_tokens
+            prefilled[entry.sampling.parameters.seed] += len(entry.token_ids) - entry.cached_tokens
     whole = (len(first.tokens) - 1) // page_size
     own = int(slots.page_count[slots.active].sum()) - whole * slots.running
     pages = simulation.core.state.pool.pages.in_use - own

@@ -9,9 +9,10 @@ import numpy as np
 
 from bench.local_worker import refuse
 from services.common.plan.codec import decode_plan
-from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan
+from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.scheduler.record.reader import Recording, RecordingError, find_recordings
-from services.worker.boot.rehearsal import WARM, step
+from services.worker.boot.rehearsal import step
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.worker.v1 import plan_pb2
 
 PAGE_SIZE = 16  # of a made-up stream, where the worker's flags do not say
@@ -46,7 +47,7 @@ class MadeUp:
             pages = np.concatenate((group_of[slot] * shared + np.arange(shared), np.arange(fresh, fresh + own)))
             fresh += own
             token_ids = np.full(length + 1, slot * 7 % limits.vocab_size)
-            sampling = WARM._replace(temperature=self.temperature, seed=slot)
+            sampling = SamplingSettings(Sampling(temperature=self.temperature, seed=slot))
             admissions.append(Admission(slot, token_ids, length, pages, sampling))
         groups = Groups(bounds[:-1], np.diff(bounds), np.full(self.groups, shared)) if shared else NO_GROUPS
         yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), tuple(admissions), groups)

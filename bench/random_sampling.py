@@ -3,8 +3,8 @@
 import numpy as np
 
 from services.common.plan.types import Limits, SamplingSettings
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
-_NO_BIAS = np.empty(0, np.int64), np.empty(0, np.float32)
 _MOST_BIASES = 300
 
 
@@ -17,25 +17,26 @@ def random_settings(random: np.random.Generator, limits: Limits) -> SamplingSett
     temperature = 0.0 if on(0.3) else float(random.choice([0.01, 0.6, 1.0, 5.0]))
     seed = int(random.integers(0, 2**64, dtype=np.uint64))
     if on(0.5):
-        return SamplingSettings(temperature, seed=seed)
+        return SamplingSettings(Sampling(temperature=temperature, seed=seed))
     top = limits.most_top_logprobs
-    return SamplingSettings(
+    biased = _biases(random, limits) if on(0.25) else ([], [])
+    parameters = Sampling(
         temperature=temperature,
         top_p=float(random.choice([1e-6, 0.5, 0.95])) if on() else 1.0,
         top_k=int(random.choice([1, 2, 50, limits.vocab_size, 2 * limits.vocab_size])) if on() else 0,
         min_p=float(random.choice([1e-3, 0.05, 1.0])) if on() else 0.0,
         seed=seed,
-        logprobs=on(),
-        top_logprobs=int(random.integers(0, top + 1)) if on(0.2) else 0,
-        logit_bias_token_ids=(biased := _biases(random, limits) if on(0.25) else _NO_BIAS)[0],
+        logit_bias_token_ids=biased[0],
         logit_bias_values=biased[1],
         repetition_penalty=float(random.choice([0.5, 1.1, 2.0])) if on(0.2) else 1.0,
         frequency_penalty=float(random.uniform(-2, 2)) if on(0.2) else 0.0,
         presence_penalty=float(random.uniform(-2, 2)) if on(0.2) else 0.0,
     )
+    top_logprobs = int(random.integers(0, top + 1)) if on(0.2) else 0
+    return SamplingSettings(parameters, logprobs=on(), top_logprobs=top_logprobs)
 
 
-def _biases(random: np.random.Generator, limits: Limits) -> tuple[np.ndarray, np.ndarray]:
+def _biases(random: np.random.Generator, limits: Limits) -> tuple[list[int], list[float]]:
     count = min(int(np.exp(random.random() * np.log(_MOST_BIASES + 1))), limits.vocab_size)
     token_ids = random.choice(limits.vocab_size, count, replace=False)
-    return token_ids.astype(np.int64), random.uniform(-100, 100, count).astype(np.float32)
+    return token_ids.tolist(), random.uniform(-100, 100, count).tolist()

@@ -35,6 +35,7 @@ from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
 from tests.fakes.model import FakeModel, FakeShape
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc, session_pb2
 
 STOPS = ("\n\nQuestion:", "Question:", "</s>")
@@ -150,7 +151,7 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
         nonlocal handle, tokens
         with timed("submit"):
             while core.live(1) < sequences + sequences // 8:
-                request = Request(f"r{handle}", prompt(handle), SamplingSettings(seed=handle), MAX_TOKENS)
+                request = Request(f"r{handle}", prompt(handle), SamplingSettings(Sampling(seed=handle)), MAX_TOKENS)
                 request.stop_token_ids, request.automaton = frozenset({0}), automaton
                 request.n, request.sink, request.handle = SAMPLES, 1, handle
                 core.submit(request, time.monotonic_ns())

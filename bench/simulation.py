@@ -13,6 +13,7 @@ from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SINK = 1
 STEP_NS = 20_000_000  # what a step is taken to last, for the clock that the core is told
@@ -47,7 +48,7 @@ class SimulatedWorker:
         return StepResult(plan.step, rows, tokens)
 
     def _admit(self, admission: SlotAdmission) -> None:
-        slot, number, sample = admission.slot, admission.sampling.seed, admission.sample_index
+        slot, number, sample = admission.slot, admission.sampling.parameters.seed, admission.sample_index
         request, known = self._trace.requests[number], len(admission.token_ids)
         self._missing[slot] = known - admission.cached_tokens
         self._generated[slot] = known - len(request.tokens)
@@ -81,7 +82,7 @@ class Simulation:
         self._now_ns = STEP_NS
         handle = 0
         for number, asked in enumerate(trace.requests):
-            request = Request(f"r{number}", asked.tokens, SamplingSettings(seed=number), asked.max_tokens)
+            request = Request(f"r{number}", asked.tokens, SamplingSettings(Sampling(seed=number)), asked.max_tokens)
             request.stop_token_ids, request.n = frozenset({END}), len(asked.lengths)
             request.sink, request.handle = SINK, handle
             handle += request.n

@@ -24,6 +24,7 @@ from services.common.model import files as model_files
 from services.common.plan.types import Admission, Batch, Plan, SamplingSettings
 from services.worker.boot.common import boot
 from services.worker.runner.runner import StepRunner
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 NONE = np.empty(0, np.int64)
 
@@ -85,7 +86,7 @@ def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperat
             token_ids,
             context - 1,
             np.arange(slot * pages, (slot + 1) * pages),
-            SamplingSettings(temperature, seed=slot),
+            SamplingSettings(Sampling(temperature=temperature, seed=slot)),
         )
         for slot in range(batch)
     )

@@ -51,6 +51,7 @@ Every path, from the server's `/openapi.json`. [The APIs](../api.md) say it in p
 every error. Paths of the [console](../observability.md#the-console) and HEAD are left out.
 """
 _ABOUT_GRPC = {
+    "common": "Messages that the contracts of [schedulers](scheduler.v1.md) and [workers](worker.v1.md) share.",
     "scheduler": "For whoever writes a client: [gRPC](../grpc.md).",
     "worker": "Between a scheduler and its workers: [Architecture](../architecture.md).",
 }
@@ -61,6 +62,7 @@ def pages() -> dict[str, str]:
     return {
         "flags.md": flags_page(),
         "http.md": http_page(),
+        "common.v1.md": grpc_page("common"),
         "scheduler.v1.md": grpc_page("scheduler"),
         "worker.v1.md": grpc_page("worker"),
     }

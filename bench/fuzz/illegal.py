@@ -35,7 +35,7 @@ def _admitted(plan: plan_pb2.StepPlan, info: worker_pb2.WorkerInfo, used: list[i
     """One more admission, right as far as there is a slot."""
     taken = {*used, *(each.slot for each in plan.admissions)} - set(plan.release_slots)
     free = [slot for slot in range(info.max_slots) if slot not in taken]
-    sampling = plan_pb2.SamplingSettings(top_p=1)
+    sampling = plan_pb2.SamplingSettings(parameters={"temperature": 0})
     return plan.admissions.add(slot=free[0] if free else 0, token_ids=[5, 6, 7], pages=[0], sampling=sampling)
 
 
@@ -78,8 +78,9 @@ def _many_pages(random: Random, plan: plan_pb2.StepPlan, info, used) -> None:
 
 
 def _settings(random: Random, plan: plan_pb2.StepPlan, info, used) -> None:
-    sampling = _admitted(plan, info, used).sampling
+    settings = _admitted(plan, info, used).sampling
     for name, value in random.choice(_BAD_SETTINGS).items():
+        sampling = settings if name in settings.DESCRIPTOR.fields_by_name else settings.parameters
         if isinstance(value, list):
             getattr(sampling, name).extend(value)
         else:

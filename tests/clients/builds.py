@@ -34,8 +34,9 @@ class Built:
 
 def build(language: str, directory: Path) -> Built:
     """Skips where a tool is missing. ``directory``: an empty one, of the test."""
-    contracts = Path("protos/tokasaurus/scheduler/v1")
-    shutil.copytree(ROOT / contracts, directory / contracts, ignore=shutil.ignore_patterns("*_pb2*"))
+    for package in ("common", "scheduler"):
+        contracts = Path("protos/tokasaurus", package, "v1")
+        shutil.copytree(ROOT / contracts, directory / contracts, ignore=shutil.ignore_patterns("*_pb2*"))
     clients = directory / "examples" / "clients"
     shutil.copytree(ROOT / "examples/clients", clients, ignore=shutil.ignore_patterns("node_modules", "target"))
     return {"python": _python, "node": _node, "go": _go, "java": _java}[language](clients / language)

@@ -6,6 +6,8 @@ from services.common.errors import InvalidRequest
 from services.common.model.files import names_of, read_card, resolve, tokenizer_fingerprint
 from services.common.model.generation_config import GenerationDefaults
 
+NO_FILE = GenerationDefaults().sampling
+
 
 def write_model(directory, config, generation=None):
     (directory / "config.json").write_text(json.dumps({"vocab_size": 100} | config))
@@ -34,15 +36,15 @@ def test_the_end_of_sequence_set_may_be_one_token_or_none(tmp_path):
 def test_sampling_defaults_come_from_the_generation_config(tmp_path):
     assert read_card(write_model(tmp_path, {})).defaults == GenerationDefaults()
     content = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
-    content |= {"max_new_tokens": 2048}
+    sampling, content = content, content | {"max_new_tokens": 2048}
     for do_sample in ({}, {"do_sample": True}, {"do_sample": None}):
         card = read_card(write_model(tmp_path, {}, content | do_sample))
-        assert card.defaults == GenerationDefaults(0.6, 0.9, 20, 0.05, 1.1, 2048)
+        assert card.defaults == GenerationDefaults(sampling, 2048)
 
 
 def test_a_model_that_does_not_sample_is_greedy_by_default(tmp_path):
     card = read_card(write_model(tmp_path, {}, {"do_sample": False, "temperature": 0.6, "top_p": 0.9}))
-    assert card.defaults == GenerationDefaults(temperature=0.0, top_p=0.9)
+    assert card.defaults == GenerationDefaults(NO_FILE | {"temperature": 0.0, "top_p": 0.9})
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_what_transformers_writes_by_default_is_followed(tmp_path):
     content = transformers.GenerationConfig().to_dict() | {"length_penalty": 1.0, "num_beams": 1, "max_length": 20}
     content |= {"pad_token_id": 0, "eos_token_id": [1], "transformers_version": "4.38.0", "_from_model_config": True}
     content |= {"top_k": 50, "do_sample": True, "typical_p": 1.0, "no_repeat_ngram_size": 0, "early_stopping": False}
-    assert read_card(write_model(tmp_path, {}, content)).defaults == GenerationDefaults(top_k=50)
+    assert read_card(write_model(tmp_path, {}, content)).defaults == GenerationDefaults(NO_FILE | {"top_k": 50})
 
 
 def test_a_model_is_named_after_its_directory_unless_told_otherwise(tmp_path):

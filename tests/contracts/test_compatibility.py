@@ -48,11 +48,11 @@ def _field(descriptors: FileDescriptorSet, file: str, message: str, name: str):
 
 
 def _remove_a_field(descriptors):
-    del _message(descriptors, "generate.proto", "Sampling").field[2]
+    del _message(descriptors, "sampling.proto", "Sampling").field[2]
 
 
 def _remove_and_reserve_a_field(descriptors):
-    message = _message(descriptors, "generate.proto", "Sampling")
+    message = _message(descriptors, "sampling.proto", "Sampling")
     number = message.field[2].number
     del message.field[2]
     message.reserved_range.add(start=number, end=number + 1)
@@ -75,7 +75,7 @@ def _repeat_a_field(descriptors):
 
 
 def _make_a_field_required_by_presence(descriptors):
-    _field(descriptors, "generate.proto", "Sampling", "top_p").proto3_optional = False
+    _field(descriptors, "sampling.proto", "Sampling", "top_p").proto3_optional = False
 
 
 def _move_a_field_out_of_its_oneof(descriptors):
@@ -135,7 +135,7 @@ def test_a_breaking_change_is_found(committed, change):
 def test_additions_are_allowed(committed):
     changed = FileDescriptorSet()
     changed.CopyFrom(committed)
-    _message(changed, "generate.proto", "Sampling").field.add(name="new", number=100, type=1, label=1)
+    _message(changed, "sampling.proto", "Sampling").field.add(name="new", number=100, type=1, label=1)
     _file(changed, "generate.proto").enum_type[0].value.add(name="NEW", number=100)
     _file(changed, "observe.proto").message_type.add(name="New")
     assert breaking_changes(committed, changed) == []

@@ -8,7 +8,6 @@ import numpy as np
 from services.common.packed import fill
 from services.common.plan.codec import decode_limits
 from services.common.plan.types import Limits
-from services.common.thinking import OPENING_TOKENS
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.violation import Violation as Violation
@@ -19,6 +18,7 @@ _MASK = (1 << 64) - 1
 
 PROCESSED_LESS = 0.5  # by which the fake's processed log-probabilities are less than its raw ones
 MOST_DRAWABLE = 3
+_OPENING_TOKENS = 8  # in which a reasoning section begins, by the contract
 
 # (tokens so far, sample index) -> next token, or None to leave the choice to the hash.
 Script = Callable[[Sequence[int], int], int | None]
@@ -80,14 +80,14 @@ class FollowedBudget:
 
     def __init__(self, admission: plan_pb2.Admission) -> None:
         tokens = list(admission.token_ids)
-        self._budget = admission.sampling.thinking
+        self._budget = admission.sampling.parameters.thinking
         self.answer = tokens[admission.prompt_tokens or len(tokens) :]
 
     def next_token(self, token: int) -> int:
         """Return ``token``, or the one that ends the section."""
         thoughts = self.answer
-        if self._budget.HasField("begin_token_id"):
-            if self._budget.begin_token_id not in thoughts[:OPENING_TOKENS]:
+        if not self._budget.opened:
+            if self._budget.begin_token_id not in thoughts[:_OPENING_TOKENS]:
                 return token
             thoughts = thoughts[thoughts.index(self._budget.begin_token_id) + 1 :]
         used_up = len(thoughts) >= self._budget.tokens and self._budget.end_token_id not in thoughts
@@ -142,14 +142,16 @@ class FakeModel:
 
     def _admit(self, admission: plan_pb2.Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
-        self.noise[slot] = _noise(sampling.temperature, sampling.seed, sampling.sample_index)
+        parameters = sampling.parameters
+        temperature = parameters.temperature if parameters.HasField("temperature") else 1.0
+        self.noise[slot] = _noise(temperature, parameters.seed, sampling.sample_index)
         self.logprobs[slot] = sampling.logprobs or sampling.top_logprobs > 0
         self.top_logprobs[slot] = sampling.top_logprobs
         self.sample_index[slot] = sampling.sample_index
         self.grammars.admit(admission)
         self.processed[slot] = sampling.processed_logprobs
         self.thinking.pop(slot, None)
-        if sampling.HasField("thinking"):
+        if parameters.HasField("thinking"):
             self.thinking[slot] = FollowedBudget(admission)
         if self.script is not None:
             self.tokens[slot] = list(admission.token_ids)

@@ -12,7 +12,7 @@ ONE_EACH = plan_pb2.Batch(slots=[0, 1])
 
 
 def admission(slot: int, tokens: list[int], grammar: str, prompt_tokens: int = 0) -> plan_pb2.Admission:
-    sampling = plan_pb2.SamplingSettings(top_p=1, grammar=grammar)
+    sampling = plan_pb2.SamplingSettings(parameters={"temperature": 0}, grammar=grammar)
     return plan_pb2.Admission(slot=slot, token_ids=tokens, pages=[slot], sampling=sampling, prompt_tokens=prompt_tokens)
 
 

@@ -27,6 +27,7 @@ from tests.common.rpc.authority import Authority, links
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeWorker
 from tests.gateway.deployment import Deployment
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,7 @@ def expected(seed: int) -> list[int]:
 def asks_fleet(fleet: Fleet) -> Ask:
     async def ask() -> bool | None:
         seed = next(_seeds)
-        settings = Settings(temperature=1.0)
+        settings = Settings(sampling=Sampling(temperature=1.0))
         job = PromptRequest(f"r-{seed}", "tokasaurus-builtin", np.array(PROMPT, np.uint32), TOKENS, seed, settings)
         try:
             generation = await fleet.generate([job], streaming=False)

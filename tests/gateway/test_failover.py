@@ -12,6 +12,7 @@ from services.gateway.engine.failover import Failover
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.quarantine import PROVEN, SUSPICIOUS
 from services.gateway.engine.request import PromptRequest, Settings
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 LOST = Unavailable("the scheduler was lost: it died; send the request again")
 NOTHING = np.zeros(0, np.uint32)
@@ -141,7 +142,7 @@ def test_scores_before_the_position_that_was_asked_for_are_dropped():
 
 def test_a_sample_goes_on_with_its_thinking_budget():
     """The scheduler counts what was generated, and looks at the prompt alone."""
-    running = generation(thinking_tokens=8)
+    running = generation(sampling=Sampling(thinking={"tokens": 8}))
     [call] = running.replace_lost({running.samples[0]: np.array([4, 5], np.uint32)})
     request = encode_submit(call.submission).submit.request
     assert request.sampling.thinking.tokens == 8

@@ -20,6 +20,7 @@ from services.gateway.engine.session import Timings
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import eventually_async
 from tests.gateway.replicas import Asked, Engines, Replicas, answers
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 MANY = 30
 PROMPT = list(range(50, 90))
@@ -109,7 +110,7 @@ async def some(
     jobs = [
         PromptRequest(
             f"r-{next(_names)}", "tokasaurus-builtin", np.array([100 + number, *PROMPT], np.uint32), tokens, number,
-            Settings(n=n, temperature=1.0),
+            Settings(n=n, sampling=Sampling(temperature=1.0)),
         )
         for number in range(requests)
     ]  # fmt: skip

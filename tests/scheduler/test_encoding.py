@@ -51,9 +51,9 @@ def test_a_request_that_says_nothing_leaves_admission_to_the_scheduler(model):
 
 def test_requests_without_a_seed_or_a_name_get_one_of_their_own(model):
     requests = [read(model) for _ in range(100)]
-    assert len({request.sampling.seed for request in requests}) == 100
+    assert len({request.sampling.parameters.seed for request in requests}) == 100
     assert len({request.request_id for request in requests}) == 100
-    assert read(model, sampling=generate_pb2.Sampling(seed=0)).sampling.seed == 0
+    assert read(model, sampling=generate_pb2.Sampling(seed=0)).sampling.parameters.seed == 0
 
 
 def test_deltas_that_pile_up_are_merged_by_handle():

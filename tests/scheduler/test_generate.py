@@ -209,7 +209,7 @@ async def test_penalties_reach_the_worker_and_know_what_was_generated_before(ser
     admissions = [admission for plan in service.worker.plans for admission in plan.admissions]
     assert len(admissions) == 3
     for admission in admissions:
-        sent = admission.sampling
+        sent = admission.sampling.parameters
         assert (sent.repetition_penalty, sent.frequency_penalty, sent.presence_penalty) == (1.5, -2, 0.25)
     assert [admission.prompt_tokens for admission in admissions] == [0, 0, len(PROMPT) - 3]
 

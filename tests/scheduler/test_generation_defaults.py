@@ -31,7 +31,7 @@ async def test_a_request_has_the_models_defaults_for_what_it_leaves_out(model):
         await service.generate(tokens=TOKENS, stopping=g.Stopping(min_tokens=6))
         found = [
             [
-                getattr(admission.sampling, name)
+                getattr(admission.sampling.parameters, name)
                 for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             ]
             for plan in service.worker.plans

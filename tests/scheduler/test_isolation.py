@@ -49,7 +49,7 @@ def break_at(monkeypatch):
     ("owner", "name", "concerns"),
     [
         (session_module, "read_request", lambda message, *_, **__: message.request_id == f"r{BAD}"),
-        (validation, "encode_sampling", lambda wanted: wanted.seed == BAD),
+        (validation, "out_of_range", lambda parameters: parameters.seed == BAD),
         (Intake, "_resolve", lambda self, request: request.handle == BAD),
         (PendingGrammars, "check_handles", lambda self, request: request.handle == BAD),
     ],

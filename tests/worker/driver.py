@@ -7,13 +7,21 @@ import numpy as np
 from services.common.plan.types import Admission, Batch, Plan, SamplingSettings
 from services.worker.runner.runner import StepRunner
 from services.worker.step.output import StepOutput
+from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
 NONE = np.empty(0, np.int64)
 
 
 def settings(**changes) -> SamplingSettings:
-    """Return ``changes`` of greedy settings."""
-    return SamplingSettings(**{"temperature": 0.0} | changes)
+    """Return greedy settings with ``changes`` of the settings or of their parameters."""
+    own = {name: changes.pop(name) for name in SamplingSettings._fields if name in changes}
+    return SamplingSettings(Sampling(**{"temperature": 0.0} | changes), **own)
+
+
+def budget(tokens: int, end_token_id: int, begin_token_id: int | None = None) -> ThinkingBudget:
+    """Return the budget of a section that is open where the prompt ends, or begins with ``begin_token_id``."""
+    opened = begin_token_id is None
+    return ThinkingBudget(tokens=tokens, end_token_id=end_token_id, begin_token_id=begin_token_id, opened=opened)
 
 
 def admission(slot: int, token_ids, pages, *, cached_tokens: int = 0, sample_index: int = 0, **sampling) -> Admission:

@@ -6,7 +6,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
-GREEDY = plan_pb2.SamplingSettings(top_p=1)
+GREEDY = plan_pb2.SamplingSettings(parameters={"temperature": 0})
 
 
 class Scheduler:

@@ -11,7 +11,6 @@ import torch
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.plan.types import Batch, Groups
-from services.common.thinking import ThinkingBudget
 from services.worker.boot.common import make_cache, make_limits
 from services.worker.described import memory
 from services.worker.described.ranks import Ranks
@@ -22,7 +21,7 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.weights import load_dummy
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import ALONE, make_exchanges
-from tests.worker.driver import NONE, Driver, admission, batch
+from tests.worker.driver import NONE, Driver, admission, batch, budget
 from tests.worker.interpreter import DEVICE, needs_triton
 from tests.worker.no_streams import device_without_streams
 
@@ -219,7 +218,7 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
             "logprobs": True,
         },
         {"temperature": 1.1, "top_k": 2, "logprobs": True, "top_logprobs": 3, "processed_logprobs": True},
-        {"temperature": 0.8, "logprobs": True, "thinking": ThinkingBudget(1, 7)},
+        {"temperature": 0.8, "logprobs": True, "thinking": budget(1, 7)},
     ]
     outcomes = []
     for driver in (plain, cuda(8, pieces=pieces)):

@@ -34,7 +34,7 @@ async def test_a_worker_tells_of_its_steps(worker, connect):
     await scheduler.info()
     assert (await figures(port))["steps_total",] == 0
     await scheduler.connect()
-    sampling = plan_pb2.SamplingSettings(top_p=1)
+    sampling = plan_pb2.SamplingSettings(parameters={"temperature": 0})
     await scheduler.run(
         admissions=[plan_pb2.Admission(slot=0, token_ids=[5, 6, 7], pages=[0], sampling=sampling)],
         batch=plan_pb2.Batch(slots=[0], token_counts=[3]),

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.plan.group_rules import check_groups
 from services.common.plan.types import Admission, Batch, Groups, LastPlan, Limits
-from services.common.thinking import ThinkingBudget
 from services.worker.step.slots import SlotTable
-from tests.worker.driver import admission, batch
+from tests.worker.driver import admission, batch, budget
 
 INF, NAN = float("inf"), float("nan")
 
@@ -44,24 +43,24 @@ WRONG_WHATEVER_THE_STATE = {
     "cached without pages": (new(token_ids=range(40), cached_tokens=17), "cached_tokens=17 do not fit into 1 pages"),
     "page id": (new(pages=[8]), "page 8 is out of range, page_count=8"),
     "too many pages": (new(pages=[4] * 8), "8 pages, at most 7 hold max_context_tokens=100"),
-    "temperature": (new(temperature=-0.5), "temperature=-0.5: expected 0 or more"),
-    "infinite temperature": (new(temperature=INF), "temperature=inf: expected 0 or more"),
-    "top_p": (new(top_p=0.0), "top_p=0.0: expected more than 0, at most 1"),
-    "top_p not a number": (new(top_p=NAN), "top_p=nan: expected more than 0"),
-    "min_p": (new(min_p=1.5), "min_p=1.5: expected 0 to 1"),
+    "temperature": (new(temperature=-0.5), "temperature is -0.5: expected 0 to 100"),
+    "infinite temperature": (new(temperature=INF), "temperature is inf: expected 0 to 100"),
+    "top_p": (new(top_p=0.0), "top_p is 0: expected more than 0 and at most 1"),
+    "top_p not a number": (new(top_p=NAN), "top_p is nan: expected more than 0"),
+    "min_p": (new(min_p=1.5), "min_p is 1.5: expected 0 to 1"),
     "prompt_tokens": (
         {"admissions": (dataclasses.replace(new()["admissions"][0], prompt_tokens=6),)},
         "prompt_tokens=6: expected at most the 5 tokens known",
     ),
-    "repetition_penalty": (new(repetition_penalty=-1.0), "repetition_penalty=-1.0: expected more than 0"),
-    "frequency_penalty": (new(frequency_penalty=NAN), "frequency_penalty=nan: expected -2 to 2"),
-    "presence_penalty": (new(presence_penalty=2.5), "presence_penalty=2.5: expected -2 to 2"),
+    "repetition_penalty": (new(repetition_penalty=-1.0), "repetition_penalty is -1: expected 0.01 to 100"),
+    "frequency_penalty": (new(frequency_penalty=NAN), "frequency_penalty is nan: expected -2 to 2"),
+    "presence_penalty": (new(presence_penalty=2.5), "presence_penalty is 2.5: expected -2 to 2"),
     "thinking end": (
-        new(thinking=ThinkingBudget(1, 400)),
+        new(thinking=budget(1, 400)),
         "thinking.end_token_id: token 400 is out of range, vocab_size=400",
     ),
     "thinking begin": (
-        new(thinking=ThinkingBudget(1, 3, 400)),
+        new(thinking=budget(1, 3, 400)),
         "thinking.begin_token_id: token 400 is out of range, vocab_size=400",
     ),
     "prompt_logprobs_start": (

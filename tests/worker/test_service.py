@@ -26,7 +26,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "1.7",
+        "contract_version": "2.0",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -72,11 +72,9 @@ async def test_plans_in_flight_with_the_batch_left_out(connect, checkpoint, refe
 async def test_logprobs_travel_beside_their_slots(connect):
     scheduler = await (await connect()).connect()
     asked = plan_pb2.SamplingSettings(
-        top_p=1,
+        parameters={"temperature": 0, "logit_bias_token_ids": [17], "logit_bias_values": [1000.0]},
         logprobs=True,
         top_logprobs=3,
-        logit_bias_token_ids=[17],
-        logit_bias_values=[1000.0],
     )
     admissions = [admission(0, [5], [0]), admission(1, [5], [1], asked)]
     result = await scheduler.run(admissions=admissions, batch=plan_pb2.Batch(slots=[0, 1]))
@@ -92,7 +90,7 @@ async def test_grammars_are_followed_and_the_reason_of_a_failure_travels(connect
     scheduler = await (await connect()).connect()
     grammars = 'start: "abc"', "start: (("
     both = [
-        admission(slot, prompt_of(5), [slot], plan_pb2.SamplingSettings(top_p=1, grammar=grammar))
+        admission(slot, prompt_of(5), [slot], plan_pb2.SamplingSettings(parameters={"temperature": 0}, grammar=grammar))
         for slot, grammar in enumerate(grammars)
     ]
     result = await scheduler.run(admissions=both, batch=plan_pb2.Batch(slots=[0, 1], token_counts=[5, 5]))

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.thinking import OPENING_TOKENS, ThinkingBudget
-from tests.worker.driver import Driver, admission, batch
+from services.worker.step.slots import OPENING_TOKENS
+from tests.worker.driver import Driver, admission, batch, budget
 from tests.worker.interpreter import needs_triton
 from tests.worker.no_streams import device_without_streams
 from tests.worker.test_cuda_steps import config, cuda, plain
 from tests.worker.test_masked_sampling import allow
 from tests.worker.test_sampling_kernels import Case, assert_same, hot
+from tokasaurus.common.v1.sampling_pb2 import ThinkingBudget
 
 __all__ = ["config", "cuda", "device_without_streams", "plain"]
 
@@ -24,7 +25,7 @@ GENERATED = 5  # tokens of each slot of a case, behind eight of its prompt
 
 def case_of(answers: list[list[int]], budgets: list[ThinkingBudget], **sampling) -> Case:
     """Slot i has ``answers[i]``, of ``GENERATED`` tokens, behind its prompt."""
-    rows = [row | {"thinking": budget} for row, budget in zip(hot(len(budgets), **sampling), budgets, strict=True)]
+    rows = [row | {"thinking": each} for row, each in zip(hot(len(budgets), **sampling), budgets, strict=True)]
     case = Case(rows)
     case.table.prompt_tokens[:] = 8
     for slot, (row, answer) in enumerate(zip(rows, answers, strict=True)):
@@ -52,8 +53,8 @@ BEGUN = [
     ([BEGIN, END, 3, 4, 5], 4, False),
     ([1, 2, 3, 4, 5], 3, False),  # no section
 ]
-TABLE = [(answer, ThinkingBudget(tokens, END), due) for answer, tokens, due in OPENED]
-TABLE += [(answer, ThinkingBudget(tokens, END, BEGIN), due) for answer, tokens, due in BEGUN]
+TABLE = [(answer, budget(tokens, END), due) for answer, tokens, due in OPENED]
+TABLE += [(answer, budget(tokens, END, BEGIN), due) for answer, tokens, due in BEGUN]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,9 @@ def test_the_end_is_forced_where_an_open_section_has_used_its_budget(run, sampli
 @pytest.mark.parametrize("run", RUNS)
 def test_log_probabilities_of_a_forced_token(run, processed):
     """Raw: the model's own. Processed: it is certain, and the only one."""
-    budget = [ThinkingBudget(5, END)] * 4
+    budgets = [budget(5, END)] * 4
     sampling = {"logprobs": True, "top_logprobs": 3, "processed_logprobs": processed}
-    case = case_of([[1, 2, 3, 4, 5]] * 4, budget, **sampling)
+    case = case_of([[1, 2, 3, 4, 5]] * 4, budgets, **sampling)
     found, own = run(case), case.logits.float().log_softmax(-1)
     if processed:
         assert found.logprobs.tolist() == [0.0] * 4
@@ -88,7 +89,7 @@ def test_log_probabilities_of_a_forced_token(run, processed):
 @pytest.mark.parametrize("run", RUNS)
 def test_a_grammar_comes_first_and_the_token_as_soon_as_it_may(run):
     """Such as at the end of a character whose first byte has been generated."""
-    budgets = [ThinkingBudget(tokens, END) for tokens in (5, 5, 4, 1, 0)]
+    budgets = [budget(tokens, END) for tokens in (5, 5, 4, 1, 0)]
     case = case_of([[1, 2, 3, 4, 5]] * 5, budgets, grammar="some")
     for slot, tokens in enumerate([[7, 8], [7, END], [7, END], [7, END], [7]]):
         allow(case, slot, tokens)
@@ -106,11 +107,11 @@ def test_the_kernels_do_what_the_cpu_does_in_any_slices():
     assert_same(case.fused(padding=5, slice_elements=16 * case.vocab, chunk_rows=3), expected)
 
 
-def think(driver: Driver, budget: ThinkingBudget | None, count: int = 24, generated=(), **sampling) -> list[int]:
+def think(driver: Driver, limit: ThinkingBudget | None, count: int = 24, generated=(), **sampling) -> list[int]:
     """``count`` tokens of an answer whose first ones, ``generated``, an earlier worker made."""
     driver.reset()
     tokens = [5, 6, 7, *generated]
-    admitted = admission(2, tokens, range(12), thinking=budget, temperature=0.9, seed=1, **sampling)
+    admitted = admission(2, tokens, range(12), thinking=limit, temperature=0.9, seed=1, **sampling)
     admitted = dataclasses.replace(admitted, prompt_tokens=3)
     beside = admission(0, [9, 10], range(20, 32), temperature=0.8)
     driver.run(admissions=(admitted, beside), batch=batch([2, 0], [len(tokens), 2]))
@@ -126,26 +127,26 @@ def test_an_answer_goes_on_behind_the_end_of_its_thoughts(plain, cuda, graphs):
     free = think(driver, None)
     end = next(token for token in range(96) if token not in free)
     for tokens in (0, 1, 7, 22):
-        answer = think(driver, ThinkingBudget(tokens, end))
+        answer = think(driver, budget(tokens, end))
         assert answer[: tokens + 1] == [*free[:tokens], end]
         assert len(answer) == 24
-    assert think(driver, ThinkingBudget(24, end)) == free
+    assert think(driver, budget(24, end)) == free
     by_itself = free[4]
-    assert think(driver, ThinkingBudget(free.index(by_itself) + 1, by_itself)) == free
+    assert think(driver, budget(free.index(by_itself) + 1, by_itself)) == free
 
 
 def test_the_same_answers_however_steps_are_launched(plain, cuda):
-    expected = think(plain, ThinkingBudget(9, 3, begin_token_id=4), logprobs=True)
+    expected = think(plain, budget(9, 3, begin_token_id=4), logprobs=True)
     for graphs in (0, 8):
-        assert think(cuda(graphs), ThinkingBudget(9, 3, begin_token_id=4), logprobs=True) == expected
+        assert think(cuda(graphs), budget(9, 3, begin_token_id=4), logprobs=True) == expected
 
 
 @pytest.mark.parametrize("kept", [1, 6, 7, 8, 15])
 def test_tokens_from_before_a_resumption_count(plain, kept):
     free = think(plain, None)
     end = next(token for token in range(96) if token not in free)
-    whole = think(plain, ThinkingBudget(7, end))
-    assert think(plain, ThinkingBudget(7, end), generated=whole[:kept]) == whole
+    whole = think(plain, budget(7, end))
+    assert think(plain, budget(7, end), generated=whole[:kept]) == whole
 
 
 def test_a_section_may_begin_among_the_first_tokens_only(plain):
@@ -154,14 +155,14 @@ def test_a_section_may_begin_among_the_first_tokens_only(plain):
     firsts = {token: free.index(token) for token in free}
     within = next(token for token, place in firsts.items() if 0 < place < OPENING_TOKENS)
     beyond = next(token for token, place in firsts.items() if place >= OPENING_TOKENS)
-    answer = think(plain, ThinkingBudget(3, end, begin_token_id=within))
+    answer = think(plain, budget(3, end, begin_token_id=within))
     assert answer.index(end) == firsts[within] + 4
-    assert think(plain, ThinkingBudget(3, end, begin_token_id=beyond)) == free
+    assert think(plain, budget(3, end, begin_token_id=beyond)) == free
 
 
 def test_a_row_without_open_questions_stays_on_the_plain_path(plain):
     """Only the step at which the budget is used up is another one."""
-    think(plain, ThinkingBudget(7, 3), count=1)
+    think(plain, budget(7, 3), count=1)
     table, slots = plain.runner._slots, np.array([2])
     assert [position for position in range(3, 30) if not table.may_force(slots, np.array([position])).any()] == [
         position for position in range(3, 30) if position != 10

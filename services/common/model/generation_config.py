@@ -1,19 +1,23 @@
 """Reads the defaults of sampling parameters from a model's ``generation_config.json``."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from services.common.sampling import PARAMETERS
+
+# Parameters that the file can set, named as in the message Sampling, with their values if it does not set them.
+_WITHOUT_FILE: dict[str, Any] = {
+    name: PARAMETERS[name].default for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+}
+_INTEGERS = frozenset({"top_k"})
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Values of parameters that a request omits, named as in the file. Immutable, so any thread may use it."""
+    """Values of parameters that a request omits. Never changed, so any thread may use it."""
 
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    sampling: Mapping[str, Any] = field(default_factory=_WITHOUT_FILE.copy)  # by name in the message Sampling
     max_new_tokens: int | None = None  # limit of an answer; None = the rest of the context
     ignored: tuple[str, ...] = ()  # ``name=value`` of unsupported settings that would change answers
 
@@ -22,19 +26,12 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_integer(value)
+def _is_sampling_value(name: str, value: Any) -> bool:
+    """Return whether ``value`` is allowed for the sampling parameter ``name``, as in a request."""
+    is_number = _is_integer(value) or (isinstance(value, float) and name not in _INTEGERS)
+    return is_number and PARAMETERS[name].allows(value)
 
 
-# The ranges are those of a request's parameters.
-_ALLOWED: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: _is_number(value) and 0 <= value <= 100,
-    "top_p": lambda value: _is_number(value) and 0 < value <= 1,
-    "top_k": lambda value: _is_integer(value) and 0 <= value < 2**31,
-    "min_p": lambda value: _is_number(value) and 0 <= value <= 1,
-    "repetition_penalty": lambda value: _is_number(value) and 0.01 <= value <= 100,
-    "max_new_tokens": lambda value: _is_integer(value) and 1 <= value < 2**31,
-}
 # Settings that do not affect a decoder's answers, or that other code reads.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -80,16 +77,19 @@ def read_generation_defaults(content: Mapping[str, Any]) -> GenerationDefaults:
     As in transformers, ``do_sample: false`` means greedy sampling, and null means absent. Values that a request must
     not have are listed in ``ignored``.
     """
-    values: dict[str, Any] = {}
+    sampling: dict[str, Any] = _WITHOUT_FILE.copy()
+    max_new_tokens: int | None = None
     ignored = []
     for name, value in content.items():
         if value is None or name in _WITHOUT_EFFECT:
             continue
-        if name in _ALLOWED and _ALLOWED[name](value):
-            values[name] = value
+        if name in _WITHOUT_FILE and _is_sampling_value(name, value):
+            sampling[name] = value
+        elif name == "max_new_tokens" and _is_integer(value) and 1 <= value < 2**31:
+            max_new_tokens = value
         elif name not in _OFF or value != _OFF[name]:
             text = str(value)
             ignored.append(f"{name}={text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + '...'}")
     if content.get("do_sample") is False:
-        values["temperature"] = 0.0
-    return GenerationDefaults(**values, ignored=tuple(ignored))
+        sampling["temperature"] = 0.0
+    return GenerationDefaults(sampling, max_new_tokens, tuple(ignored))

@@ -1,11 +1,15 @@
 """Rules about one admission, whatever the state of the worker."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from services.common.plan.types import Admission, Limits, SamplingSettings
+from services.common.plan.types import Admission, Limits
 from services.common.plan.verdict import BrokenPlan, check_pages, check_tokens
+from services.common.sampling import out_of_range
 
-_INFINITE = float("inf")
+if TYPE_CHECKING:  # the rules of plans import no messages
+    from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 
 def check_admission(admission: Admission, field: str, limits: Limits) -> None:
@@ -50,26 +54,10 @@ def check_admission(admission: Admission, field: str, limits: Limits) -> None:
 
 
 def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
-    settings, slot = admission.sampling, admission.slot
-    most = limits.most_top_logprobs
-    ranges = (  # comparisons that a NaN fails
-        ("temperature", settings.temperature, 0 <= settings.temperature < _INFINITE, "0 or more"),
-        ("top_p", settings.top_p, 0 < settings.top_p <= 1, "more than 0, at most 1"),
-        ("min_p", settings.min_p, 0 <= settings.min_p <= 1, "0 to 1"),
-        (
-            "repetition_penalty",
-            settings.repetition_penalty,
-            0 < settings.repetition_penalty < _INFINITE,
-            "more than 0",
-        ),
-        ("frequency_penalty", settings.frequency_penalty, -2 <= settings.frequency_penalty <= 2, "-2 to 2"),
-        ("presence_penalty", settings.presence_penalty, -2 <= settings.presence_penalty <= 2, "-2 to 2"),
-        ("top_logprobs", settings.top_logprobs, settings.top_logprobs <= most, f"at most {most}"),
-        ("prompt_logprobs", settings.prompt_logprobs, (settings.prompt_logprobs or 0) <= most, f"at most {most}"),
-    )
-    for name, value, good, expected in ranges:
-        if not good:
-            raise BrokenPlan(f"{field}.{name}={value}: expected {expected}", field=f"{field}.{name}", slot=slot)
+    settings, slot, most = admission.sampling, admission.slot, limits.most_top_logprobs
+    for name, value in (("top_logprobs", settings.top_logprobs), ("prompt_logprobs", settings.prompt_logprobs or 0)):
+        if value > most:
+            raise BrokenPlan(f"{field}.{name}={value}: expected at most {most}", field=f"{field}.{name}", slot=slot)
     start, length = settings.prompt_logprobs_start, admission.prompt_length
     if settings.prompt_logprobs is not None and start >= length:
         raise BrokenPlan(
@@ -77,20 +65,12 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
             field=f"{field}.prompt_logprobs_start",
             slot=slot,
         )
-    _check_capabilities(settings, field, slot, limits)
-    if settings.thinking is not None:
-        for name in ("end_token_id", "begin_token_id"):
-            token = getattr(settings.thinking, name)
-            if token is not None:
-                check_tokens(np.array([token], np.int64), f"{field}.thinking.{name}", limits, slot)
-    _check_biases(settings, field, slot, limits)
-
-
-def _check_capabilities(settings: SamplingSettings, field: str, slot: int, limits: Limits) -> None:
+    if settings.parameters is None:
+        raise BrokenPlan(f"{field}.parameters is not set", field=f"{field}.parameters", slot=slot)
     needs = (
         ("prompt_logprobs", "prompt_logprobs", settings.prompt_logprobs is not None),
         ("processed_logprobs", "processed_logprobs", settings.processed_logprobs),
-        ("thinking", "thinking_budgets", settings.thinking is not None),
+        ("parameters.thinking", "thinking_budgets", settings.parameters.HasField("thinking")),
         ("grammar", "grammars", bool(settings.grammar)),
     )
     for name, capability, asked in needs:
@@ -100,10 +80,22 @@ def _check_capabilities(settings: SamplingSettings, field: str, slot: int, limit
                 field=f"{field}.{name}",
                 slot=slot,
             )
+    _check_parameters(settings.parameters, f"{field}.parameters", slot, limits)
 
 
-def _check_biases(settings: SamplingSettings, field: str, slot: int, limits: Limits) -> None:
-    tokens, values = settings.logit_bias_token_ids, settings.logit_bias_values
+def _check_parameters(parameters: "Sampling", field: str, slot: int, limits: Limits) -> None:
+    if found := out_of_range(parameters):
+        name, message = found
+        raise BrokenPlan(f"{field}: {message}", field=f"{field}.{name}", slot=slot)
+    if parameters.HasField("thinking"):
+        thinking = parameters.thinking
+        ends = np.array([thinking.end_token_id, thinking.begin_token_id])
+        check_tokens(ends[:1], f"{field}.thinking.end_token_id", limits, slot)
+        check_tokens(ends[1:], f"{field}.thinking.begin_token_id", limits, slot)
+    if not parameters.logit_bias_token_ids and not parameters.logit_bias_values:
+        return
+    tokens = np.array(parameters.logit_bias_token_ids, np.uint32)
+    values = np.array(parameters.logit_bias_values, np.float32)
     if len(tokens) != len(values):
         raise BrokenPlan(
             f"{field}: {len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: they are parallel",

@@ -8,7 +8,6 @@ from services.common.packed import fill, read_fixed32, read_float
 from services.common.plan.result import ScoredTokens, SlotFailure, StepResult, Timing
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import Admission, Batch, Groups, Limits, Plan, SamplingSettings
-from services.common.thinking import ThinkingBudget
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _NONE = np.empty(0, np.int64)
@@ -85,38 +84,16 @@ def _encode_common(admission: Admission) -> bytes:
     fill(common, "token_ids", admission.token_ids)
     if admission.prompt_tokens < len(admission.token_ids):  # 0 = all
         common.prompt_tokens = admission.prompt_tokens
-    settings = admission.sampling
-    common.sampling.MergeFromString(settings.encoded or encode_sampling(settings))
-    common.sampling.grammar = settings.grammar
+    settings, sampling = admission.sampling, common.sampling
+    sampling.logprobs, sampling.top_logprobs = settings.logprobs, settings.top_logprobs
+    sampling.processed_logprobs, sampling.grammar = settings.processed_logprobs, settings.grammar
+    if settings.prompt_logprobs is not None:
+        sampling.prompt_logprobs = settings.prompt_logprobs
+        sampling.prompt_logprobs_start = settings.prompt_logprobs_start
+    sampling.parameters.SetInParent()
+    if settings.parameters is not None:
+        sampling.parameters.CopyFrom(settings.parameters)
     return common.SerializeToString()
-
-
-def encode_sampling(settings: SamplingSettings) -> bytes:
-    """Return all but the grammar, whose text many requests share.
-
-    The scheduler does this when it reads a request: whatever fails is that request's error, and no plan fails later.
-    """
-    message = plan_pb2.SamplingSettings(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        seed=settings.seed,
-        logprobs=settings.logprobs,
-        top_logprobs=settings.top_logprobs,
-        repetition_penalty=settings.repetition_penalty,
-        frequency_penalty=settings.frequency_penalty,
-        presence_penalty=settings.presence_penalty,
-        processed_logprobs=settings.processed_logprobs,
-        prompt_logprobs=settings.prompt_logprobs,
-        prompt_logprobs_start=settings.prompt_logprobs_start,
-    )
-    fill(message, "logit_bias_token_ids", settings.logit_bias_token_ids)
-    fill(message, "logit_bias_values", settings.logit_bias_values)
-    if settings.thinking is not None:
-        tokens, end, begin = settings.thinking
-        message.thinking.CopyFrom(plan_pb2.ThinkingBudget(tokens=tokens, end_token_id=end, begin_token_id=begin))
-    return message.SerializeToString()
 
 
 def decode_plan(message: plan_pb2.StepPlan) -> Plan:
@@ -150,29 +127,14 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
 
 def _decode_sampling(message: plan_pb2.SamplingSettings) -> SamplingSettings:
     return SamplingSettings(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
+        parameters=message.parameters if message.HasField("parameters") else None,
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
-        logit_bias_token_ids=_integers(message.logit_bias_token_ids),
-        logit_bias_values=read_float(message.logit_bias_values),
-        repetition_penalty=message.repetition_penalty or 1.0,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=message.grammar,
         processed_logprobs=message.processed_logprobs,
         prompt_logprobs_start=message.prompt_logprobs_start,
-        thinking=_decode_thinking(message.thinking) if message.HasField("thinking") else None,
     )
-
-
-def _decode_thinking(message: plan_pb2.ThinkingBudget) -> ThinkingBudget:
-    begin = message.begin_token_id if message.HasField("begin_token_id") else None
-    return ThinkingBudget(message.tokens, message.end_token_id, begin)
 
 
 def _decode_batch(message: plan_pb2.Batch) -> Batch:

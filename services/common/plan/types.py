@@ -1,39 +1,27 @@
 """A step plan: what the scheduler decided about one step. Numpy only; ``codec`` has the wire format."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from services.common.thinking import ThinkingBudget
-
-_NO_TOKENS, _NO_FLOATS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
+if TYPE_CHECKING:  # the scheduler's core imports no messages
+    from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 
 class SamplingSettings(NamedTuple):
-    """Sampling parameters of the samples of a request, resolved by the scheduler.
+    """What the samples of a request ask of the sampler, resolved by the scheduler.
 
     One is made for every request, and a tuple takes a third of the time of a dataclass.
     """
 
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # 1 = off
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0  # 0 = off
-    seed: int = 0  # 0 to 2**64 - 1
+    parameters: "Sampling | None" = None  # without a grammar, and never changed. None: the codec sends an empty message
     logprobs: bool = False
     top_logprobs: int = 0
-    logit_bias_token_ids: np.ndarray = _NO_TOKENS  # [n] unsigned 32-bit values of any integer dtype
-    logit_bias_values: np.ndarray = _NO_FLOATS  # [n] float32
-    repetition_penalty: float = 1.0  # 1 = off
-    frequency_penalty: float = 0.0  # 0 = off
-    presence_penalty: float = 0.0  # 0 = off
     prompt_logprobs: int | None = None  # most likely tokens listed for each prompt token; None = prompt is not scored
     grammar: str = ""  # the generated tokens match it; empty = none
     processed_logprobs: bool = False  # log-probabilities are of the distribution that the token was drawn from
     prompt_logprobs_start: int = 0  # position of the first prompt token to score; 0 means 1
-    thinking: ThinkingBudget | None = None
-    encoded: bytes = b""  # by ``codec.encode_sampling``; empty = not encoded yet
 
     @property
     def wants_logprobs(self) -> bool:

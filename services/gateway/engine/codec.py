@@ -11,15 +11,11 @@ from services.common import errors
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.rpc.status import from_status
 from services.gateway.engine.request import Grammar, Priority, Submission
+from tokasaurus.common.v1 import sampling_pb2
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR = "1", 5, 11
 MESSAGES_LOST = "MESSAGES_LOST"  # error reason: messages of the session are missing
-
-# Parameters for which a scheduler has a default.
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-)  # fmt: skip
 
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -178,22 +174,10 @@ def encode_submit(submission: Submission) -> session_pb2.SessionRequest:
     )
     fill(request.tokens, "token_ids", tokens)
 
-    sampling = request.sampling
-    for name in _SAMPLING:
-        value = getattr(settings, name)
-        if value is not None:
-            setattr(sampling, name, value)
-    sampling.seed = submission.seed
-    if settings.logit_bias:
-        sampling.logit_bias_token_ids.extend(token for token, _ in settings.logit_bias)
-        sampling.logit_bias_values.extend(bias for _, bias in settings.logit_bias)
-
+    request.sampling.CopyFrom(settings.sampling)
+    request.sampling.seed = submission.seed
     if settings.grammar is not None:
-        sampling.grammar.MergeFromString(_encode_grammar(settings.grammar))
-    if settings.thinking_tokens is not None:
-        sampling.thinking.tokens = settings.thinking_tokens
-        if settings.thinking_opened is not None:
-            sampling.thinking.opened = settings.thinking_opened
+        request.sampling.grammar.MergeFromString(_encode_grammar(settings.grammar))
 
     stopping = request.stopping
     stopping.max_tokens, stopping.ignore_eos = prompt.max_tokens, settings.ignore_eos
@@ -225,8 +209,8 @@ def join_submits(messages: list[session_pb2.SessionRequest]) -> session_pb2.Sess
 def _encode_grammar(grammar: Grammar) -> bytes:
     """Return ``grammar`` as bytes. Cached, since all prompts of a request have the same grammar."""
     if grammar.kind == "choices":
-        return generate_pb2.Grammar(choices=generate_pb2.Choices(texts=grammar.value)).SerializeToString()
-    message = generate_pb2.Grammar()
+        return sampling_pb2.Grammar(choices=sampling_pb2.Choices(texts=grammar.value)).SerializeToString()
+    message = sampling_pb2.Grammar()
     setattr(message, grammar.kind, grammar.value)
     return message.SerializeToString()
 

@@ -1,4 +1,4 @@
-"""Requests as the engine sees them, independent of HTTP and of the scheduler's contract."""
+"""Requests as the engine sees them, independent of HTTP. The scheduler gets ``Settings.sampling`` as it is."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -6,6 +6,8 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 GrammarKind = Literal["json_schema", "regex", "choices", "lark"]  # as in the scheduler's contract
 NO_TOKENS = np.zeros(0, np.uint32)
@@ -46,14 +48,7 @@ class Settings:
     """Settings that all prompts of one HTTP request share. ``None`` means the model's default."""
 
     n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    sampling: Sampling = field(default_factory=Sampling)  # without seed and grammar; never changed
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -66,8 +61,6 @@ class Settings:
         None  # score the sampling distribution, not the raw logits; None: the server's default
     )
     grammar: Grammar | None = None
-    thinking_tokens: int | None = None  # limit of the reasoning section
-    thinking_opened: bool | None = None  # the prompt ends inside the section; None: inferred from its tokens
     priority: Priority = Priority.NORMAL
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller

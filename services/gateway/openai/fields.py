@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from services.common.request_bounds import MAX_BIASES
+from services.common.sampling import PARAMETERS
 from services.gateway.openai.json_value import shown
 
 MAX_STOPS = 16
@@ -18,6 +19,13 @@ MAX_PROMPTS = 65_536
 MAX_METADATA = 16
 _MAX_TOKEN_ID = 2**32 - 1
 _MAX_BIAS = 100
+
+
+def in_range(name: str) -> Any:
+    """Return the constraint of the sampling parameter ``name`` for pydantic."""
+    _, least, most, exclusive, _ = PARAMETERS[name]
+    least = round(least, 6)  # as in JSON, where it is no 32-bit float
+    return Field(gt=least, le=most) if exclusive else Field(ge=least, le=most)
 
 
 def _as_prompts(value: Any) -> Any:

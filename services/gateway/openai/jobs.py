@@ -70,7 +70,7 @@ def seed_of(seed: int, repeat: int) -> int:
 
 def _check_bias_copies(prompts: int, settings: Settings) -> None:
     """Raise InvalidRequest for a large bias with many samples, each of which has a copy of it."""
-    choices, entries = prompts * settings.n, len(settings.logit_bias)
+    choices, entries = prompts * settings.n, len(settings.sampling.logit_bias_token_ids)
     if choices * entries > MAX_BIAS_COPIES:
         raise InvalidRequest(
             f"logit_bias: {entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"

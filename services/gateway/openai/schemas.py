@@ -12,7 +12,7 @@ from services.common.json_scan import Bulk
 from services.common.logprobs_mode import LogprobsMode
 from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere
-from services.gateway.openai.fields import Bias, KeptTokens, Metadata, Prompts, Stops, Timeout, TokenId
+from services.gateway.openai.fields import Bias, KeptTokens, Metadata, Prompts, Stops, Timeout, TokenId, in_range
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, ToolChoice
 from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
@@ -47,17 +47,17 @@ class SamplingBody(Body):
     stream: bool | None = Field(
         default=None, description="true: send server-sent events, with data: [DONE] as the last one."
     )
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+    temperature: Annotated[float, in_range("temperature")] | None = Field(
         default=None,
         description="0 selects the most likely token. Default: the model's generation_config.json, else 1.",
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    top_p: Annotated[float, in_range("top_p")] | None = Field(
         default=None, description="1 turns it off. Default: the model's generation_config.json, else 1."
     )
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         default=None, description="0 and -1 turn it off. Default: the model's generation_config.json, else off."
     )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    min_p: Annotated[float, in_range("min_p")] | None = Field(
         default=None, description="0 turns it off. Default: the model's generation_config.json, else off."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
@@ -77,13 +77,13 @@ class SamplingBody(Body):
     logit_bias: Bias | None = Field(
         default=None, description="Values that are added to the logits of tokens, by token id."
     )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+    frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = Field(
         default=None, description="Penalty for each time that the answer already has the token. 0 turns it off."
     )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+    presence_penalty: Annotated[float, in_range("presence_penalty")] | None = Field(
         default=None, description="Penalty if the answer already has the token. 0 turns it off."
     )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+    repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = Field(
         default=None,
         description="Penalty for tokens of the prompt and of the answer so far. 1 turns it off."
         " Default: the model's generation_config.json, else off.",

@@ -4,10 +4,12 @@ import re
 
 from services.common.errors import InvalidRequest
 from services.common.logprobs_mode import PROCESSED
+from services.common.sampling import PARAMETERS
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import Grammar, Priority, Settings
 from services.gateway.http.request import Caller
 from services.gateway.openai.schemas import GenerationBody
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -37,14 +39,7 @@ def make_settings(
         _check_token(token, token, facts, "stop_token_ids")
     return Settings(
         n=body.samples,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=None if body.top_k is None else max(body.top_k, 0),
-        min_p=body.min_p,
-        logit_bias=_logit_bias(body.logit_bias or {}, facts),
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
+        sampling=_sampling(body, facts),
         min_tokens=body.min_tokens or 0,
         stop_strings=body.stop,
         stop_token_ids=stop_token_ids,
@@ -125,7 +120,15 @@ def _priority(value: int | None) -> Priority:
     return Priority.HIGH if value < 0 else Priority.LOW
 
 
-def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> tuple[tuple[int, float], ...]:
+def _sampling(body: GenerationBody, facts: ModelFacts) -> Sampling:
+    given = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    bias = _logit_bias(body.logit_bias or {}, facts)
+    return Sampling(**given, logit_bias_token_ids=bias.keys(), logit_bias_values=bias.values())
+
+
+def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> dict[int, float]:
     pairs = {}
     for key, value in bias.items():
         if not _TOKEN_ID.fullmatch(key):
@@ -136,7 +139,7 @@ def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> tuple[tuple[int, f
             )
         _check_token(int(key), key, facts, "logit_bias")
         pairs[int(key)] = value
-    return tuple(pairs.items())
+    return pairs
 
 
 def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) -> None:

@@ -8,6 +8,7 @@ from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import Settings
 from services.gateway.openai.grammar.answer import Thoughts
 from services.gateway.openai.output.formats import OutputFormats
+from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
 FIELD = "thinking_token_budget"
 # What chat templates and other engines call it.
@@ -41,7 +42,9 @@ def limit_thinking(
     if thoughts is Thoughts.NONE:
         return settings
     opened = None if thoughts is None else _OPENED[thoughts]
-    return replace(settings, thinking_tokens=tokens, thinking_opened=opened)
+    sampling = Sampling(thinking=ThinkingBudget(tokens=tokens, opened=opened))
+    sampling.MergeFrom(settings.sampling)
+    return replace(settings, sampling=sampling)
 
 
 def _unsupported(message: str) -> InvalidRequest:

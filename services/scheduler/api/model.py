@@ -12,6 +12,7 @@ from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stopping.automaton import Automaton
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 CONTRACT_VERSION = "1.11"
@@ -33,6 +34,7 @@ class ServedModel:
         self.processed_logprobs = processed_logprobs
         self.thinking_tokens = ThinkingTokens.of(tokenizer)
         self.card = card
+        self.default_sampling = Sampling(**card.defaults.sampling)  # never changed
         self.tokenizer = tokenizer
         self.text = TextEncoder(tokenizer)
         self.max_samples = max_samples
@@ -74,7 +76,7 @@ class ServedModel:
         return automaton
 
     def message(self) -> observe_pb2.Model:
-        card, shape, defaults = self.card, self.shape, self.card.defaults
+        card, shape = self.card, self.shape
         return observe_pb2.Model(
             id=card.name,
             created_unix_s=self.created_unix_s,
@@ -93,12 +95,6 @@ class ServedModel:
             if self.processed_logprobs
             else generate_pb2.LOGPROBS_MODE_RAW,
             thinking_budgets=shape.thinking_budgets,
-            default_sampling=generate_pb2.Sampling(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-            ),
-            default_max_tokens=defaults.max_new_tokens,
+            default_sampling=self.default_sampling,
+            default_max_tokens=card.defaults.max_new_tokens,
         )

@@ -1,18 +1,17 @@
-"""Reads the thinking budget of a request."""
+"""Checks the thinking budget of a request."""
 
 import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.text.thinking import BEGINS, ENDS
-from services.common.thinking import ThinkingBudget
 from services.scheduler.api.model import ServedModel
-from tokasaurus.scheduler.v1 import generate_pb2
+from tokasaurus.common.v1.sampling_pb2 import ThinkingBudget
 
 _FIELD = "sampling.thinking"
 
 
-def read_thinking(message: generate_pb2.ThinkingBudget, prompt: np.ndarray, model: ServedModel) -> ThinkingBudget:
-    """Return the budget with its defaults. ``prompt [tokens]`` uint32 excludes generated tokens.
+def complete_thinking(message: ThinkingBudget, prompt: np.ndarray, model: ServedModel) -> None:
+    """Check ``message`` and set its defaults in place. ``prompt [tokens]`` uint32 excludes generated tokens.
 
     Raises InvalidRequest naming the field.
     """
@@ -23,11 +22,16 @@ def read_thinking(message: generate_pb2.ThinkingBudget, prompt: np.ndarray, mode
     known = model.thinking_tokens
     end = _token(message, "end_token_id", known.end, ENDS, model)
     begin = _token(message, "begin_token_id", known.begin, BEGINS, model) if not message.opened else 0
-    opened = message.opened if message.HasField("opened") else _last(prompt, begin) > _last(prompt, end)
-    return ThinkingBudget(message.tokens, end, None if opened else begin)
+    if not message.HasField("opened"):
+        message.opened = _last(prompt, begin) > _last(prompt, end)
+    message.end_token_id = end
+    if message.opened:
+        message.ClearField("begin_token_id")
+    else:
+        message.begin_token_id = begin
 
 
-def _token(message: generate_pb2.ThinkingBudget, name: str, default: int | None, mark: str, model: ServedModel) -> int:
+def _token(message: ThinkingBudget, name: str, default: int | None, mark: str, model: ServedModel) -> int:
     """Return the token id of the field ``name``, or the tokenizer's own token for ``mark``."""
     field = f"{_FIELD}.{name}"
     if not message.HasField(name):

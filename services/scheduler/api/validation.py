@@ -10,23 +10,22 @@ from google.protobuf.message import Message
 from services.common.errors import InvalidRequest
 from services.common.model.generation_config import GenerationDefaults
 from services.common.packed import read_fixed32, read_float
-from services.common.plan.codec import encode_sampling
 from services.common.plan.types import SamplingSettings
 from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
+from services.common.sampling import out_of_range
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens
 from services.scheduler.api.resume import read_resume
-from services.scheduler.api.thinking import read_thinking
-from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
+from services.scheduler.api.thinking import complete_thinking
 from services.scheduler.core.request import AdmissionMode, Priority, Request
 from services.scheduler.grammar.message import FIELD, grammar_text
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2
 
 _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
 _LONGEST_ID = 256
-_LEAST_REPETITION, _MOST_REPETITION = float(np.float32(0.01)), 100.0  # as 32-bit floats
 _LONGEST_LENGTH_CLASS = 64
 _LONGEST_FAIRNESS_KEY = 256
 _PRIORITIES = {
@@ -109,19 +108,13 @@ def read_request(
 def _sampling(
     message: generate_pb2.GenerateRequest, tokens: np.ndarray, model: ServedModel, n: int
 ) -> SamplingSettings:
-    sampling, defaults = message.sampling, model.card.defaults
-    temperature = _number(sampling, "temperature", defaults.temperature)
-    top_p = _number(sampling, "top_p", defaults.top_p)
-    min_p = _number(sampling, "min_p", defaults.min_p)
-    # These comparisons are false for NaN.
-    if not 0 <= temperature <= 100:
-        raise InvalidRequest(f"temperature is {temperature:g}: expected 0 to 100", field="sampling.temperature")
-    if not 0 < top_p <= 1:
-        raise InvalidRequest(f"top_p is {top_p:g}: expected more than 0 and at most 1", field="sampling.top_p")
-    if not 0 <= min_p <= 1:
-        raise InvalidRequest(f"min_p is {min_p:g}: expected 0 to 1", field="sampling.min_p")
-    repetition, frequency, presence = _penalties(sampling, defaults)
-    bias_tokens, logit_bias_values = _logit_bias(sampling, model, n)
+    parameters = Sampling()
+    parameters.CopyFrom(model.default_sampling)
+    parameters.MergeFrom(message.sampling)
+    if found := out_of_range(parameters):
+        name, text = found
+        raise InvalidRequest(text, field=f"sampling.{name}")
+    _check_logit_bias(parameters, model, n)
     logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
     most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
     if top > most:
@@ -143,30 +136,25 @@ def _sampling(
             "prompt_logprobs_start needs prompt_logprobs: set output.prompt_logprobs, or leave it out",
             field="output.prompt_logprobs_start",
         )
-    thinking = None
-    if sampling.HasField("thinking"):
+    if parameters.HasField("thinking"):
         prompt = tokens[: len(tokens) - message.resume.generated_tokens]
-        thinking = read_thinking(sampling.thinking, prompt, model)
-    settings = SamplingSettings(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=_number(sampling, "top_k", defaults.top_k),
-        min_p=min_p,
-        seed=sampling.seed if sampling.HasField("seed") else _random.getrandbits(64),
+        complete_thinking(parameters.thinking, prompt, model)
+    if not parameters.HasField("seed"):
+        parameters.seed = _random.getrandbits(64)
+    grammar = ""
+    if parameters.HasField("grammar"):
+        grammar = _grammar(message, model)
+        parameters.ClearField("grammar")
+        parameters = Sampling.FromString(parameters.SerializeToString())  # a cleared field keeps its memory
+    return SamplingSettings(
+        parameters,
         logprobs=logprobs,
         top_logprobs=top,
-        logit_bias_token_ids=bias_tokens,
-        logit_bias_values=logit_bias_values,
-        repetition_penalty=repetition,
-        frequency_penalty=frequency,
-        presence_penalty=presence,
         prompt_logprobs=scored,
-        grammar=_grammar(message, model) if sampling.HasField("grammar") else "",
+        grammar=grammar,
         processed_logprobs=_processed_logprobs(message.output, model),
         prompt_logprobs_start=start,
-        thinking=thinking,
     )
-    return settings._replace(encoded=encode_sampling(settings))
 
 
 def _grammar(message: generate_pb2.GenerateRequest, model: ServedModel) -> str:
@@ -202,28 +190,9 @@ def _processed_logprobs(output: generate_pb2.Output, model: ServedModel) -> bool
     return processed
 
 
-def _penalties(sampling: generate_pb2.Sampling, defaults: GenerationDefaults) -> tuple[float, float, float]:
-    """Return the repetition, frequency and presence penalties. Raises ``InvalidRequest``."""
-    repetition = _number(sampling, "repetition_penalty", defaults.repetition_penalty)
-    # These comparisons are false for NaN.
-    if not _LEAST_REPETITION <= repetition <= _MOST_REPETITION:
-        raise InvalidRequest(
-            f"repetition_penalty is {repetition:g}: expected {_LEAST_REPETITION:g} to {_MOST_REPETITION:g}, 1 = off",
-            field="sampling.repetition_penalty",
-        )
-    return repetition, _penalty(sampling, "frequency_penalty"), _penalty(sampling, "presence_penalty")
-
-
-def _penalty(sampling: generate_pb2.Sampling, name: str) -> float:
-    value = _number(sampling, name, 0.0)
-    if not -2 <= value <= 2:
-        raise InvalidRequest(f"{name} is {value:g}: expected -2 to 2, 0 = off", field=f"sampling.{name}")
-    return value
-
-
-def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _check_logit_bias(sampling: Sampling, model: ServedModel, n: int) -> None:
     if not sampling.logit_bias_token_ids and not sampling.logit_bias_values:
-        return NO_TOKENS, NO_FLOATS
+        return
     tokens, values = read_fixed32(sampling.logit_bias_token_ids), read_float(sampling.logit_bias_values)
     if len(tokens) != len(values):
         raise InvalidRequest(
@@ -245,7 +214,6 @@ def _logit_bias(sampling: generate_pb2.Sampling, model: ServedModel, n: int) -> 
         raise InvalidRequest(
             f"token id {int(tokens[index])} is biased twice", field=f"sampling.logit_bias_token_ids[{index}]"
         )
-    return tokens, values
 
 
 def _max_tokens(stopping: generate_pb2.Stopping, defaults: GenerationDefaults) -> int | None:

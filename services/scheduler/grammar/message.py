@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.text.grammar_text import JSON_OPTIONS, MAX_GRAMMAR_BYTES, choice_terminal, regex_rule
 from services.common.text.json_schema import read_schema, tightened
 from services.scheduler.grammar.attributes import unsupported_attribute
-from tokasaurus.scheduler.v1 import generate_pb2
+from tokasaurus.common.v1.sampling_pb2 import Choices, Grammar, Sampling
 
 FIELD = "sampling.grammar"
 _CACHED = 64  # texts of the last grammars, since many prompts often use the same grammar
@@ -22,14 +22,14 @@ _NAMES = {
 }  # fmt: skip
 
 
-async def cache_long_text(sampling: generate_pb2.Sampling) -> None:
+async def cache_long_text(sampling: Sampling) -> None:
     """Convert a large grammar in a thread, which takes about 10 ms. ``grammar_text`` then uses the cached text."""
     if sampling.HasField("grammar") and sampling.grammar.ByteSize() > _LONG_BYTES:
         with contextlib.suppress(InvalidRequest):  # ``grammar_text`` raises it again
             await asyncio.to_thread(grammar_text, sampling.grammar)
 
 
-def grammar_text(grammar: generate_pb2.Grammar) -> str:
+def grammar_text(grammar: Grammar) -> str:
     """Return the text of ``grammar`` without compiling it. Any thread may call. Raises ``InvalidRequest``.
 
     Equal grammars get the same object while it is cached.
@@ -58,12 +58,12 @@ def grammar_text(grammar: generate_pb2.Grammar) -> str:
 def _cached(serialized: bytes) -> tuple[str, str]:
     """Return the text and an empty string, or an empty string and the error."""
     try:
-        return _text(generate_pb2.Grammar.FromString(serialized)), ""
+        return _text(Grammar.FromString(serialized)), ""
     except InvalidRequest as error:
         return "", error.message
 
 
-def _text(grammar: generate_pb2.Grammar) -> str:
+def _text(grammar: Grammar) -> str:
     match grammar.WhichOneof("kind"):
         case "json_schema":
             return _json_schema(grammar.json_schema)
@@ -78,7 +78,7 @@ def _text(grammar: generate_pb2.Grammar) -> str:
     return grammar.lark
 
 
-def name_of(grammar: generate_pb2.Grammar) -> str:
+def name_of(grammar: Grammar) -> str:
     """Return the name of the grammar's kind for error messages."""
     return _NAMES[grammar.WhichOneof("kind")]
 
@@ -91,7 +91,7 @@ def _json_schema(text: str) -> str:
         raise InvalidRequest(f"the schema cannot be read as JSON: {error}", field=FIELD) from None
 
 
-def _choices(choices: generate_pb2.Choices) -> str:
+def _choices(choices: Choices) -> str:
     if not choices.texts:
         raise InvalidRequest("there are no choices: give at least one text", field=FIELD)
     return f"start: CHOICE\nCHOICE: {choice_terminal(list(choices.texts))}"

@@ -28,7 +28,7 @@ def plan_size(plan: plan_pb2.StepPlan) -> int:
     if plan.HasField("hydragen"):
         size += _of(plan.hydragen, _GROUP_ARRAYS)
     for admission in plan.admissions:
-        size += _of(admission, _ADMISSION_ARRAYS) + _of(admission.sampling, _BIAS_ARRAYS)
+        size += _of(admission, _ADMISSION_ARRAYS) + _of(admission.sampling.parameters, _BIAS_ARRAYS)
     return size
 
 

@@ -11,20 +11,21 @@ from dataclasses import replace
 import numpy as np
 
 from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
-from services.common.thinking import ThinkingBudget
+from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
-PLAIN = SamplingSettings(temperature=0.0)
+PLAIN = SamplingSettings(Sampling(temperature=0))
 _ANYTHING = "start: /(.|\\n)*/"  # a grammar
 # Rows of a step whose kernels are those of larger steps, unless they are the ones that memory depends on.
 _MANY = 512
 # Rows with a grammar in the largest steps: more than the sampler copies at once.
 _GUIDED = 96
-WARM = SamplingSettings(temperature=0.7, seed=1)
+WARM = SamplingSettings(Sampling(temperature=0.7, seed=1))
 
 
 def unadjusted(limits: Limits) -> SamplingSettings:
-    """All that a row can ask of the sampler and have its logits read as they are."""
-    return SamplingSettings(0.7, 0.9, 5, 0.05, 1, logprobs=True, top_logprobs=limits.most_top_logprobs)
+    """Return settings with all features that leave a row's logits as they are."""
+    parameters = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, seed=1)
+    return SamplingSettings(parameters, logprobs=True, top_logprobs=limits.most_top_logprobs)
 
 
 def adjusted(limits: Limits) -> SamplingSettings:
@@ -51,23 +52,34 @@ def processed(limits: Limits) -> SamplingSettings:
 
 def _processed(settings: SamplingSettings) -> SamplingSettings:
     """Return ``settings`` with processed log-probabilities and a thinking budget that is used up at once."""
-    return settings._replace(logprobs=True, processed_logprobs=True, thinking=ThinkingBudget(0, 0))
+    budget = Sampling(thinking=ThinkingBudget(tokens=0, end_token_id=0, opened=True))
+    return _with(settings, budget)._replace(logprobs=True, processed_logprobs=True)
 
 
 def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
-    """With a grammar, where there are such."""
+    """Return ``settings`` with a grammar, if the worker supports grammars."""
     return settings._replace(grammar=_ANYTHING) if limits.grammars else settings
 
 
 def _adjusted(settings: SamplingSettings) -> SamplingSettings:
-    """With all that changes a row's logits."""
-    return settings._replace(
-        logit_bias_token_ids=np.zeros(1, np.int64),
-        logit_bias_values=np.zeros(1, np.float32),
+    """Return ``settings`` with all parameters that change a row's logits."""
+    added = Sampling(
+        logit_bias_token_ids=[0],
+        logit_bias_values=[0],
         repetition_penalty=1.1,
         frequency_penalty=0.1,
         presence_penalty=0.1,
     )
+    return _with(settings, added)
+
+
+def _with(settings: SamplingSettings, added: Sampling) -> SamplingSettings:
+    """Return ``settings`` with the parameters that are set in ``added``."""
+    parameters = Sampling()
+    if settings.parameters is not None:
+        parameters.CopyFrom(settings.parameters)
+    parameters.MergeFrom(added)
+    return settings._replace(parameters=parameters)
 
 
 def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:

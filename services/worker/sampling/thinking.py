@@ -7,8 +7,7 @@ after a preemption or on another worker. ``triton_force`` implements it for the 
 import numpy as np
 import torch
 
-from services.common.thinking import OPENING_TOKENS
-from services.worker.step.slots import SlotTable
+from services.worker.step.slots import OPENING_TOKENS, SlotTable
 
 
 def forced_tokens(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from services.common.thinking import OPENING_TOKENS
+from services.worker.step.slots import OPENING_TOKENS
 
 _OPENING = tl.constexpr(OPENING_TOKENS)
 _NOWHERE = tl.constexpr(2**30)

@@ -3,11 +3,14 @@
 import numpy as np
 import torch
 
+from services.common.packed import read_fixed32, read_float
 from services.common.plan.slots import SlotState
 from services.common.plan.types import Admission, Limits
-from services.common.thinking import OPENING_TOKENS, ThinkingBudget
+from services.common.sampling import PARAMETERS
 from services.worker.step.noise import scales_of, stems
+from tokasaurus.common.v1.sampling_pb2 import ThinkingBudget
 
+OPENING_TOKENS = 8  # a reasoning section must begin within the first tokens of an answer
 _NONE = np.empty(0, np.int64)
 _NEVER = 2**30  # beyond every position
 # Steps for which a forced token is tried again, if the grammar does not allow it: the rest of a character in UTF-8.
@@ -27,18 +30,21 @@ class SlotTable(SlotState):
         self.prompts = [_NONE] * slots  # [given] int64 each, as long as it is needed
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
+        # Sampling parameters. The message has the same names.
         self.temperature = np.zeros(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int64)
         self.min_p = np.zeros(slots, np.float32)
+        self.repetition_penalty = np.ones(slots, np.float32)
+        self.frequency_penalty = np.zeros(slots, np.float32)
+        self.presence_penalty = np.zeros(slots, np.float32)
+        self._columns = [(name, getattr(self, name), parameter.default) for name, parameter in PARAMETERS.items()]
+
         self.seed = np.zeros(slots, np.uint64)
         self.sample_index = np.zeros(slots, np.uint64)
         self.logprobs = np.zeros(slots, bool)
         self.top_logprobs = np.zeros(slots, np.int64)
         self.prompt_tokens = np.zeros(slots, np.int64)  # the sequence's later tokens were generated
-        self.repetition_penalty = np.ones(slots, np.float32)
-        self.frequency_penalty = np.zeros(slots, np.float32)
-        self.presence_penalty = np.zeros(slots, np.float32)
         self.penalised = np.zeros(slots, bool)  # any of the three is on
         self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
         self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
@@ -78,35 +84,33 @@ class SlotTable(SlotState):
         super().admit(admission)
         slot, settings = admission.slot, admission.sampling
         self.prompts[slot] = admission.token_ids
-        self.temperature[slot] = settings.temperature
-        self.top_p[slot] = settings.top_p
-        self.top_k[slot] = settings.top_k
-        self.min_p[slot] = settings.min_p
-        self.seed[slot] = settings.seed
+        parameters = settings.parameters
+        assert parameters is not None  # check_plan refuses such a plan
+        for name, column, default in self._columns:
+            column[slot] = getattr(parameters, name) if parameters.HasField(name) else default
+        self.seed[slot] = parameters.seed
         self.sample_index[slot] = admission.sample_index
         self.logprobs[slot] = settings.wants_logprobs
         self.top_logprobs[slot] = settings.top_logprobs
         self.prompt_tokens[slot] = admission.prompt_length
-        self.repetition_penalty[slot] = settings.repetition_penalty
-        self.frequency_penalty[slot] = settings.frequency_penalty
-        self.presence_penalty[slot] = settings.presence_penalty
         self.penalised[slot] = (
-            settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
+            self.repetition_penalty[slot] != 1 or self.frequency_penalty[slot] != 0 or self.presence_penalty[slot] != 0
         )
         self.prompt_logprobs[slot] = -1 if settings.prompt_logprobs is None else settings.prompt_logprobs
         self.prompt_start[slot] = max(1, settings.prompt_logprobs_start)
         self.processed[slot] = settings.processed_logprobs
         self.masked[slot] = settings.grammar != ""
-        if settings.thinking is not None:
-            self._limit_thinking(slot, settings.thinking)
-        self.biased[slot] = len(settings.logit_bias_token_ids) > 0
+        if parameters.HasField("thinking"):
+            self._limit_thinking(slot, parameters.thinking)
+        self.biased[slot] = len(parameters.logit_bias_token_ids) > 0
         if self.biased[slot]:
-            self.biases[slot] = settings.logit_bias_token_ids, settings.logit_bias_values
+            token_ids = read_fixed32(parameters.logit_bias_token_ids).astype(np.int64)
+            self.biases[slot] = token_ids, read_float(parameters.logit_bias_values)
 
     def _limit_thinking(self, slot: int, budget: ThinkingBudget) -> None:
         """Set the budget of ``slot``, whose other settings are there."""
         self.budgets += 1
-        opened = budget.begin_token_id is None
+        opened = budget.opened
         self.think_tokens[slot] = tokens = min(budget.tokens, _NEVER // 2)
         self.think_begin[slot] = -1 if opened else budget.begin_token_id
         self.think_end[slot] = budget.end_token_id

@@ -15,6 +15,7 @@ from services.scheduler.core.request import AdmissionMode, Finish, FinishReason,
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
 from tests.fakes.model import FakeModel, FakeShape, continuation
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SINK = 1
 TOKEN_BYTES = [b"", b"", *(bytes([97 + token % 4, 97 + token % 3]) for token in range(2, 62))]
@@ -68,7 +69,7 @@ class Driver:
         request = Request(
             request_id=fields.pop("request_id", f"r{handle}"),
             tokens=np.array(tokens, np.uint32),
-            sampling=fields.pop("sampling", SamplingSettings(seed=7)),
+            sampling=fields.pop("sampling", SamplingSettings(Sampling(seed=7))),
             automaton=Automaton(stop) if stop else None,
             n=n,
             sink=SINK,
@@ -140,10 +141,11 @@ class Driver:
         request = next(r for r in self.requests.values() if r.handle <= handle < r.handle + r.n)
         index = request.first_sample_index + handle - request.handle
         room = request.limit - len(request.tokens)
-        sampling = request.sampling
+        sampling = request.sampling.parameters or Sampling()
+        temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
         tokens = continuation(
             self.shape, request.tokens.tolist(), room, seed=sampling.seed, sample_index=index,
-            temperature=sampling.temperature,
+            temperature=temperature,
         )  # fmt: skip
         before = request.tokens[request.prompt_tokens :].tolist()
         for count in range(1, room + 1):

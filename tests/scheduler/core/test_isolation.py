@@ -20,6 +20,7 @@ from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SHAPE = FakeShape(
     vocab_size=62, page_size=4, page_count=120, max_slots=24, max_tokens_per_step=48, max_context_tokens=128,
@@ -84,7 +85,7 @@ def test_what_goes_wrong_with_one_request_ends_that_one_alone(point, n, mode, br
     others = _submit_others(driver, 4)
     bad = driver.submit(
         [7] * 22, n=n, min_tokens=15, max_tokens=60, stop=("bca", "aba"), stop_token_ids=SET, cache_salt="bad",
-        sampling=SamplingSettings(seed=5, prompt_logprobs=0 if point == "scored" else None),
+        sampling=SamplingSettings(Sampling(seed=5), prompt_logprobs=0 if point == "scored" else None),
     )  # fmt: skip
     others += _submit_others(driver, 36)
     for _ in range(5):

@@ -1,24 +1,25 @@
 """What a plan carries fits into a message, whatever is asked for."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.plan.codec import encode_plan, encode_sampling
+from services.common.plan.codec import encode_plan
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.request import FinishReason
 from services.scheduler.core.step import prefill
 from tests.fakes.model import FakeShape
 from tests.properties import examples
 from tests.scheduler.core.driver import Driver
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 PROMPT = [16 + index % 50 for index in range(43)]
 
 
 def biased(entries: int, first: int = 0) -> SamplingSettings:
-    tokens = np.arange(first, first + entries, dtype=np.uint32)
-    return SamplingSettings(seed=7, logit_bias_token_ids=tokens, logit_bias_values=np.ones(entries, np.float32))
+    return SamplingSettings(
+        Sampling(seed=7, logit_bias_token_ids=range(first, first + entries), logit_bias_values=[1] * entries)
+    )
 
 
 def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
@@ -36,7 +37,7 @@ def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
 @pytest.mark.parametrize(
     ("sampling", "each"),
     [
-        (SamplingSettings(seed=7, grammar="start: /a*/ // " + "x" * 500), 4 * 515),
+        (SamplingSettings(Sampling(seed=7), grammar="start: /a*/ // " + "x" * 500), 4 * 515),
         (biased(500), 8 * 500),
     ],
 )
@@ -62,7 +63,6 @@ def test_no_plan_is_larger_than_what_was_counted(asked):
         driver = Driver(FakeShape())
         for number, (prompt, bias, comment, n) in enumerate(asked):
             sampling = biased(bias, number)._replace(grammar=f"start: /a*/ // {'漢' * comment}" if comment else "")
-            sampling = sampling._replace(encoded=encode_sampling(sampling))
             tokens = [5 + number, *range(16, 15 + prompt)]
             driver.submit(tokens, n=n, max_tokens=3, sampling=sampling)
         driver.run()

@@ -10,13 +10,14 @@ from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.request import AdmissionMode
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.scheduler.core.driver import SINK, Driver
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SHAPE = FakeShape(
     vocab_size=62, page_size=4, page_count=60, max_slots=8, max_tokens_per_step=16, max_context_tokens=100,
     first_token=2, eos_token_id=-1,
 )  # fmt: skip
 PROMPT = [2 + number * 7 % 60 for number in range(43)]
-ASKED = SamplingSettings(seed=7, prompt_logprobs=2)
+ASKED = SamplingSettings(Sampling(seed=7), prompt_logprobs=2)
 
 
 class Scores(Driver):
@@ -61,7 +62,7 @@ def test_they_come_piece_by_piece_with_the_first_sample(n):
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_is_cached_is_computed_again_and_stays_cached(n):
     driver = Scores(SHAPE)
-    for sampling in (SamplingSettings(seed=7), ASKED, SamplingSettings(seed=7)):
+    for sampling in (SamplingSettings(Sampling(seed=7)), ASKED, SamplingSettings(Sampling(seed=7))):
         handle = driver.submit(PROMPT, n=n, sampling=sampling, max_tokens=3)
         driver.run()
         cached = driver.seen[handle].finish.cached_prompt_tokens

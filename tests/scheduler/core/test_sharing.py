@@ -15,6 +15,7 @@ from services.scheduler.core.request import FinishReason, Priority
 from services.scheduler.core.scheduler import Scheduler
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SHAPE = FakeShape(vocab_size=62, page_size=4, page_count=400, max_slots=64, max_tokens_per_step=128,
                   max_context_tokens=256, first_token=2)  # fmt: skip
@@ -199,11 +200,11 @@ def test_an_answer_for_other_slots_than_the_plan_s_is_refused(slots):
 
 def test_a_resumed_sample_goes_on_where_it_was():
     driver = Driver(SHAPE)
-    whole = driver.submit(PROMPT, n=3, max_tokens=30, stop=("zz",), sampling=SamplingSettings(seed=5))
+    whole = driver.submit(PROMPT, n=3, max_tokens=30, stop=("zz",), sampling=SamplingSettings(Sampling(seed=5)))
     driver.run()
     tokens = driver.seen[whole + 2].tokens
     rest = driver.submit([*PROMPT, *tokens[:11]], max_tokens=30, resumed_tokens=11, first_sample_index=2,
-                         sampling=SamplingSettings(seed=5))  # fmt: skip
+                         sampling=SamplingSettings(Sampling(seed=5)))  # fmt: skip
     driver.run()
     assert driver.seen[rest].tokens == tokens[11:]
     finish = driver.seen[rest].finish

@@ -26,5 +26,7 @@ def replayed(
 
 
 def settings_of(**values) -> Mutation:
-    """Other sampling settings in the first admission."""
-    return lambda plan: plan.admissions[0].sampling.MergeFrom(plan_pb2.SamplingSettings(**values))
+    """Return a mutation of the sampling settings of the first admission, or of their parameters."""
+    own = {name: values.pop(name) for name in plan_pb2.SamplingSettings.DESCRIPTOR.fields_by_name if name in values}
+    changed = plan_pb2.SamplingSettings(parameters=values, **own)
+    return lambda plan: plan.admissions[0].sampling.MergeFrom(changed)

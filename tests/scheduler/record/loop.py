@@ -16,6 +16,7 @@ from services.scheduler.record.reader import RecordedStep, Recording, find_recor
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.codec import decode_shape
 from tests.fakes.model import FakeModel, FakeShape
+from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SHAPE = FakeShape(vocab_size=64, page_size=4, page_count=64, max_slots=8, max_tokens_per_step=24, max_context_tokens=64)
 # Small groups pay: so that they are in the recordings.
@@ -50,7 +51,7 @@ class RecordedLoop:
         self.connect()
 
     def submit(self, request_id: str, tokens, max_tokens: int, n: int = 1) -> int:
-        request = Request(request_id, np.array(tokens, np.uint32), SamplingSettings(seed=7), max_tokens)
+        request = Request(request_id, np.array(tokens, np.uint32), SamplingSettings(Sampling(seed=7)), max_tokens)
         request.n, request.sink, request.handle = n, SINK, self.handles
         self.core.submit(request, self._tick())
         self.handles += n

@@ -41,7 +41,7 @@ def logprobs_model(*, failing: bool = False) -> tuple[PlanChecker, plan_pb2.Step
     admissions = [
         plan_pb2.Admission(
             slot=slot, token_ids=[slot + 5], pages=[slot],
-            sampling=plan_pb2.SamplingSettings(top_p=1, logprobs=own, top_logprobs=top),
+            sampling=plan_pb2.SamplingSettings(parameters={}, logprobs=own, top_logprobs=top),
         )
         for slot, (own, top) in enumerate(wanted)
     ]  # fmt: skip
@@ -112,7 +112,10 @@ def test_logprobs_that_were_asked_for_pass():
 @pytest.mark.parametrize("sent", [False, True])
 def test_where_only_a_failed_row_asked_the_arrays_may_be_there_and_are_empty_of_values(sent):
     """The contract speaks of rows that asked: the built-in worker sends the arrays then, the fake one does not."""
-    settings_ = [plan_pb2.SamplingSettings(top_p=1), plan_pb2.SamplingSettings(top_p=1, logprobs=True, top_logprobs=2)]
+    settings_ = [
+        plan_pb2.SamplingSettings(parameters={}),
+        plan_pb2.SamplingSettings(parameters={}, logprobs=True, top_logprobs=2),
+    ]
     admissions = [plan_pb2.Admission(slot=s, token_ids=[5], pages=[s], sampling=settings_[s]) for s in range(2)]
     checker = PlanChecker(SHAPE.limits)
     checker.apply(plan_pb2.StepPlan(step=1, admissions=admissions, batch=plan_pb2.Batch(slots=[0, 1])))
@@ -139,7 +142,7 @@ def test_a_slot_that_failed_has_no_token_and_runs_until_its_release(steps):
 def scores_model() -> tuple[PlanChecker, plan_pb2.StepResult]:
     """A checker that computed the first three of four prompt tokens in slot 0, and the right answer: three scores."""
     checker = PlanChecker(SHAPE.limits)
-    sampling = plan_pb2.SamplingSettings(top_p=1, prompt_logprobs=1)
+    sampling = plan_pb2.SamplingSettings(parameters={}, prompt_logprobs=1)
     plan = plan_pb2.StepPlan(
         step=1,
         admissions=[plan_pb2.Admission(slot=0, token_ids=[2, 3, 4, 5], pages=[0], sampling=sampling)],
@@ -186,7 +189,9 @@ def test_scores_that_a_worker_does_not_have_are_not_asked_for(steps):
 @pytest.mark.parametrize(("count", "good"), [(3, True), (1, True), (0, False), (4, False)])
 def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
     """Those that can be drawn: one at least."""
-    sampling = plan_pb2.SamplingSettings(top_p=1, logprobs=True, top_logprobs=3, processed_logprobs=True)
+    sampling = plan_pb2.SamplingSettings(
+        parameters={"temperature": 0}, logprobs=True, top_logprobs=3, processed_logprobs=True
+    )
     admission = plan_pb2.Admission(slot=0, token_ids=[5], pages=[0], sampling=sampling)
     checker = PlanChecker(SHAPE.limits)
     checker.apply(plan_pb2.StepPlan(step=1, admissions=[admission], batch=plan_pb2.Batch(slots=[0])))
@@ -202,7 +207,7 @@ def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
 
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_scores_are_due_from_their_start(start):
-    sampling = plan_pb2.SamplingSettings(top_p=1, prompt_logprobs=0, prompt_logprobs_start=start)
+    sampling = plan_pb2.SamplingSettings(parameters={}, prompt_logprobs=0, prompt_logprobs_start=start)
     admission = plan_pb2.Admission(slot=0, token_ids=[5, 6, 7, 8], pages=[0], sampling=sampling)
     checker = PlanChecker(SHAPE.limits)
     batch = plan_pb2.Batch(slots=[0], token_counts=[4])

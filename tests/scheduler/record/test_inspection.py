@@ -89,7 +89,7 @@ def test_a_preempted_sequence_comes_back_in_the_same_life(tmp_path, inspect):
         known.extend(result.token_ids)
 
     def admission(slot: int) -> plan_pb2.Admission:
-        sampling = plan_pb2.SamplingSettings(top_p=1, sample_index=3)
+        sampling = plan_pb2.SamplingSettings(parameters={}, sample_index=3)
         return plan_pb2.Admission(slot=slot, token_ids=known, pages=[slot, slot + 8], sampling=sampling)
 
     run(["r"], admissions=[admission(0)], batch=plan_pb2.Batch(slots=[0], token_counts=[2]))

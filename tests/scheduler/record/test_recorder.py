@@ -20,7 +20,9 @@ from tokasaurus.worker.v1 import plan_pb2
 
 
 def admission(slot: int) -> plan_pb2.Admission:
-    return plan_pb2.Admission(slot=slot, token_ids=[5, 6], pages=[slot], sampling=plan_pb2.SamplingSettings(top_p=1))
+    return plan_pb2.Admission(
+        slot=slot, token_ids=[5, 6], pages=[slot], sampling=plan_pb2.SamplingSettings(parameters={})
+    )
 
 
 def record_three_plans(directory) -> list[plan_pb2.StepPlan]:
@@ -163,12 +165,12 @@ def test_small_entries_may_be_many_and_what_is_written_waits_no_more(tmp_path):
 
 
 def filled(message: Message) -> Message:
-    """``message`` with 1,000 elements in each array, in it and in every message of it."""
+    """Fill every array of numbers in ``message`` and in its messages with 1,000 elements."""
     for field in message.DESCRIPTOR.fields:
         if field.message_type is not None:
             inner = getattr(message, field.name)
             filled(inner.add() if field.is_repeated else inner)
-        elif field.is_repeated:
+        elif field.is_repeated and field.type != field.TYPE_STRING:  # no worker gets a list of choices
             fill(message, field.name, np.arange(1000))
     return message
 

@@ -9,7 +9,6 @@ import torch
 
 from services.common.config import ChosenWorkerConfig
 from services.common.plan.types import Groups, Plan
-from services.common.thinking import ThinkingBudget
 from services.worker.boot.common import boot, make_cache, make_limits
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
@@ -21,7 +20,7 @@ from services.worker.parallel import exchange
 from services.worker.parallel.group import RankGroup
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.step.output import StepOutput
-from tests.worker.driver import NONE, admission, batch
+from tests.worker.driver import NONE, admission, batch, budget
 from tests.worker.grammars import ascii_grammars
 from tests.worker.interpreter import interpreter_ready
 from tests.worker.no_streams import do_without_streams
@@ -156,7 +155,7 @@ def history() -> list[Plan]:
         {"logprobs": True, "top_logprobs": 2},
         {"temperature": 1.1, "seed": 9, "top_k": 20, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
         {"temperature": 0.9, "top_k": 3, "logprobs": True, "top_logprobs": 2, "processed_logprobs": True},
-        {"temperature": 0.6, "seed": 4, "thinking": ThinkingBudget(2, 7)},
+        {"temperature": 0.6, "seed": 4, "thinking": budget(2, 7)},
     )
     members = tuple(
         admission(1 + row, [*SHARED, 50 + row], [0, 1, 10 + row], cached_tokens=len(SHARED), **kinds[row])

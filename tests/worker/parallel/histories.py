@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from services.common.plan.types import Limits, Plan
-from services.common.thinking import ThinkingBudget
-from tests.worker.driver import NONE, admission, batch
+from tests.worker.driver import NONE, admission, batch, budget
 
 SLOTS, PROMPT, STEPS, PARTS = 5, 40, 10, 4
 SAMPLING = (
@@ -17,7 +16,7 @@ SAMPLING = (
     {"logprobs": True, "top_logprobs": 2},
     {"temperature": 1.2, "seed": 9, "top_k": 20, "repetition_penalty": 1.3, "presence_penalty": 0.5},
     {"temperature": 0.9, "top_k": 3, "logprobs": True, "top_logprobs": 4, "processed_logprobs": True},
-    {"temperature": 0.7, "seed": 4, "thinking": ThinkingBudget(1, 7)},
+    {"temperature": 0.7, "seed": 4, "thinking": budget(1, 7)},
 )
 
 

@@ -356,7 +356,8 @@ def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
 def _carries(sample: Sample) -> int:
     """Return the bytes that an admission takes in a plan at most, without its pages. Each sibling has a copy."""
     sampling = sample.request.sampling
-    return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * len(sampling.logit_bias_token_ids)
+    biases = 0 if sampling.parameters is None else len(sampling.parameters.logit_bias_token_ids)
+    return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * biases
 
 
 def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:
