@@ -220,9 +220,7 @@ class FusedSampler:
             counts, penalised.slots, penalised.lengths, penalised.prompts, self._tokens, self._page_table,
             self._page_table.shape[1], self._tokens.shape[1], self._vocab, BLOCK=_TOKENS,
         )  # fmt: skip
-        penalise[(count, -(-self._vocab // _COLUMNS))](
-            copies, counts, penalised.repetition, penalised.frequency, penalised.presence, self._vocab, BLOCK=_COLUMNS
-        )
+        penalise[(count, -(-self._vocab // _COLUMNS))](copies, counts, penalised.penalties, self._vocab, BLOCK=_COLUMNS)
 
     def _mask(self, copies: torch.Tensor, masked: Masked) -> None:
         count, words = len(masked.rows), self._bits.shape[1]

@@ -38,9 +38,7 @@ class Penalised:
     slots: torch.Tensor  # [n] int32
     lengths: torch.Tensor  # [n] int32, tokens of the sequence; 0 = the row has no penalties
     prompts: torch.Tensor  # [n] int32, tokens of the prompt
-    repetition: torch.Tensor  # [n] float32, 1 = off
-    frequency: torch.Tensor  # [n] float32, 0 = off
-    presence: torch.Tensor  # [n] float32, 0 = off
+    penalties: torch.Tensor  # [n, 3] float32, as in SlotTable
 
 
 @dataclass(frozen=True)
@@ -251,9 +249,7 @@ class _SlicePreparer:
             slots=self._integers(slots),
             lengths=self._integers(np.where(on, self._positions[rows], 0)),
             prompts=self._integers(table.prompt_tokens[slots]),
-            repetition=self._put(table.repetition_penalty[slots]),
-            frequency=self._put(table.frequency_penalty[slots]),
-            presence=self._put(table.presence_penalty[slots]),
+            penalties=self._put(table.penalties[slots]),
         )
 
     def _masked(self, rows: np.ndarray) -> Masked | None:

@@ -60,9 +60,7 @@ def count_tokens(
 def penalise(
     values,  # [n, vocab] fp32, in and out
     counts,  # [n, vocab] int32, from `count_tokens`
-    repetition,  # [n] fp32, 1 = off
-    frequency,  # [n] fp32, 0 = off
-    presence,  # [n] fp32, 0 = off
+    penalties,  # [n, 3] fp32: repetition (1 = off), frequency (0 = off), presence (0 = off)
     vocab,
     BLOCK: tl.constexpr,
 ):
@@ -72,9 +70,10 @@ def penalise(
     inside = columns < vocab
     count = tl.load(counts + row * vocab + columns, mask=inside, other=0)
     value = tl.load(values + row * vocab + columns, mask=inside, other=0.0)
-    factor = tl.load(repetition + row)
+    factor, frequency = tl.load(penalties + row * 3), tl.load(penalties + row * 3 + 1)
+    presence = tl.load(penalties + row * 3 + 2)
     generated = count & (_IN_PROMPT - 1)
     value = tl.where(count == 0, value, tl.where(value > 0.0, value / factor, value * factor))
-    value -= tl.load(frequency + row) * generated.to(tl.float32)
-    value -= tl.where(generated > 0, tl.load(presence + row), 0.0)
+    value -= frequency * generated.to(tl.float32)
+    value -= tl.where(generated > 0, presence, 0.0)
     tl.store(values + row * vocab + columns, value, mask=inside)

@@ -12,6 +12,7 @@ from tokasaurus.common.v1.sampling_pb2 import ThinkingBudget
 
 OPENING_TOKENS = 8  # a reasoning section must begin within the first tokens of an answer
 _NONE = np.empty(0, np.int64)
+_NO_PENALTIES = [1.0, 0.0, 0.0]  # repetition, frequency, presence
 _NEVER = 2**30  # beyond every position
 # Steps for which a forced token is tried again, if the grammar does not allow it: the rest of a character in UTF-8.
 _RETRIES = 4
@@ -35,9 +36,9 @@ class SlotTable(SlotState):
         self.top_p = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int64)
         self.min_p = np.zeros(slots, np.float32)
-        self.repetition_penalty = np.ones(slots, np.float32)
-        self.frequency_penalty = np.zeros(slots, np.float32)
-        self.presence_penalty = np.zeros(slots, np.float32)
+        # [slots, 3] float32, in one array because the kernel takes all of them.
+        self.penalties = np.array([_NO_PENALTIES] * slots, np.float32)
+        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self.penalties.T
         self._columns = [(name, getattr(self, name), parameter.default) for name, parameter in PARAMETERS.items()]
 
         self.seed = np.zeros(slots, np.uint64)
@@ -45,7 +46,7 @@ class SlotTable(SlotState):
         self.logprobs = np.zeros(slots, bool)
         self.top_logprobs = np.zeros(slots, np.int64)
         self.prompt_tokens = np.zeros(slots, np.int64)  # the sequence's later tokens were generated
-        self.penalised = np.zeros(slots, bool)  # any of the three is on
+        self.penalised = np.zeros(slots, bool)  # any penalty is on
         self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
         self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
         self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution drawn from
@@ -93,9 +94,7 @@ class SlotTable(SlotState):
         self.logprobs[slot] = settings.wants_logprobs
         self.top_logprobs[slot] = settings.top_logprobs
         self.prompt_tokens[slot] = admission.prompt_length
-        self.penalised[slot] = (
-            self.repetition_penalty[slot] != 1 or self.frequency_penalty[slot] != 0 or self.presence_penalty[slot] != 0
-        )
+        self.penalised[slot] = self.penalties[slot].tolist() != _NO_PENALTIES
         self.prompt_logprobs[slot] = -1 if settings.prompt_logprobs is None else settings.prompt_logprobs
         self.prompt_start[slot] = max(1, settings.prompt_logprobs_start)
         self.processed[slot] = settings.processed_logprobs
