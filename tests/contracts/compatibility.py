@@ -13,8 +13,11 @@ Members = dict[str, DescriptorProto | EnumDescriptorProto | ServiceDescriptorPro
 
 
 def breaking_changes(old: FileDescriptorSet, new: FileDescriptorSet) -> list[str]:
-    """Every incompatible difference, as a sentence; empty when ``new`` only adds to ``old``."""
-    before, after = _members(old), _members(new)
+    """Return each incompatible difference as a sentence. Empty if ``new`` only adds to ``old``.
+
+    A message that a file imports publicly counts as one of the file's package. So it can move to another package.
+    """
+    before, after = _members(_imported(old)), _members(_imported(new))
     problems = []
     for name, member in before.items():
         if name not in after or type(after[name]) is not type(member):
@@ -25,6 +28,35 @@ def breaking_changes(old: FileDescriptorSet, new: FileDescriptorSet) -> list[str
         ]
         problems += [f"{name}.{problem}" for problem in compare(member, after[name])]
     return problems
+
+
+def _imported(files: FileDescriptorSet) -> FileDescriptorSet:
+    """Return ``files`` with their public imports copied into them."""
+    by_name = {file.name: file for file in files.file}
+    result = FileDescriptorSet()
+    for file in files.file:
+        copy = result.file.add()
+        copy.CopyFrom(file)
+        for imported in (by_name[file.dependency[index]] for index in file.public_dependency):
+            copy.message_type.extend(imported.message_type)
+            copy.enum_type.extend(imported.enum_type)
+    for package, imported in {
+        (file.package, by_name[file.dependency[index]].package)
+        for file in files.file
+        for index in file.public_dependency
+    }:
+        for message in (message for file in result.file if file.package == package for message in file.message_type):
+            _rename(message, f".{imported}.", f".{package}.")
+    return result
+
+
+def _rename(message: DescriptorProto, imported: str, package: str) -> None:
+    """Change the types of fields that are in the package ``imported`` to those of the same names in ``package``."""
+    for field in message.field:
+        if field.type_name.startswith(imported):
+            field.type_name = package + field.type_name.removeprefix(imported)
+    for inner in message.nested_type:
+        _rename(inner, imported, package)
 
 
 def _members(files: FileDescriptorSet) -> Members:

@@ -132,6 +132,24 @@ def test_a_breaking_change_is_found(committed, change):
     assert breaking_changes(committed, changed)
 
 
+def test_a_message_may_move_to_a_file_that_its_own_imports_publicly(committed):
+    """The encoding stays, and so do the names in the stubs of most languages."""
+    before, hidden = FileDescriptorSet(), FileDescriptorSet()
+    before.CopyFrom(committed)
+    hidden.CopyFrom(committed)
+    generate, sampling = _file(before, "generate.proto"), _file(before, "sampling.proto")
+    generate.message_type.extend(sampling.message_type)
+    del generate.public_dependency[:], sampling.message_type[:]
+    for file in before.file:
+        for message in file.message_type:
+            for field in message.field:
+                if file.package == generate.package:
+                    field.type_name = field.type_name.replace(sampling.package, generate.package)
+    assert not [problem for problem in breaking_changes(before, committed) if generate.package in problem]
+    del _file(hidden, "generate.proto").public_dependency[:]
+    assert f"{generate.package}.Sampling was removed" in breaking_changes(before, hidden)
+
+
 def test_additions_are_allowed(committed):
     changed = FileDescriptorSet()
     changed.CopyFrom(committed)
