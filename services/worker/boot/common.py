@@ -188,7 +188,7 @@ def make_model(
     """Return a rank's ``layers`` of the model, without values. ``memory``: where its tensors are, ``device`` unless it
     is given."""
     kernels = make_kernels(device, dtype, compiled=config.torch_compile)
-    local = local_config(described, ranks, len(layers))
+    local = local_config(described, ranks, layers)
     linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
     adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
     where = memory or device
@@ -251,7 +251,7 @@ def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> Kv
     """A cache for ``model``, on its device."""
     local = model.local
     return KvCache(
-        layers=local.layers,
+        layers=len(local.layers),
         page_count=page_count,
         page_size=config.page_size,
         kv_heads=local.kv_heads,

@@ -93,7 +93,10 @@ def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup
     for refused, reason in (
         (not group.shares_memory, "the GPUs of these ranks cannot read each other's memory"),
         (model.quantizes, "products in fp8 do not overlap"),
-        (model.config.output_bias or model.config.mlp_bias, "this model adds biases to its output projections"),
+        (
+            any(layer.attention.output_bias or layer.mlp.mlp_bias for layer in model.config.layers),
+            "this model adds biases to its output projections",
+        ),
     ):
         if wanted is not None and refused:
             raise InvalidRequest(

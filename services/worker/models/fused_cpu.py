@@ -5,6 +5,7 @@ operator acquires the interpreter lock again, so concurrent threads block one an
 once for all layers.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numba
@@ -15,6 +16,7 @@ from services.worker.attention.base import AttentionBatch, layer_windows
 from services.worker.attention.kernels import kernels, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import LayerConfig
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import compiled
 from services.worker.layers.matmul_cpu import matmul
@@ -40,7 +42,7 @@ class FusedDecoder:
             raise ValueError("the model has no embedding or no final norm; pass a model whose stage has all layers")
         config = model.config
         self._model, self._embedding, self._norm = model, model.embedding, model.norm
-        self._forward = make_forward(config, cache.page_size)
+        self._forward = make_forward(config, _without_window(config.layers[0]), cache.page_size)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
         layers = list(model.layers)
@@ -76,18 +78,22 @@ class FusedDecoder:
         return model.kernels.norm(x, self._norm, model.config.norm_eps)
 
 
+def _without_window(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, attention=replace(layer.attention, window=None))
+
+
 def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:
     """Return the tensors stacked, ``[len(tensors), size]`` float32, with size 0 if they are None."""
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
-def make_forward(config: ModelConfig, page_size: int) -> Any:
+def make_forward(config: ModelConfig, layer: LayerConfig, page_size: int) -> Any:
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps = head_dim // 2, np.float32(config.norm_eps)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)
     _, norm, gate, _ = compiled()
-    qk_norm = config.qk_norm
-    qkv_bias, output_bias, mlp_bias = config.qkv_bias, config.output_bias, config.mlp_bias
+    qk_norm, mlp_bias = layer.attention.qk_norm == "per_head", layer.mlp.mlp_bias
+    qkv_bias, output_bias = layer.attention.qkv_bias, layer.attention.output_bias
 
     def forward(
         x, cos, sin, windows, slots, positions, table, keys, values,
