@@ -66,7 +66,8 @@ def logits_of(directory, token_ids: list[int], dtype=torch.float32) -> torch.Ten
         page_table=np.arange(pages, dtype=np.int32)[None, ::-1].copy(),
     )
     with torch.inference_mode():
-        step = make_attention(cache, config.heads, windows=model.windows).step(batch, lambda: None)
+        attention = make_attention(cache, config.heads, [layer.attention for layer in config.layers])
+        step = attention.step(batch, lambda: None)
         return model.logits(model(torch.tensor(token_ids), torch.arange(tokens), step))
 
 

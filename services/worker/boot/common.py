@@ -275,19 +275,16 @@ def _make_cpu_runner(
     grammars: SlotGrammars | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
-    from services.worker.layers import matmul_cpu  # loads numba, as do these
-    from services.worker.layers.fast_cpu import FastCpuKernels
-    from services.worker.models.fused_cpu import FusedDecoder
+    from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
     page_count = cast(int, config.page_count)  # ``auto`` has a value on CPUs
     cache = make_cache(config, model, page_count)
-    attention = make_attention(cache, model.local.heads, windows=model.windows, compiled=config.torch_compile)
+    attention = make_attention(
+        cache, model.local.heads, [layer.attention for layer in model.local.layers], compiled=config.torch_compile
+    )
     if group is not None:
         return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
-    fused = None
-    # It reads weights where they are, as float32.
-    if isinstance(model.kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
-        fused = FusedDecoder(model, cache)
+    fused = FusedDecoder(model, cache) if supports(model) else None
     limits = make_limits(config, model, page_count, max_context, grammars=grammars is not None)
     runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
     warm_up(runner)

@@ -1,10 +1,15 @@
-"""The description of one decoder layer.
+"""The description of one decoder layer, from which implementations of a layer are chosen and built.
 
-A new feature is a new field, or a new value of a field. The default of a new field means that the feature is absent.
+A new feature is a new field, or a new value of a field. The default of a new field means that the feature is absent. An
+implementation that does not declare the field or the value then declines the layer; see ``undeclared``.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+# Values of the fields below that an implementation computes, by name. No two fields have the same name.
+SupportedValues: TypeAlias = Mapping[str, Container[object]]
 
 
 @dataclass(frozen=True)
@@ -38,3 +43,26 @@ class LayerConfig:
 
 
 LLAMA_LAYER = LayerConfig()
+
+
+class AnyValue:
+    """Container of all values."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+def undeclared(config: LayerConfig | AttentionConfig | MlpConfig, supported: SupportedValues) -> list[str]:
+    """Return the fields of ``config`` whose values are not in ``supported``, the declaration of an implementation.
+
+    A field without an entry in ``supported`` must have its default. An implementation therefore declines every feature
+    that was added after its declaration, instead of computing a wrong result.
+    """
+    missing: list[str] = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if type(value) in (AttentionConfig, MlpConfig):
+            missing += undeclared(value, supported)
+        elif value not in supported.get(field.name, (field.default,)):
+            missing.append(field.name)
+    return missing

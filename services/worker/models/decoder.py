@@ -10,7 +10,7 @@ from torch import nn
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.described.checkpoint import checkpoint_shapes
 from services.worker.described.config import ModelConfig, Windows
-from services.worker.described.layer import LayerConfig
+from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
 from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -23,6 +23,15 @@ from services.worker.models.attention import Attention
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
 from services.worker.parallel.exchange import ALONE, Exchange
+
+# The layers that ``DecoderLayer`` computes with the plain operators. Every feature must be declared here.
+SUPPORTED: SupportedValues = {
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "mlp_bias": (False, True),
+}
 
 
 @contextlib.contextmanager
@@ -41,7 +50,10 @@ def _norm_weight(config: ModelConfig) -> nn.Parameter:
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer: attention and MLP, each with a norm before it.
+    """The plain implementation of a layer: attention and MLP, each with a norm before it.
+
+    It works on all devices, for any number of tokens and ranks, and with torch.compile. Other implementations must give
+    the same results, and are used only for layers whose features they declare.
 
     With ``adds_in_product``, the last product of each part adds to the residual stream. Otherwise the following norm
     adds the part's output and normalises the sum in one operator.
@@ -59,9 +71,12 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """Create uninitialised weights for ``layer`` of ``config``, this rank's share of the model.
 
-        If ``adds_bias`` is false, the last product of each part has no bias, because another rank adds it.
+        If ``adds_bias`` is false, the last product of each part has no bias, because another rank adds it. Raises
+        ``ValueError`` if the plain implementation does not support ``layer``.
         """
         super().__init__()
+        if missing := undeclared(layer, SUPPORTED):
+            raise ValueError(f"{layer}: no implementation of {', '.join(missing)}; add it to models/decoder.py")
         self.kernels, self.eps, self.adds_in_product = kernels, config.norm_eps, adds_in_product
         self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
         self.attention = Attention(config, layer.attention, kernels, linear, adds_bias=adds_bias)

@@ -16,15 +16,24 @@ from services.worker.attention.base import AttentionBatch, layer_windows
 from services.worker.attention.kernels import kernels, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
-from services.worker.described.layer import LayerConfig
+from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
+from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
-from services.worker.layers.fast_cpu import compiled
+from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.matmul_cpu import matmul
 from services.worker.models.decoder import DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _PAGES = numba.float32[:, :, :, :, ::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
+# The layers that ``FusedDecoder`` computes. They may differ in their windows only.
+SUPPORTED: SupportedValues = {
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "mlp_bias": (False, True),
+}
 _SIGNATURE = numba.void(
     *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
     *(numba.uint64[:, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
@@ -34,12 +43,16 @@ _SIGNATURE = numba.void(
 class FusedDecoder:
     """Decoder that reads the weights of ``model`` in place and writes the cache.
 
-    It is read-only after construction, and any thread may call it.
+    It is read-only after construction, and any thread may call it. Raises ``ValueError`` if ``supports(model)`` is
+    false.
     """
 
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
-        if model.embedding is None or model.norm is None:
-            raise ValueError("the model has no embedding or no final norm; pass a model whose stage has all layers")
+        if not supports(model) or model.embedding is None or model.norm is None:
+            raise ValueError(
+                "the model must be in float32 with FastCpuKernels, not quantized and on one rank, and its layers equal"
+                " with all features in SUPPORTED; use the model itself"
+            )
         config = model.config
         self._model, self._embedding, self._norm = model, model.embedding, model.norm
         self._forward = make_forward(config, _without_window(config.layers[0]), cache.page_size)
@@ -76,6 +89,18 @@ class FusedDecoder:
             np.empty((score_rows(self._group), longest), np.float32),
         )
         return model.kernels.norm(x, self._norm, model.config.norm_eps)
+
+
+def supports(model: DecoderModel) -> bool:
+    """Return whether ``FusedDecoder`` can run ``model``."""
+    return (
+        model.ranks.alone
+        and isinstance(model.kernels, FastCpuKernels)  # on a CPU in float32, and not compiled
+        and not model.quantizes
+        and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
+        and len({_without_window(layer) for layer in model.local.layers}) == 1
+        and matmul_cpu.available()
+    )
 
 
 def _without_window(layer: LayerConfig) -> LayerConfig:
