@@ -112,7 +112,7 @@ def logprobs_of(model: DecoderModel, token_ids: torch.Tensor, *, rounded: bool =
     """After every token of one sequence, ``[tokens, vocab_size]`` float32; ``rounded``: keys and values in fp8."""
     config, (tokens,) = model.config, token_ids.shape
     pages = -(-tokens // PAGE_SIZE)
-    shape = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    shape = {"layers": len(config.layers), "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     dtype, device = model.embedding.dtype, model.embedding.device
     cache = KvCache(page_count=pages, page_size=PAGE_SIZE, dtype=dtype, device=device, **shape)
     batch = AttentionBatch(

@@ -69,7 +69,7 @@ def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -
 
     The last layer is counted for all tokens, though behind its attention only those that are sampled go on.
     """
-    tokens, samples, layers = sizes.tokens, sizes.samples, model.layers
+    tokens, samples, layers = sizes.tokens, sizes.samples, len(model.layers)
     hidden, wide = model.hidden_size, model.intermediate_size
     queries, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     weight_bytes, rate = (1, rates.fp8 or rates.bf16) if fp8 else (_BF16, rates.bf16)

@@ -101,4 +101,4 @@ def test_the_least_time_is_that_of_arithmetic_or_of_bytes():
     assert least_ms(sizes, model, slow, fp8=True)["vocabulary head"] == pytest.approx(found["vocabulary head"] / 2)
     memory = least_ms(sizes, model, Rates(1e30, None, 1e6), fp8=False)
     assert memory["sampling"] == pytest.approx(4 * model.vocab_size * 2 / 1e6 * 1000)
-    assert memory["attention own"] > 40 * 2 * model.kv_heads * model.head_dim * 2 * model.layers / 1e6 * 1000
+    assert memory["attention own"] > 40 * 2 * model.kv_heads * model.head_dim * 2 * len(model.layers) / 1e6 * 1000

@@ -1,12 +1,15 @@
 """A model of random weights, and one sequence run through it without a runner."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import torch
 
 from services.worker.attention.base import AttentionBatch, AttentionStep, RotatingAttentionStep
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.described.config import ModelConfig
+from services.worker.described.config import ModelConfig, Windows
+from services.worker.described.layer import LLAMA_LAYER, AttentionConfig, LayerConfig, MlpConfig
 from services.worker.described.rope import RopeSettings
 from services.worker.layers.factory import make_linear
 from services.worker.layers.kernels import TorchKernels
@@ -18,12 +21,24 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 16
 
 
-def small_config(**changes) -> ModelConfig:
+def changed(layer: LayerConfig, **changes) -> LayerConfig:
+    """Return ``layer`` with ``changes`` of its fields, or of the fields of its parts."""
+    parts = {"attention": layer.attention, "mlp": layer.mlp}
+    for name, part in parts.items():
+        known = {field.name for field in fields(part)} & changes.keys()
+        parts[name] = replace(part, **{field: changes.pop(field) for field in known})
+    return replace(layer, **parts | changes)
+
+
+def small_config(layers: int = 3, windows: Windows = (), **changes) -> ModelConfig:
+    """Return a config with ``changes`` of its fields, or of the fields of all its layers."""
+    names = {field.name for kind in (LayerConfig, AttentionConfig, MlpConfig) for field in fields(kind)}
+    layer = changed(LLAMA_LAYER, **{name: changes.pop(name) for name in names & changes.keys()})
     values = {
         "vocab_size": 320,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "layers": 3,
+        "layers": tuple(changed(layer, window=window) for window in windows) or (layer,) * layers,
         "heads": 4,
         "kv_heads": 2,
         "head_dim": 16,
@@ -50,7 +65,7 @@ def small_model(
 def one_sequence(config: ModelConfig, tokens: int, dtype=torch.float32) -> tuple[KvCache, AttentionStep]:
     """An empty cache and a step that prefills ``tokens`` into it."""
     pages = -(-tokens // PAGE_SIZE)
-    shape = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    shape = {"layers": len(config.layers), "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     cache = KvCache(page_count=pages, page_size=PAGE_SIZE, dtype=dtype, device=CPU, **shape)
     batch = AttentionBatch(
         token_slots=np.zeros(tokens, np.int64),

@@ -38,7 +38,7 @@ def cpu(free: float) -> Device:
 def choices(device: Device, shape: str = "llama-1b", **flags: Any) -> tuple[ChosenWorkerConfig, dict[str, FlagChoice]]:
     model, config = MODELS[shape], build(WorkerConfig, flags)
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)
-    layers = range(model.layers // config.pp_size)
+    layers = range(len(model.layers) // config.pp_size)
     chosen, made = choose(config, device, model, ranks, layers, CONTEXT)
     return chosen, {each.name: each for each in made}
 
@@ -72,7 +72,7 @@ def test_on_any_gpu_steps_and_graphs_take_a_quarter_of_what_weights_leave(
     assert 1 <= chosen.max_seqs_per_forward <= chosen.max_tokens_per_forward <= 16384
     assert 32 <= chosen.cudagraph_max_size <= 1024
     model, ranks = MODELS[shape], Ranks(0, tp_size)
-    found = footprint(chosen, model, ranks, range(model.layers), CONTEXT)
+    found = footprint(chosen, model, ranks, range(len(model.layers)), CONTEXT)
     room = device.free - found.weights
     if chosen.max_tokens_per_forward > 512 and chosen.max_seqs_per_forward > 16:
         assert found.step + found.reserved <= room / 4 + 2.5 * GIB  # a step of one token takes about 2 GiB

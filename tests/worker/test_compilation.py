@@ -77,7 +77,7 @@ def fresh() -> Iterator[None]:
 def test_few_graphs_serve_all_layers_and_every_number_of_tokens(quantization, adds_in_product, graphs):
     """One for layers that keep all tokens, one for the last layer where it selects some, and one for the first layer
     where later ones have something to add."""
-    config = small_config(layers=5, qk_norm=True)
+    config = small_config(layers=5, qk_norm="per_head")
     dtype = torch.float32
     model = small_model(config, dtype, quantization=quantization, adds_in_product=adds_in_product)
     pair, before = Pair(model), compilation.compilations()

@@ -121,7 +121,7 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
-    monkeypatch.setattr(boot_cuda, "_refuse_sizes", lambda *_: None)
+    monkeypatch.setattr(boot_cuda, "refuse_unsupported", lambda *_: None)
     monkeypatch.setattr(boot_cuda, "_measure", lambda *_: 0)
     monkeypatch.setattr(boot_cuda, "assemble", assemble)
     monkeypatch.setattr(boot_cuda, "rehearse", rehearse)
@@ -193,16 +193,16 @@ def test_a_cache_of_fp8_gives_the_same_tokens_however_steps_are_cut_and_launched
 
 
 def test_a_cache_of_fp8_is_refused_on_a_device_that_does_not_convert_it(monkeypatch):
-    from services.worker.boot.cuda import _refuse_sizes
+    from services.worker.boot.cuda import refuse_unsupported
 
     flags, model = FLAGS.model_copy(update={"kv_cache_dtype": "fp8"}), make_model(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(InvalidRequest, match="kv_cache_dtype=fp8: A100 does not convert fp8") as refused:
-        _refuse_sizes(flags, model)
+        refuse_unsupported(flags, model)
     assert refused.value.field == "kv_cache_dtype"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    _refuse_sizes(flags, model)
+    refuse_unsupported(flags, model)
 
 
 @pytest.mark.parametrize("pieces", [0, 96])

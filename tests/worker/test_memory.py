@@ -13,6 +13,7 @@ from services.common.model.files import BUILTIN
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import checkpoint_shapes
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import LLAMA_LAYER
 from services.worker.described.memory import (
     BFLOAT16,
     footprint,
@@ -28,23 +29,25 @@ from services.worker.described.shares import local_config
 from services.worker.described.stages import layers_of
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.models.decoder import DecoderModel
-from tests.worker.small_models import CPU
+from tests.worker.small_models import CPU, changed
 
 PLAIN = ModelConfig(
-    vocab_size=336, hidden_size=128, intermediate_size=192, layers=3, heads=8, kv_heads=2, head_dim=32, norm_eps=1e-6,
-    max_context_tokens=64, rope=RopeSettings("default", 1e4), tied_embeddings=False,
+    vocab_size=336, hidden_size=128, intermediate_size=192, layers=(LLAMA_LAYER,) * 3, heads=8, kv_heads=2,
+    head_dim=32, norm_eps=1e-6, max_context_tokens=64, rope=RopeSettings("default", 1e4), tied_embeddings=False,
 )  # fmt: skip
+QWEN3 = changed(LLAMA_LAYER, qk_norm="per_head")
+BIASES = changed(LLAMA_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)
 MODELS = {
     "llama": PLAIN,
     "tied": replace(PLAIN, tied_embeddings=True),
-    "qwen3": replace(PLAIN, tied_embeddings=True, qk_norm=True, vocab_size=350),
-    "biases": replace(PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen3": replace(PLAIN, tied_embeddings=True, layers=(QWEN3,) * 3, vocab_size=350),
+    "biases": replace(PLAIN, layers=(BIASES,) * 3),
 }
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 3))
 
 
 def made(model: ModelConfig, ranks: Ranks, layers: range, quantization: str) -> DecoderModel:
-    local = local_config(model, ranks, len(layers))
+    local = local_config(model, ranks, layers)
     linear = make_linear(local, torch.bfloat16, CPU, quantization, ranks.tp_size)
     return DecoderModel(
         model, torch.bfloat16, CPU, make_kernels(CPU, torch.bfloat16), linear, ranks=ranks, layers=layers
@@ -77,12 +80,16 @@ def test_less_fits_beside_a_larger_step_and_more_with_fp8():
     free = total = 8 << 30
 
     def fitting(**flags) -> int:
-        found = footprint(ChosenWorkerConfig(**flags), model, Ranks(), range(model.layers), model.max_context_tokens)
+        found = footprint(
+            ChosenWorkerConfig(**flags), model, Ranks(), range(len(model.layers)), model.max_context_tokens
+        )
         return found.pages_in(free, total)
 
     assert 0 < fitting(max_tokens_per_forward=65536) < fitting()
     assert fitting(use_cudagraphs=True) < fitting() < fitting(kv_cache_dtype="fp8")
-    assert footprint(ChosenWorkerConfig(), model, Ranks(), range(model.layers), 2048).pages_in(1 << 29, 1 << 29) < 1
+    assert (
+        footprint(ChosenWorkerConfig(), model, Ranks(), range(len(model.layers)), 2048).pages_in(1 << 29, 1 << 29) < 1
+    )
 
 
 @given(largest=st.integers(1, 20_000))

@@ -55,7 +55,7 @@ def logits_of(directory, token_ids: list[int], dtype=torch.float32) -> torch.Ten
     weights.load(directory, model.targets(), tied_embeddings=config.tied_embeddings)
     size, tokens = 16, len(token_ids)
     pages = -(-tokens // size)
-    shape = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    shape = {"layers": len(config.layers), "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     cache = KvCache(page_count=pages, page_size=size, dtype=dtype, device=CPU, **shape)
     batch = AttentionBatch(
         token_slots=np.zeros(tokens, np.int64),
@@ -66,7 +66,8 @@ def logits_of(directory, token_ids: list[int], dtype=torch.float32) -> torch.Ten
         page_table=np.arange(pages, dtype=np.int32)[None, ::-1].copy(),
     )
     with torch.inference_mode():
-        step = make_attention(cache, config.heads, windows=model.windows).step(batch, lambda: None)
+        attention = make_attention(cache, config.heads, [layer.attention for layer in config.layers])
+        step = attention.step(batch, lambda: None)
         return model.logits(model(torch.tensor(token_ids), torch.arange(tokens), step))
 
 
@@ -241,7 +242,7 @@ def test_the_layout_of_weights_and_who_adds_make_no_difference(features, transpo
     torch.testing.assert_close(hidden_of(other, 40)[0], expected)
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "per_head"])
 def test_attention_may_norm_and_rotate_by_itself(qk_norm):
     model = small_model(small_config(qk_norm=qk_norm, qkv_bias=True))
     expected, _ = hidden_of(model, 40)

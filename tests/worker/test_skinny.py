@@ -175,7 +175,7 @@ CONFIGS = {
     "llama": {},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "qwen2": {"qkv_bias": True, "tied_embeddings": False},
-    "qwen3": {"qk_norm": True},
+    "qwen3": {"qk_norm": "per_head"},
     "odd sizes": {"hidden_size": 72, "intermediate_size": 88},
 }
 

@@ -136,7 +136,7 @@ def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
             ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
-            local = local_config(shape.described, ranks, len(layers))
+            local = local_config(shape.described, ranks, layers)
             weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
             cache += page_bytes(local, config.page_size, item) * (requested // config.page_size)
     weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()

@@ -69,7 +69,7 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | Non
     if (config.max_context_tokens or 0) > limit:
         text = f"flag max_context_tokens={config.max_context_tokens}: the model's own limit is {limit}"
         return None, [fail("model", text, "lower it or leave it out")]
-    text = f"{directory}: {described.layers} layers of {described.hidden_size}, {described.heads} heads and"
+    text = f"{directory}: {len(described.layers)} layers of {described.hidden_size}, {described.heads} heads and"
     text += f" {described.kv_heads} for keys, {described.vocab_size:,} tokens, context of {limit:,}"
     findings = [ok("model", text)]
     if not card.eos_token_ids:
@@ -83,7 +83,7 @@ def check_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
     config = machine.config
     try:
         if config.quantization == "fp8":
-            local = local_config(shape.described, Ranks(0, config.tp_size), shape.described.layers)
+            local = local_config(shape.described, Ranks(0, config.tp_size), range(len(shape.described.layers)))
             refuse_unquantizable_sizes(local, config.tp_size)
         if machine.on_cuda:
             refuse_unsupported_cuda_sizes(config.page_size, shape.described.head_dim)

@@ -22,11 +22,20 @@ from services.worker.attention.triton_few import FewRowsStep
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.described.config import Windows
+from services.worker.described.layer import AnyValue, SupportedValues
 from services.worker.layers.rotary import Rotary
 
 Put = Callable[[np.ndarray], torch.Tensor]
 
 SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
+
+# The attention that ``CudaAttention`` computes. The layer adds biases.
+SUPPORTED: SupportedValues = {
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+}
 
 
 @dataclass(frozen=True)

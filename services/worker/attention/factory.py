@@ -1,5 +1,6 @@
 """Choice of the attention backend."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,24 +10,29 @@ from services.worker.attention.compiled import TraceableAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
 from services.worker.described.config import Windows
+from services.worker.described.layer import AttentionConfig, undeclared
 from services.worker.layers.rotary import Rotary
 
 if TYPE_CHECKING:
     from services.worker.attention.cuda import CudaAttention
 
 
-def make_attention(cache: KvCache, heads: int, *, windows: Windows = (), compiled: bool = False) -> AttentionBackend:
-    """Return the fastest backend for the cache's device and dtype.
+def make_attention(
+    cache: KvCache, heads: int, layers: Sequence[AttentionConfig] = (), *, compiled: bool = False
+) -> AttentionBackend:
+    """Return the fastest backend that supports ``layers`` and the cache's device and dtype.
 
-    ``windows`` has an entry per layer of ``cache``, or is (). ``compiled`` is true for use with torch.compile.
+    ``layers`` describes each layer of ``cache``; () means that all have the default features. ``compiled`` is true for
+    use with torch.compile.
     """
     if compiled:
-        return TraceableAttention(make_attention(cache, heads, windows=windows))
-    keys = cache.keys[0]
+        return TraceableAttention(make_attention(cache, heads, layers))
+    keys, windows = cache.keys[0], tuple(layer.window for layer in layers)
     if keys.device.type == "cpu" and keys.dtype == torch.float32:
-        from services.worker.attention.fast_cpu import FastCpuAttention  # loads numba
+        from services.worker.attention.fast_cpu import SUPPORTED, FastCpuAttention  # loads numba
 
-        return FastCpuAttention(cache, heads, windows)
+        if not any(undeclared(layer, SUPPORTED) for layer in layers):
+            return FastCpuAttention(cache, heads, windows)
     return PlainAttention(cache, windows)
 
 
@@ -41,7 +47,8 @@ def make_cuda_attention(
 ) -> "CudaAttention":
     """Return the backend for a cache on CUDA, which also rotates by ``rotary``.
 
-    ``dtype`` is the model's; None means the cache's. The other arguments are as in ``make_attention``.
+    ``dtype`` is the model's; None means the cache's. ``windows`` has an entry per layer of ``cache``, or is (). The
+    other arguments are as in ``make_attention``.
     """
     from services.worker.attention.cuda import CudaAttention  # loads Triton
 

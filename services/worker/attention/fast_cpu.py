@@ -10,9 +10,17 @@ from services.worker.attention.kernels import first_tokens, kernels, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
 from services.worker.described.config import Windows
+from services.worker.described.layer import AnyValue, SupportedValues
 
 # Row length in tokens from which gathering the context for a matrix product is faster than reading it per token.
 LONG_ROW = 48
+# The attention that ``FastCpuAttention`` computes. The plain layer adds biases, normalises and rotates.
+SUPPORTED: SupportedValues = {
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+}
 
 
 class FastCpuAttention(AttentionBackend):

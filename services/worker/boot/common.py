@@ -188,7 +188,7 @@ def make_model(
     """Return a rank's ``layers`` of the model, without values. ``memory``: where its tensors are, ``device`` unless it
     is given."""
     kernels = make_kernels(device, dtype, compiled=config.torch_compile)
-    local = local_config(described, ranks, len(layers))
+    local = local_config(described, ranks, layers)
     linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
     adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
     where = memory or device
@@ -251,7 +251,7 @@ def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> Kv
     """A cache for ``model``, on its device."""
     local = model.local
     return KvCache(
-        layers=local.layers,
+        layers=len(local.layers),
         page_count=page_count,
         page_size=config.page_size,
         kv_heads=local.kv_heads,
@@ -275,19 +275,16 @@ def _make_cpu_runner(
     grammars: SlotGrammars | None,
 ) -> StepRunner:
     """A runner that has run every kind of step."""
-    from services.worker.layers import matmul_cpu  # loads numba, as do these
-    from services.worker.layers.fast_cpu import FastCpuKernels
-    from services.worker.models.fused_cpu import FusedDecoder
+    from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
     page_count = cast(int, config.page_count)  # ``auto`` has a value on CPUs
     cache = make_cache(config, model, page_count)
-    attention = make_attention(cache, model.local.heads, windows=model.windows, compiled=config.torch_compile)
+    attention = make_attention(
+        cache, model.local.heads, [layer.attention for layer in model.local.layers], compiled=config.torch_compile
+    )
     if group is not None:
         return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
-    fused = None
-    # It reads weights where they are, as float32.
-    if isinstance(model.kernels, FastCpuKernels) and config.quantization == "none" and matmul_cpu.available():
-        fused = FusedDecoder(model, cache)
+    fused = FusedDecoder(model, cache) if supports(model) else None
     limits = make_limits(config, model, page_count, max_context, grammars=grammars is not None)
     runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
     warm_up(runner)

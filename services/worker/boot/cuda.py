@@ -11,12 +11,14 @@ import torch
 from services.common.config import ChosenWorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.plan.types import Plan
+from services.worker.attention import cuda as cuda_attention
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.factory import make_cuda_attention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.boot import rehearsal
 from services.worker.boot.common import cache_dtype, make_cache, make_limits
 from services.worker.boot.progress import BootProgress
+from services.worker.described.layer import undeclared
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
@@ -54,7 +56,7 @@ def make_runner(
     progress = progress or BootProgress()
     device = model.device
     exchanges = _exchanges(config, model, group)
-    _refuse_sizes(config, model)
+    refuse_unsupported(config, model)
     if group is not None:
         group.wait_for_all()
     with progress.phase("compile" if config.torch_compile else "memory"):
@@ -93,7 +95,10 @@ def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup
     for refused, reason in (
         (not group.shares_memory, "the GPUs of these ranks cannot read each other's memory"),
         (model.quantizes, "products in fp8 do not overlap"),
-        (model.config.output_bias or model.config.mlp_bias, "this model adds biases to its output projections"),
+        (
+            any(layer.attention.output_bias or layer.mlp.mlp_bias for layer in model.config.layers),
+            "this model adds biases to its output projections",
+        ),
     ):
         if wanted is not None and refused:
             raise InvalidRequest(
@@ -103,8 +108,15 @@ def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup
     return make_exchanges(group.ranks, row_bytes, shares_memory=group.shares_memory, fewest_overlapped=wanted)
 
 
-def _refuse_sizes(config: ChosenWorkerConfig, model: DecoderModel) -> None:
-    """Those of pages and heads; and devices differ in what they convert."""
+def refuse_unsupported(config: ChosenWorkerConfig, model: DecoderModel) -> None:
+    """Raise ``InvalidRequest`` if attention on CUDA does not support the model's layers, or sizes or dtypes."""
+    layers = {layer.attention for layer in model.local.layers}
+    if missing := sorted({name for layer in layers for name in undeclared(layer, cuda_attention.SUPPORTED)}):
+        raise InvalidRequest(
+            f"config.json: {', '.join(missing)} of the model's attention is not supported on cuda; choose another"
+            " model, or device=cpu",
+            field="model",
+        )
     refuse_unsupported_cuda_sizes(config.page_size, model.config.head_dim)
     device = model.device
     if config.kv_cache_dtype == "fp8":

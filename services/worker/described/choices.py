@@ -133,7 +133,7 @@ class _Chooser(ABC):
 
     def _page(self, automatic: int) -> int:
         """Return the size of a page of this rank's cache in bytes."""
-        local = local_config(self._model, self._ranks, len(self._layers))
+        local = local_config(self._model, self._ranks, self._layers)
         item = FP8 if self._config.kv_cache_dtype == "fp8" else self._item(automatic)
         return page_bytes(local, self._config.page_size, item)
 
@@ -150,9 +150,10 @@ class _OnCuda(_Chooser):
             else "each operator is one kernel already: compiled steps are no faster, and starts are slower",
         )
         yield "use_cudagraphs", True, "small steps are one launch instead of hundreds"
-        local = local_config(self._model, self._ranks, len(self._layers))
-        per_layer = sum(math.prod(shape) for shape in layer_shapes(local).values())
-        rows = max(_FEWEST_GRAPH_ROWS, min(_power_of_two(_WORK_PER_LAYER / per_layer), _MOST_GRAPH_ROWS))
+        local = local_config(self._model, self._ranks, self._layers)
+        in_layers = sum(math.prod(shape) for layer in local.layers for shape in layer_shapes(local, layer).values())
+        graph_rows = _power_of_two(_WORK_PER_LAYER * len(local.layers) / in_layers)
+        rows = max(_FEWEST_GRAPH_ROWS, min(graph_rows, _MOST_GRAPH_ROWS))
         yield "cudagraph_max_size", rows, "larger steps take the device longer than the host to launch them"
         cached = self._cached_tokens()
         sequences = max(1, min(_power_of_two(cached / _TOKENS_PER_SEQUENCE), _MOST_SEQUENCES))
@@ -166,7 +167,7 @@ class _OnCuda(_Chooser):
         set_by_user = 0 if "max_seqs_per_forward" in self._auto else values["max_seqs_per_forward"]
         least = max(set_by_user, config.async_tp_threshold or 0, config.piecewise_cudagraph_max_tokens or 0)
         rate = device.processors / H200_MULTIPROCESSORS * (1.0 if device.capability >= (9, 0) else _OLDER_RATE)
-        parameters = per_layer * len(self._layers) + local.vocab_size * local.hidden_size / self._ranks.tp_size
+        parameters = in_layers + local.vocab_size * local.hidden_size / self._ranks.tp_size
         tokens = max(2048, min(_power_of_two(_WORK_PER_STEP * rate / parameters), _MOST_TOKENS))
         tokens = max(least, tokens, values["max_seqs_per_forward"])
         yield "max_tokens_per_forward", tokens, "the largest step takes about 0.2 s or less"

@@ -2,12 +2,13 @@
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from services.common.errors import InvalidRequest
 from services.common.model.context_length import MOST_TOKENS, context_length
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject
+from services.worker.described.layer import LLAMA_LAYER, LayerConfig
 from services.worker.described.rope import RopeSettings, read_rope
 
 # Defaults of transformers for keys that a Qwen config leaves out.
@@ -16,18 +17,18 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Limits above every published model. A config beyond them is rejected before it is used to allocate memory.
 _MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM, _MOST_WIDTH = 4096, 16_384, 4096, 1 << 20
 
-# For each layer, the number of most recent tokens that a token attends to, itself included; None = all tokens.
+# The ``window`` of each layer, see ``AttentionConfig``.
 Windows: TypeAlias = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes, in elements, and features of a model of any supported architecture."""
+    """Sizes, in elements, and layers of a model of any supported architecture."""
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layers: int
+    layers: tuple[LayerConfig, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -35,17 +36,18 @@ class ModelConfig:
     max_context_tokens: int
     rope: RopeSettings
     tied_embeddings: bool
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
-    windows: Windows = ()  # sliding window of each layer, see ``Windows``; () = no layer has one
+
+    @property
+    def windows(self) -> Windows:
+        """Sliding windows of the layers, or () if no layer has one."""
+        windows = tuple(layer.attention.window for layer in self.layers)
+        return windows if any(windows) else ()
 
 
-def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: bool) -> ModelConfig:
+def read_decoder(config: Mapping[str, Any], layer: LayerConfig = LLAMA_LAYER, *, windows: Windows = ()) -> ModelConfig:
     """Return the description of a model from the keys that all architectures share.
 
-    ``windows`` and ``features`` are passed on to ``ModelConfig``.
+    All layers are ``layer``. ``windows`` are their sliding windows; () means that no layer has one.
 
     Raises ``InvalidRequest`` naming the key that is missing, not supported, or of a wrong type or size.
     """
@@ -62,7 +64,10 @@ def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: b
         vocab_size=given.integer("vocab_size", most=MOST_VOCABULARY),
         hidden_size=hidden_size,
         intermediate_size=given.integer("intermediate_size", most=_MOST_WIDTH),
-        layers=read_layers(config),
+        layers=tuple(
+            replace(layer, attention=replace(layer.attention, window=window))
+            for window in _effective_windows(max_context_tokens, windows or (None,) * read_layers(config))
+        ),
         heads=heads,
         kv_heads=given.integer("num_key_value_heads", heads, most=_MOST_HEADS),
         head_dim=head_dim,
@@ -70,8 +75,6 @@ def read_decoder(config: Mapping[str, Any], windows: Windows = (), **features: b
         max_context_tokens=max_context_tokens,
         rope=read_rope(config, head_dim),
         tied_embeddings=given.boolean("tie_word_embeddings"),
-        windows=_effective_windows(max_context_tokens, windows),
-        **features,
     )
     if model.heads % model.kv_heads:
         raise InvalidRequest(
@@ -122,5 +125,4 @@ def read_qwen_windows(config: Mapping[str, Any]) -> Windows:
 
 def _effective_windows(max_context_tokens: int, windows: Windows) -> Windows:
     """Return ``windows`` with None for each window that is at least as long as the context."""
-    effective = tuple(window if window is not None and window < max_context_tokens else None for window in windows)
-    return effective if any(effective) else ()
+    return tuple(window if window is not None and window < max_context_tokens else None for window in windows)

@@ -5,6 +5,7 @@ from typing import Any
 
 from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig, read_decoder
+from services.worker.described.layer import AttentionConfig, LayerConfig, MlpConfig
 
 
 def read_llama(config: Mapping[str, Any]) -> ModelConfig:
@@ -14,4 +15,5 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
     """
     given = JsonObject("config.json", config)
     bias = given.boolean("attention_bias")
-    return read_decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=given.boolean("mlp_bias"))
+    attention, mlp = AttentionConfig(qkv_bias=bias, output_bias=bias), MlpConfig(mlp_bias=given.boolean("mlp_bias"))
+    return read_decoder(config, LayerConfig(attention=attention, mlp=mlp))

@@ -50,7 +50,7 @@ def footprint(
     config: ChosenWorkerConfig, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
 ) -> Footprint:
     """Return the memory use on CUDA of a rank that has ``layers`` of ``model``, the config of the whole model."""
-    local = local_config(model, ranks, len(layers))
+    local = local_config(model, ranks, layers)
     item = FLOAT32 if config.dtype == "float32" else BFLOAT16
     cached = FP8 if config.kv_cache_dtype == "fp8" else item
     return Footprint(
@@ -70,7 +70,7 @@ def margin(total: int) -> int:
 
 def page_bytes(local: ModelConfig, page_size: int, item: int) -> int:
     """Return the size of a page in all layers of a rank, with token ids. ``item`` is the size of a key's element."""
-    return page_size * (2 * local.layers * local.kv_heads * local.head_dim * item + _INT32)
+    return page_size * (2 * len(local.layers) * local.kv_heads * local.head_dim * item + _INT32)
 
 
 def table_bytes(config: ChosenWorkerConfig, max_context: int) -> int:
@@ -93,7 +93,7 @@ def graph_bytes(config: ChosenWorkerConfig, local: ModelConfig, item: int) -> in
     largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
     pieces = piece_sizes(config.piecewise_tokens) if config.piecewise_tokens else []
     captured = len(pieces) + sum(kept_in_piece(size) < size for size in pieces)
-    piecewise = config.piecewise_tokens * _token_bytes(local, item) + captured * (local.layers + 1) * _PIECE_BYTES
+    piecewise = config.piecewise_tokens * _token_bytes(local, item) + captured * (len(local.layers) + 1) * _PIECE_BYTES
     return len(sizes_up_to(largest)) * _GRAPH_BYTES + piecewise
 
 
@@ -140,11 +140,13 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
 
     ``item`` is the size of an element that is not quantized.
     """
-    local = local_config(model, ranks, len(layers))
-    total = 0
-    for shape in layer_shapes(local, adds_bias=ranks.tp_rank == 0).values():
-        total += len(layers) * _tensor_bytes(shape, item, quantization)
-    first, last = layers.start == 0, layers.stop == model.layers
+    local = local_config(model, ranks, layers)
+    total = sum(
+        _tensor_bytes(shape, item, quantization)
+        for layer in local.layers
+        for shape in layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0).values()
+    )
+    first, last = layers.start == 0, layers.stop == len(model.layers)
     vocabulary = (local.vocab_size, model.hidden_size)
     # A quantized head is a separate copy, even if the checkpoint ties it to the embedding.
     separate = quantization == "fp8" or not model.tied_embeddings

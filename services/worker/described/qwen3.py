@@ -5,6 +5,7 @@ from typing import Any
 
 from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig, read_decoder, read_qwen_windows
+from services.worker.described.layer import AttentionConfig, LayerConfig
 
 
 def read_qwen3(config: Mapping[str, Any]) -> ModelConfig:
@@ -13,5 +14,5 @@ def read_qwen3(config: Mapping[str, Any]) -> ModelConfig:
     q and k are normalised per head. ``head_dim`` defaults to 128.
     """
     bias = JsonObject("config.json", config).boolean("attention_bias")
-    windows = read_qwen_windows(config)
-    return read_decoder({"head_dim": 128} | dict(config), windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    layer = LayerConfig(attention=AttentionConfig(qkv_bias=bias, output_bias=bias, qk_norm="per_head"))
+    return read_decoder({"head_dim": 128} | dict(config), layer, windows=read_qwen_windows(config))

@@ -58,15 +58,15 @@ def vocabulary_of(config: ModelConfig, ranks: Ranks) -> tuple[RankShare, int]:
     return RankShare(start, size, config.vocab_size), rows - size
 
 
-def local_config(config: ModelConfig, ranks: Ranks, layers: int) -> ModelConfig:
-    """Return the config of a rank's share, which has ``layers`` layers. ``vocab_size`` includes padding rows.
+def local_config(config: ModelConfig, ranks: Ranks, layers: range) -> ModelConfig:
+    """Return the config of a rank's share, which has ``layers`` of the model. ``vocab_size`` includes padding rows.
 
-    ``hidden_size``, ``head_dim`` and ``windows`` remain those of the whole model.
+    ``hidden_size`` and ``head_dim`` remain those of the whole model.
     """
     rows, padding = vocabulary_of(config, ranks)
     return replace(
         config,
-        layers=layers,
+        layers=config.layers[layers.start : layers.stop],
         heads=config.heads // ranks.tp_size,
         kv_heads=kv_heads_of(config, ranks).size,
         intermediate_size=config.intermediate_size // ranks.tp_size,

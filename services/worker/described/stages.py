@@ -13,18 +13,18 @@ def layers_of(config: ModelConfig, stages: int, counts: Sequence[int] = ()) -> l
     ``counts`` gives the number of layers per stage. If it is empty, the counts are balanced. Raises ``InvalidRequest``
     if there are more stages than layers, or if the counts do not add up to the model's layers.
     """
-    if stages > config.layers:
+    if stages > len(config.layers):
         raise InvalidRequest(
-            f"flag pp_size={stages}: the model has {config.layers} layers, and every stage needs one; lower it",
+            f"flag pp_size={stages}: the model has {len(config.layers)} layers, and every stage needs one; lower it",
             field="pp_size",
         )
-    if counts and sum(counts) != config.layers:
+    if counts and sum(counts) != len(config.layers):
         raise InvalidRequest(
             f"flag pp_layers={','.join(map(str, counts))}: {sum(counts)} layers in all, and the model has"
-            f" {config.layers}; leave it out, or make them add up",
+            f" {len(config.layers)}; leave it out, or make them add up",
             field="pp_layers",
         )
-    chosen = list(counts) or balanced(config.layers, stages, head_cost(config))
+    chosen = list(counts) or balanced(len(config.layers), stages, head_cost(config))
     return [range(end - count, end) for count, end in zip(chosen, accumulate(chosen), strict=True)]
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import AttentionConfig
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import LinearMaker
@@ -20,9 +21,15 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
+        self,
+        config: ModelConfig,
+        features: AttentionConfig,
+        kernels: LayerKernels,
+        linear: LinearMaker,
+        *,
+        adds_bias: bool = True,
     ) -> None:
-        """Create uninitialised weights for ``config``, this rank's share of the model.
+        """Create uninitialised weights for ``config``, this rank's share of the model, and ``features``.
 
         If ``adds_bias`` is false, ``output`` has no bias, because another rank adds it.
         """
@@ -30,10 +37,10 @@ class Attention(nn.Module):
         self.kernels, self.eps = kernels, config.norm_eps
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.qkv = linear(config.hidden_size, widths, config.qkv_bias)
-        self.output = linear(widths[0], config.hidden_size, config.output_bias and adds_bias)
+        self.qkv = linear(config.hidden_size, widths, features.qkv_bias)
+        self.output = linear(widths[0], config.hidden_size, features.output_bias and adds_bias)
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        if features.qk_norm == "per_head":
             self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
             self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
 

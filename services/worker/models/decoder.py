@@ -1,14 +1,16 @@
 """Decoder-only transformer over a flattened batch of tokens, for all supported architectures."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
+from services.worker.described.checkpoint import checkpoint_shapes
 from services.worker.described.config import ModelConfig, Windows
+from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
 from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -21,6 +23,15 @@ from services.worker.models.attention import Attention
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
 from services.worker.parallel.exchange import ALONE, Exchange
+
+# The layers that ``DecoderLayer`` computes with the plain operators. Every feature must be declared here.
+SUPPORTED: SupportedValues = {
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "mlp_bias": (False, True),
+}
 
 
 @contextlib.contextmanager
@@ -39,7 +50,10 @@ def _norm_weight(config: ModelConfig) -> nn.Parameter:
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer: attention and MLP, each with a norm before it.
+    """The plain implementation of a layer: attention and MLP, each with a norm before it.
+
+    It works on all devices, for any number of tokens and ranks, and with torch.compile. Other implementations must give
+    the same results, and are used only for layers whose features they declare.
 
     With ``adds_in_product``, the last product of each part adds to the residual stream. Otherwise the following norm
     adds the part's output and normalises the sum in one operator.
@@ -48,21 +62,25 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        layer: LayerConfig,
         kernels: LayerKernels,
         linear: LinearMaker,
         adds_in_product: bool,
         *,
         adds_bias: bool = True,
     ) -> None:
-        """Create uninitialised weights for ``config``, this rank's share of the model.
+        """Create uninitialised weights for ``layer`` of ``config``, this rank's share of the model.
 
-        If ``adds_bias`` is false, the last product of each part has no bias, because another rank adds it.
+        If ``adds_bias`` is false, the last product of each part has no bias, because another rank adds it. Raises
+        ``ValueError`` if the plain implementation does not support ``layer``.
         """
         super().__init__()
+        if missing := undeclared(layer, SUPPORTED):
+            raise ValueError(f"{layer}: no implementation of {', '.join(missing)}; add it to models/decoder.py")
         self.kernels, self.eps, self.adds_in_product = kernels, config.norm_eps, adds_in_product
         self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
-        self.attention = Attention(config, kernels, linear, adds_bias=adds_bias)
-        self.mlp = Mlp(config, kernels, linear, adds_bias=adds_bias)
+        self.attention = Attention(config, layer.attention, kernels, linear, adds_bias=adds_bias)
+        self.mlp = Mlp(config, layer.mlp, kernels, linear, adds_bias=adds_bias)
         self.quantizes = self.attention.qkv.quantizes
 
     def forward(
@@ -177,25 +195,22 @@ class DecoderModel(nn.Module):
             raise ValueError(
                 "adds_in_product=True needs tp_size=1, since ranks reduce sums first; use adds_in_product=False"
             )
-        stage = layers or range(config.layers)
+        stage = layers or range(len(config.layers))
         self.config, self.kernels, self.ranks, self.dtype, self.device = config, kernels, ranks, dtype, device
-        self.local = local_config(config, ranks, len(stage))  # this rank's share
-        self.first, self.last = stage.start == 0, stage.stop == config.layers
-        self.layer_range, self._all_names = stage, frozenset[str]()
-        self.windows: Windows = config.windows[stage.start : stage.stop]
+        self.local = local_config(config, ranks, stage)  # this rank's share
+        self.first, self.last = stage.start == 0, stage.stop == len(config.layers)
+        self.layer_range = stage
+        self.windows: Windows = self.local.windows
         with torch.device(device), _default_dtype(dtype):
             self.layers = DecoderLayers(
-                DecoderLayer(self.local, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0) for _ in stage
+                DecoderLayer(self.local, layer, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0)
+                for layer in self.local.layers
             )
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
             self.vocabulary = VocabularyLayers(
                 config, ranks, linear, self.quantizes, has_embedding=self.first, has_head=self.last
             )
-        if not ranks.alone:
-            with torch.device("meta"):
-                whole = DecoderLayer(self.local, kernels, linear, adds_in_product)
-            self._all_names = _checkpoint_names(config, whole.targets(""))
         self.vocabulary.clear_padding()
         self.rotary = Rotary(config.rope, config.head_dim, config.max_context_tokens, dtype, device)
         # ``compile_model`` replaces this function. All layers run the same code.
@@ -259,15 +274,7 @@ class DecoderModel(nn.Module):
 
     def names_of_other_ranks(self) -> set[str]:
         """Return the names of checkpoint tensors that only other ranks need."""
-        return set(self._all_names - self.targets().keys())
-
-
-def _checkpoint_names(config: ModelConfig, layer_suffixes: Iterable[str]) -> frozenset[str]:
-    """Return all tensor names of a checkpoint. ``layer_suffixes`` are the parts after the layer's number."""
-    ends = ["model.embed_tokens.weight", "model.norm.weight", *([] if config.tied_embeddings else ["lm_head.weight"])]
-    return frozenset(
-        [*ends, *(f"model.layers.{index}{suffix}" for index in range(config.layers) for suffix in layer_suffixes)]
-    )
+        return checkpoint_shapes(self.config).keys() - self.targets().keys()
 
 
 def normed(

@@ -5,6 +5,7 @@ operator acquires the interpreter lock again, so concurrent threads block one an
 once for all layers.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numba
@@ -15,14 +16,24 @@ from services.worker.attention.base import AttentionBatch, layer_windows
 from services.worker.attention.kernels import kernels, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
+from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
-from services.worker.layers.fast_cpu import compiled
+from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.matmul_cpu import matmul
 from services.worker.models.decoder import DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _PAGES = numba.float32[:, :, :, :, ::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
+# The layers that ``FusedDecoder`` computes. They may differ in their windows only.
+SUPPORTED: SupportedValues = {
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "mlp_bias": (False, True),
+}
 _SIGNATURE = numba.void(
     *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
     *(numba.uint64[:, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
@@ -32,15 +43,19 @@ _SIGNATURE = numba.void(
 class FusedDecoder:
     """Decoder that reads the weights of ``model`` in place and writes the cache.
 
-    It is read-only after construction, and any thread may call it.
+    It is read-only after construction, and any thread may call it. Raises ``ValueError`` if ``supports(model)`` is
+    false.
     """
 
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
-        if model.embedding is None or model.norm is None:
-            raise ValueError("the model has no embedding or no final norm; pass a model whose stage has all layers")
+        if not supports(model) or model.embedding is None or model.norm is None:
+            raise ValueError(
+                "the model must be in float32 with FastCpuKernels, not quantized and on one rank, and its layers equal"
+                " with all features in SUPPORTED; use the model itself"
+            )
         config = model.config
         self._model, self._embedding, self._norm = model, model.embedding, model.norm
-        self._forward = make_forward(config, cache.page_size)
+        self._forward = make_forward(config, _without_window(config.layers[0]), cache.page_size)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
         layers = list(model.layers)
@@ -76,18 +91,34 @@ class FusedDecoder:
         return model.kernels.norm(x, self._norm, model.config.norm_eps)
 
 
+def supports(model: DecoderModel) -> bool:
+    """Return whether ``FusedDecoder`` can run ``model``."""
+    return (
+        model.ranks.alone
+        and isinstance(model.kernels, FastCpuKernels)  # on a CPU in float32, and not compiled
+        and not model.quantizes
+        and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
+        and len({_without_window(layer) for layer in model.local.layers}) == 1
+        and matmul_cpu.available()
+    )
+
+
+def _without_window(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, attention=replace(layer.attention, window=None))
+
+
 def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:
     """Return the tensors stacked, ``[len(tensors), size]`` float32, with size 0 if they are None."""
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
-def make_forward(config: ModelConfig, page_size: int) -> Any:
+def make_forward(config: ModelConfig, layer: LayerConfig, page_size: int) -> Any:
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps = head_dim // 2, np.float32(config.norm_eps)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)
     _, norm, gate, _ = compiled()
-    qk_norm = config.qk_norm
-    qkv_bias, output_bias, mlp_bias = config.qkv_bias, config.output_bias, config.mlp_bias
+    qk_norm, mlp_bias = layer.attention.qk_norm == "per_head", layer.mlp.mlp_bias
+    qkv_bias, output_bias = layer.attention.qkv_bias, layer.attention.output_bias
 
     def forward(
         x, cos, sin, windows, slots, positions, table, keys, values,

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import MlpConfig
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import LinearMaker
@@ -16,14 +17,20 @@ class Mlp(nn.Module):
     """Gated MLP, ``down(silu(gate(x)) * up(x))``, with one matrix for gate and up. The caller applies ``down``."""
 
     def __init__(
-        self, config: ModelConfig, kernels: LayerKernels, linear: LinearMaker, *, adds_bias: bool = True
+        self,
+        config: ModelConfig,
+        features: MlpConfig,
+        kernels: LayerKernels,
+        linear: LinearMaker,
+        *,
+        adds_bias: bool = True,
     ) -> None:
-        """Create uninitialised weights for ``config``, this rank's share of the model.
+        """Create uninitialised weights for ``config``, this rank's share of the model, and ``features``.
 
         If ``adds_bias`` is false, ``down`` has no bias, because another rank adds it.
         """
         super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
+        size, bias = config.intermediate_size, features.mlp_bias
         self.kernels = kernels
         self.gate_up = linear(config.hidden_size, (size, size), bias)
         self.down = linear(size, config.hidden_size, bias and adds_bias)

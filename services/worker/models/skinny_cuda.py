@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.attention.base import RotatingAttentionStep
+from services.worker.described.layer import AnyValue, SupportedValues, undeclared
 from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.triton_skinny import (
@@ -27,6 +28,15 @@ from services.worker.models.decoder import DecoderLayer, DecoderModel
 _MOST_ROWS_WIDE_FP8 = 8
 _WIDE_HIDDEN_SIZE = 4096
 
+# The layers that ``SkinnyDecoder`` computes. The attention backend applies norms of q and k, rotation and window.
+SUPPORTED: SupportedValues = {
+    "qk_norm": ("none", "per_head"),
+    "window": AnyValue(),
+    "qkv_bias": (False, True),
+    "output_bias": (False, True),
+    "mlp_bias": (False, True),
+}
+
 
 class SkinnyDecoder:
     """Decoder for few rows that uses the weights of ``model`` in place.
@@ -37,7 +47,10 @@ class SkinnyDecoder:
 
     def __init__(self, model: DecoderModel) -> None:
         if not supports(model):
-            raise ValueError("all products must be of Fp8Linear or transposed Linear, in 16 bits and on one rank")
+            raise ValueError(
+                "all products must be of Fp8Linear or transposed Linear, in 16 bits and on one rank, and all features"
+                " of the layers must be in SUPPORTED; use the model itself"
+            )
         self._model = model
         wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
         # With more rows, the products of cuBLAS are faster.
@@ -100,6 +113,7 @@ def supports(model: DecoderModel) -> bool:
     return (
         model.ranks.alone
         and model.dtype in half_dtypes
+        and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
         and all(
             isinstance(linear, Fp8Linear) or (linear.transposed and linear.weight.dtype in half_dtypes)
             for linear in linears

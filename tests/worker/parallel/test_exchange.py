@@ -32,7 +32,7 @@ from services.worker.parallel.exchange import (
 from services.worker.parallel.group import RankGroup
 from tests.worker.small_models import CPU, PAGE_SIZE, one_sequence, small_config, small_model
 
-FEATURES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True}
+FEATURES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": "per_head"}
 KEEPS = (None, [39, 3, 17], [5], list(range(40)), [])
 TOKENS = 40
 
@@ -42,7 +42,9 @@ def config_of(**changes) -> ModelConfig:
 
 
 def model_of(config: ModelConfig, ranks: Ranks, quantization: str = "none") -> DecoderModel:
-    linear = make_linear(local_config(config, ranks, config.layers), torch.float32, CPU, quantization, ranks.tp_size)
+    linear = make_linear(
+        local_config(config, ranks, range(len(config.layers))), torch.float32, CPU, quantization, ranks.tp_size
+    )
     model = DecoderModel(config, torch.float32, CPU, TorchKernels(), linear, ranks=ranks)
     for name, target in model.targets().items():
         noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -53,7 +55,7 @@ def model_of(config: ModelConfig, ranks: Ranks, quantization: str = "none") -> D
 def attention_of(model: DecoderModel, tokens: int):
     pages = -(-tokens // PAGE_SIZE)
     local = model.local
-    shape = {"layers": local.layers, "kv_heads": local.kv_heads, "head_dim": local.head_dim}
+    shape = {"layers": len(local.layers), "kv_heads": local.kv_heads, "head_dim": local.head_dim}
     cache = KvCache(page_count=pages, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU, **shape)
     batch = AttentionBatch(
         token_slots=np.zeros(tokens, np.int64),

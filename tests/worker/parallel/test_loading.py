@@ -26,7 +26,7 @@ GRIDS = [(2, 1), (1, 3), (2, 2), (4, 1)]
 def model_of(directory, ranks: Ranks, quantization: str = "none") -> DecoderModel:
     config = read_model_config(read_json(directory / "config.json"))
     layers = layers_of(config, ranks.pp_size)[ranks.pp_rank]
-    local = local_config(config, ranks, len(layers))
+    local = local_config(config, ranks, layers)
     linear = make_linear(local, torch.float32, CPU, quantization, ranks.tp_size)
     return DecoderModel(config, torch.float32, CPU, TorchKernels(), linear, ranks=ranks, layers=layers)
 

@@ -51,7 +51,7 @@ def test_every_query_head_is_beside_its_key_head(groups, kv_heads, doubled, more
         seen = []
         for ranks in everyone(size):
             own, keys = evenly(heads, ranks), kv_heads_of(config, ranks)
-            local = local_config(config, ranks, 1)
+            local = local_config(config, ranks, range(1))
             assert (local.heads, local.kv_heads) == (own.size, keys.size)
             for head in range(own.size):  # as attention maps them
                 assert keys.start + head // (local.heads // local.kv_heads) == (own.start + head) // (heads // kv_heads)
@@ -121,7 +121,7 @@ def test_slices_of_all_ranks_are_the_whole_checkpoint():
     tensors = {name: torch.randn(shape) for name, shape in whole.items()}
     seen = {name: [] for name in whole}
     for each in ranks:
-        local, rows = local_config(config, each, 1), vocabulary_of(config, each)[0].size
+        local, rows = local_config(config, each, range(1)), vocabulary_of(config, each)[0].size
         sizes = {width: local.heads * 16, kv_width: local.kv_heads * 16, 96: local.intermediate_size, 70: rows}
         here = {name: torch.empty([sizes.get(size, size) for size in shape]) for name, shape in whole.items()}
         for name, target in slice_targets(here, config, each).items():

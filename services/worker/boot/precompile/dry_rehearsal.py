@@ -26,7 +26,7 @@ def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
     max_context, meta = described.max_context_tokens, torch.device("meta")
     ranks = Ranks(0, config.tp_size, 0, 1)
     layers = range(_layers_to_rehearse(described))
-    described = replace(described, layers=len(layers), windows=described.windows[: len(layers)])
+    described = replace(described, layers=described.layers[: len(layers)])
     with DryTensors(), recording(on_launch):
         model = make_model(config, described, dtype, torch.device("cuda"), ranks, layers, memory=meta)
         pages = config.page_count or -(-max_context // config.page_size)
@@ -38,8 +38,8 @@ def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
 def _layers_to_rehearse(described: ModelConfig) -> int:
     """Return how many layers are enough to launch all kernels of the model.
 
-    Those are the first layer, the following ones until each kind of window has occurred, and one as the last layer.
+    Those are the first layer, the following ones until each kind of layer has occurred, and one as the last layer.
     """
-    following = described.windows[1:]
-    until_all = max((following.index(window) + 1 for window in set(following)), default=0)
-    return min(described.layers, max(1, until_all) + 2)
+    following = described.layers[1:]
+    until_all = max((following.index(layer) + 1 for layer in set(following)), default=0)
+    return min(len(described.layers), max(1, until_all) + 2)
