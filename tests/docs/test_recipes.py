@@ -71,7 +71,7 @@ def test_a_recipe_works_as_it_is_written(name, tree):
         done = subprocess.run(
             (sys.executable, *arguments),
             cwd=tree,
-            env=without_xdist | {"PYTHONPATH": str(tree)},
+            env=without_xdist | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'protos'}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
