@@ -203,7 +203,7 @@ def check(core: Scheduler) -> None:
     assert state.policy.prefix_caching or not pool.cached
     waiting = list(state.queue.waiting)
     assert len(waiting) == len(state.queue.waiting)
-    assert state.queue.waiting.tokens == sum(sample.outstanding for sample in waiting)
+    assert state.queue.waiting.tokens == sum(sample.request.limit for sample in waiting)
     assert all(sample.slot < 0 and not sample.finished for sample in waiting)
     assert slots.running == np.count_nonzero(slots.active)
     ours = [sample for sample in (*waiting, *slots.running_samples()) if sample.request.sink == SINK]  # no canary

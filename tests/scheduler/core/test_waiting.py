@@ -61,7 +61,7 @@ def serve(queue, most=1):
     """The next ``most`` samples leave the queue, and are computed."""
     served = take(queue, most)
     for sample in served:
-        queue.charge(sample.request.priority, sample.request.fairness_key, sample.cost)
+        queue.charge(sample.request.priority, sample.request.fairness_key, sample.request.cost)
     return served
 
 
@@ -139,7 +139,7 @@ def test_every_history_is_served_by_the_rules_and_nothing_is_lost_or_doubled(age
         waiting = naive.samples()
         assert sorted(map(id, queue)) == sorted(map(id, waiting))
         assert len(queue) == len(waiting) == len(order)
-        assert queue.tokens == sum(sample.outstanding for sample in waiting)
+        assert queue.tokens == sum(sample.request.limit for sample in waiting)
         for sample in arrivals.made:
             assert sample.request.waiting == sum(each.request is sample.request for each in waiting)
     assert sorted(map(id, drain(queue, most))) == sorted(map(id, order))
@@ -155,7 +155,7 @@ def most_apart(queue, most):
     got, apart = dict.fromkeys(left, 0), 0
     for sample in drain(queue, most):
         key = sample.request.fairness_key
-        got[key] += sample.cost
+        got[key] += sample.request.cost
         left[key] -= 1
         if not all(left.values()):
             break

@@ -4,7 +4,7 @@ from collections.abc import ItemsView
 
 
 class RunningKeys:
-    """Interns keys as small numbers. A number is used again once no sequence of its key runs. Owned by the core."""
+    """Small numbers for keys. A number is reused when no sequence of its key runs. Owned by the core."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -12,7 +12,7 @@ class RunningKeys:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """Keys with running sequences."""
+        """Return the number of keys with running sequences."""
         return len(self._numbers)
 
     @property
@@ -22,7 +22,7 @@ class RunningKeys:
 
     @property
     def size(self) -> int:
-        """A bound on the numbers in use: they are ``0..size-1``."""
+        """A bound on the numbers in use, which are from 0 to ``size`` - 1."""
         return len(self._users)
 
     def acquire(self, key: str, users: int) -> int:
@@ -39,7 +39,7 @@ class RunningKeys:
         return number
 
     def release(self, key: str) -> None:
-        """Count one sequence of ``key`` less."""
+        """Remove one sequence of ``key``."""
         number = self._numbers[key]
         self._users[number] -= 1
         if not self._users[number]:

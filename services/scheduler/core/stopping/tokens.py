@@ -1,11 +1,11 @@
-"""Sets of tokens that end a sample, tested for a whole step at once."""
+"""Sets of stop tokens, tested for all rows of a step together."""
 
 import numpy as np
 import numpy.typing as npt
 
 
 class StopTokens:
-    """Interned sets as rows of bits; set 0 is empty. Rows are reused when no request names their set any more."""
+    """Numbered sets of tokens as rows of bits. Set 0 is empty. The number of a set without users is reused."""
 
     def __init__(self, vocab_size: int) -> None:
         self._width = vocab_size // 8 + 1
@@ -15,7 +15,7 @@ class StopTokens:
         self._free = [3, 2, 1]
 
     def acquire(self, tokens: frozenset[int], users: int) -> int:
-        """The number of the set, for ``users`` more."""
+        """Return the number of a set, for ``users`` more users."""
         row = self._rows.get(tokens)
         if row is None:
             if not self._free:
@@ -30,7 +30,7 @@ class StopTokens:
         return row
 
     def release(self, tokens: frozenset[int]) -> None:
-        """One user less."""
+        """Remove one user of a set."""
         row = self._rows[tokens]
         self._users[row] -= 1
         if self._users[row] == 0:
@@ -39,6 +39,6 @@ class StopTokens:
             self._free.append(row)
 
     def contain(self, sets: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """bool ``[rows]``: whether ``tokens[i]`` is in set ``sets[i]``."""
+        """Return whether ``tokens[i]`` is in set ``sets[i]``: bool ``[rows]``."""
         found: npt.NDArray[np.bool_] = (self._bits[sets, tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 != 0
         return found
