@@ -105,8 +105,8 @@ class Sample:
 
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
-        "generated", "handle", "index", "known", "last_token_ns", "overtaken", "preemptions", "reach", "request",
-        "slot", "stop_state", "strikes", "strikes_alone", "yields",
+        "generated", "handle", "index", "known", "last_token_ns", "losses", "losses_alone", "overtaken",
+        "preempted_for_others", "preemptions", "reach", "request", "slot", "stop_state",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -123,9 +123,9 @@ class Sample:
         self.known = len(request.tokens)  # tokens, as of its last release from a slot
         # For the quarantine: workers lost at this length, and those lost while the sample ran alone. ``reach`` is the
         # length that it would have had after the plans in flight.
-        self.strikes = self.strikes_alone = self.reach = 0
+        self.losses = self.losses_alone = self.reach = 0
         self.preemptions = 0
-        self.yields = 0  # preemptions for a higher class or another key
+        self.preempted_for_others = 0  # preemptions for a higher class or another key
         self.overtaken = 0  # samples that were admitted before it while it was the first and did not fit
         self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0

@@ -21,11 +21,11 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
 from services.scheduler.core.state import State
-from services.scheduler.core.step.answers import check_answer
 from services.scheduler.core.step.load import Load, read_load
 from services.scheduler.core.step.planner import Planner
 from services.scheduler.core.step.preemption import Preemption
 from services.scheduler.core.step.prefill import Prefill
+from services.scheduler.core.step.result_check import check_result
 from services.scheduler.core.step.results import Results
 
 
@@ -75,7 +75,7 @@ class Scheduler:
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
                 error = Internal("the worker came back smaller than the one that accepted this request; send it again")
                 self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
-        self._quarantine.try_out(self._intake.canary)
+        self._quarantine.worker_attached(self._intake.canary)
 
     def detach(self) -> None:
         """The worker is gone and its pages with it: running samples go back to the head of the queue, tokens kept."""
@@ -83,8 +83,8 @@ class Scheduler:
         if not state.attached:
             return
         computing = self._computing()
-        self._lifecycle.lose_worker()
-        self._quarantine.note_loss(computing)
+        self._lifecycle.requeue_all()
+        self._quarantine.worker_lost(computing)
         self._end_broken()
         shape = state.pool.shape
         state.attach(shape)  # an empty pool until the next worker says otherwise
@@ -96,9 +96,9 @@ class Scheduler:
         return self._quarantine.suspects
 
     @property
-    def distrust(self) -> str:
+    def unreliable_reason(self) -> str:
         """Why the worker that is there is not to be relied on; empty when it is."""
-        return self._quarantine.distrust
+        return self._quarantine.unreliable_reason
 
     def _computing(self) -> list[Sample]:
         """Those in plans that the worker has not answered, in order of arrival."""
@@ -215,17 +215,17 @@ class Scheduler:
         most = -(-(slots.limit[running] - 1) // pool.page_size)
         return pool.in_use + int(np.maximum(most - slots.page_count[running], 0).sum()) <= pool.size
 
-    def plan(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
-        """The next plan, if another may be in flight and there is something to compute. ``hurry``: see `Planner`."""
+    def plan(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
+        """The next plan, if another may be in flight and there is something to compute. ``light``: see `Planner`."""
         if len(self._pending) >= self.state.queue.steps_ahead:
             return None
         plan, more = None, True
         while plan is None and more:
-            if self.state.queue.on_trial is not None:  # one plan at a time: a worker that is lost is lost in this one
+            if self.state.queue.quarantined is not None:  # one plan in flight, so that a loss is due to this plan
                 if self._pending:
                     return None
-                self._quarantine.proceed()
-            plan = self._planner.build(now_ns, hurry=hurry)
+                self._quarantine.select_group()
+            plan = self._planner.build(now_ns, light=light)
             more = self._end_broken() or self._quarantine.is_over  # there may be something to do for others
         if plan is not None:
             slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
@@ -238,9 +238,9 @@ class Scheduler:
         if result.step != expected:
             raise WrongAnswer(f"the worker answered step {result.step}, expected was {expected}")
         pending = self._pending[result.step]
-        check_answer(result, pending.sampling, self.state.pool.shape)
+        check_result(result, pending.sampling, self.state.pool.shape)
         del self._pending[result.step]
-        self._quarantine.note_answer()
+        self._quarantine.result_received()
         self.state.queue.counters.device_busy_ns += result.timing.device
         if pending.queued:  # else there was nothing that the device could have done
             self.state.queue.counters.device_idle_ns += result.timing.idle

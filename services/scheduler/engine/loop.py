@@ -195,8 +195,8 @@ class EngineLoop:
             if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(begun)):
                 self._send_at = begun + later_s
                 return
-            hurry = pace.is_starving(begun, state.queue.steps_ahead)
-            plan = core.plan(time.monotonic_ns(), hurry=hurry)
+            light = pace.is_starving(begun, state.queue.steps_ahead)
+            plan = core.plan(time.monotonic_ns(), light=light)
             self._stages.planned()
             if plan is None:
                 return
@@ -306,7 +306,7 @@ class EngineLoop:
     @property
     def not_ready_reason(self) -> str:
         """The reason, or an empty string if it is ready. Use this and the following on the loop's thread."""
-        return self._readiness.not_ready_reason or self._core.distrust or self._planning_timeout.reason
+        return self._readiness.not_ready_reason or self._core.unreliable_reason or self._planning_timeout.reason
 
     @property
     def ready(self) -> bool:

@@ -85,9 +85,9 @@ class Driver:
         self.clock += 1
         return self.clock
 
-    def plan(self, *, hurry: bool = False) -> PlannedStep | None:
+    def plan(self, *, light: bool = False) -> PlannedStep | None:
         """Build one plan and let the model answer it; the answer stays on its way."""
-        plan = self.core.plan(self.tick(), hurry=hurry)
+        plan = self.core.plan(self.tick(), light=light)
         assert plan is not None or not self.core.stuck
         if plan is not None:
             self.plans.append(plan)

@@ -43,7 +43,7 @@ def test_groups_stay_within_balanced_micro_batches():
     for _ in range(6):
         driver.step()
     batching = driver.core._planner._batching
-    parts, (starts, counts, pages) = batching._last_parts, batching._last_groups
+    parts, (starts, counts, pages) = batching._last_micro_batch_rows, batching._last_groups
     assert parts.tolist() == [11, 11, 11]
     edges = np.cumsum(parts)
     assert (np.searchsorted(edges, starts, "right") == np.searchsorted(edges, starts + counts - 1, "right")).all()
@@ -68,7 +68,7 @@ def test_a_hurried_plan_leaves_admissions_to_a_later_one_but_not_for_ever():
     late = driver.submit(SECOND, max_tokens=5)
     postponed = []
     while driver.core.state.queue.waiting:
-        postponed.append(driver.plan(hurry=True).postponed)
+        postponed.append(driver.plan(light=True).postponed)
         driver.answer()
     assert postponed == [True, True, True, False]
     assert driver.core.state.queue.counters.postponed_plans == 3

@@ -202,7 +202,7 @@ class Watched(Admission):
 
     def select(self, candidates, classes):
         chosen = super().select(candidates, classes)
-        self.last = self._at_hand(candidates).with_candidates(candidates.take(chosen))
+        self.last = self.forecast_for(candidates).with_candidates(candidates.take(chosen))
         self.in_order = len(chosen) == 0 or chosen[-1] == len(chosen) - 1
         Watched.latest = self
         return chosen

@@ -148,11 +148,11 @@ def test_lines_that_made_way_a_few_times_hold_their_own_up_to_an_eighth_of_what_
             batch.submit([3 + number] * 5, max_tokens=2)
         for _ in range(4):
             batch.step()
-    steadfast = [line for line in lines if batch.requests[line].samples[0].yields >= 4]
-    assert steadfast
-    assert max(batch.requests[line].samples[0].yields for line in lines) >= 4
+    protected = [line for line in lines if batch.requests[line].samples[0].preempted_for_others >= 4]
+    assert protected
+    assert max(batch.requests[line].samples[0].preempted_for_others for line in lines) >= 4
     slots = batch.core.state.pool.slots
-    assert ((slots.priority == LOW) & slots.active & ~slots.yields).sum() <= 2
+    assert ((slots.priority == LOW) & slots.active & ~slots.preemptible).sum() <= 2
     check_all(batch)
 
 

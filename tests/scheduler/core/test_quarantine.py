@@ -35,11 +35,11 @@ class Mortal(Driver):
         if self.random.random() < 0.05:
             check(self.core)
 
-    def plan(self, *, hurry: bool = False):
-        plan = super().plan(hurry=hurry)
+    def plan(self, *, light: bool = False):
+        plan = super().plan(light=light)
         if plan is not None and self._dies_behind is None and self._is_fatal(plan):
             self._dies_behind = len(self.in_flight) - 1
-        if self.core.state.queue.on_trial is not None:
+        if self.core.state.queue.quarantined is not None:
             self.most_in_flight_apart = max(self.most_in_flight_apart, len(self.in_flight))
         return plan
 
@@ -80,7 +80,7 @@ class Mortal(Driver):
                 assert seen.tokens == tokens[: self.fatal[handle] - 1]
             else:
                 assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error
-        assert self.core.state.queue.on_trial is None
+        assert self.core.state.queue.quarantined is None
         assert self.core.state.pool.pages.in_use == 0
         assert not self.core.state.queue.requests
 
@@ -189,13 +189,13 @@ def test_a_worker_that_dies_whatever_it_computes_ends_nobody(streams):
     for losses in range(1, 61):
         plan = driver.plan()
         assert (plan.admitted_ids == [CANARY_ID]) is (losses > 3)
-        assert driver.core.distrust == (f"the worker was lost {losses - 1} times in a row before it answered anything"
-                                        if losses > 3 else "")  # fmt: skip
+        reason = f"the worker was lost {losses - 1} times in a row before it answered anything" if losses > 3 else ""
+        assert driver.core.unreliable_reason == reason
         driver.lose_worker()
     assert not any(seen.finish for seen in driver.seen.values())
     driver.run()
     driver.check_answers()
-    assert driver.core.distrust == ""
+    assert driver.core.unreliable_reason == ""
     assert driver.core.take_failures() == []
 
 
@@ -207,7 +207,7 @@ def test_a_clients_request_may_be_called_canary():
         driver.lose_worker()
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
-    assert driver.core.distrust == ""
+    assert driver.core.unreliable_reason == ""
     assert list(driver.core.state.queue.requests) == ["canary"]
     driver.run()
     driver.check_answers()
@@ -226,8 +226,8 @@ def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
     assert driver.plan() is None
-    assert driver.core.state.queue.on_trial is None
-    assert driver.core.distrust == ""
+    assert driver.core.state.queue.quarantined is None
+    assert driver.core.unreliable_reason == ""
     assert driver.core.state.pool.pages.in_use == len(driver.core.state.queue.waiting) == 0
 
 
@@ -250,7 +250,7 @@ def test_others_get_the_very_plan_in_which_the_last_on_trial_ends(end, monkeypat
         monkeypatch.setattr(Prefill, "_entry", breaking)
     else:
         driver.requests[suspect].limit = 10**6
-    assert driver.core.state.queue.on_trial is not None
+    assert driver.core.state.queue.quarantined is not None
     assert driver.plan().admitted_ids == [f"r{other}"]
     assert driver.seen[suspect].finish.reason is FinishReason.ERROR
 
@@ -260,13 +260,13 @@ def test_a_suspect_that_is_cancelled_is_forgotten_and_others_go_on():
     poison = driver.submit([9] * 5, max_tokens=30)
     driver.fatal[poison] = 4
     other = driver.submit([8] * 5, max_tokens=30)
-    while driver.core.state.queue.on_trial is None:
+    while driver.core.state.queue.quarantined is None:
         driver.step()
     driver.cancel(poison)
     driver.run()
     assert driver.seen[poison].finish.reason is FinishReason.CANCELLED
     assert driver.seen[other].tokens == driver.expected(other)[0]
-    assert driver.core.state.queue.on_trial is None
+    assert driver.core.state.queue.quarantined is None
 
 
 def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
@@ -279,7 +279,7 @@ def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
         driver.lose_worker()
     late = driver.submit([7] * 5, max_tokens=3)
     ran = []
-    while driver.core.state.queue.on_trial is not None:
+    while driver.core.state.queue.quarantined is not None:
         driver.step()
         ran.append({sample.handle for sample in driver.core.state.pool.slots.running_samples()})
     assert [{first}, {second}] == [handles for at, handles in enumerate(ran[:-1]) if at == 0 or handles != ran[at - 1]]
@@ -296,7 +296,7 @@ def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
         while driver.answer():
             pass
         driver.lose_worker()
-    assert driver.core.state.queue.on_trial is None
+    assert driver.core.state.queue.quarantined is None
     driver.run()
     driver.check_answers()
 

@@ -1,4 +1,4 @@
-"""The forecast in four numbers, for dashboards: pages in use 1, 10, 100 and 1,000 steps from now."""
+"""The forecast in four numbers for dashboards: pages in use 1, 10, 100 and 1,000 steps from now."""
 
 from services.scheduler.core.future.admission import forecast_running
 from services.scheduler.core.future.forecast import running_sequences

@@ -9,7 +9,7 @@ from services.common.errors import Internal
 from services.scheduler.core.life.ending import Ending, finish_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared, SlotColumns
 from services.scheduler.core.life.sharing import Sharing
-from services.scheduler.core.life.victims import firm_until, may_yield
+from services.scheduler.core.life.victims import are_preemptible, protected_lengths
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.state import State
 
@@ -63,8 +63,8 @@ class Lifecycle:
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(prepared, counts, samples, taken, step)
-        slots.yields[taken] = may_yield(state, samples)
-        slots.firm_until[taken] = firm_until(samples)
+        slots.preemptible[taken] = are_preemptible(state, samples)
+        slots.protected_until[taken] = protected_lengths(samples)
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot
@@ -115,7 +115,7 @@ class Lifecycle:
         for name, column in zip(SlotColumns._fields, shared, strict=True):
             getattr(slots, name)[taken] = column
         slots.known[taken] = shared.given
-        slots.looked_at[taken] = slots.given[taken] - slots.prompt[taken]
+        slots.observed_age[taken] = slots.given[taken] - slots.prompt[taken]
         slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
         slots.handle[taken] = [sample.handle for sample in samples]
         slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
@@ -162,7 +162,7 @@ class Lifecycle:
         """Tell the predictor how long these ran."""
         slots = self._state.pool.slots
         generated = slots.known[leaving] - slots.prompt[leaving]
-        self._state.queue.lengths.observe(slots.length_class[leaving], generated, stopped, slots.looked_at[leaving])
+        self._state.queue.lengths.observe(slots.length_class[leaving], generated, stopped, slots.observed_age[leaving])
 
     def _finish(self, ending: Ending) -> None:
         state, sample = self._state, ending.sample
@@ -200,11 +200,11 @@ class Lifecycle:
         keeps = state.policy.prefix_caching and not to_key
         loses = (slots.scheduled[victims] >= slots.given[victims]) | (not keeps)
         for sample in slots.samples[victims[loses]].tolist():
-            sample.yields += 1
+            sample.preempted_for_others += 1
         state.queue.counters.yields += len(victims)
         self._interrupt(victims)
 
-    def set_aside(self) -> None:
+    def preempt_all(self) -> None:
         """All running samples wait: others are to run without them."""
         self._interrupt(self._state.pool.slots.running_slots())
 
@@ -221,7 +221,7 @@ class Lifecycle:
         self._leave(slots, [True] * len(samples))
         self._wait_again(samples)
 
-    def lose_worker(self) -> None:
+    def requeue_all(self) -> None:
         """All running samples wait again, their tokens kept; their pages are gone with the worker."""
         state = self._state
         samples = state.pool.slots.running_samples()

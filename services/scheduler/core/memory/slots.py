@@ -25,11 +25,11 @@ class Slots:
         self.end_step = np.zeros(count, np.int64)  # step whose plan releases it at the latest, if it ends at ``total``
         self.priority = np.zeros(count, np.int64)
         self.guaranteed = np.zeros(count, bool)
-        self.yields = np.zeros(count, bool)  # may be preempted for higher classes
-        self.firm_until = np.zeros(count, np.int64)  # known tokens from which it may be preempted for other keys
+        self.preemptible = np.zeros(count, bool)  # may be preempted for higher classes
+        self.protected_until = np.zeros(count, np.int64)  # known tokens from which it may be preempted for other keys
         self.accepted_ns = np.zeros(count, np.int64)
         self.length_class = np.zeros(count, np.int64)
-        self.looked_at = np.zeros(count, np.int64)  # generated tokens at the last observation of the length predictor
+        self.observed_age = np.zeros(count, np.int64)  # generated tokens when the length predictor last observed it
         self.quantile = np.zeros(count, np.float64)  # quantile of its class from which its length is predicted
         self.delay = np.zeros(count, np.int64)  # least number of steps until its prompt is computed
         # Pages: those of its path in the prefix tree, then its own.

@@ -16,7 +16,7 @@ class Batching:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._last_slots = self._last_counts = self._last_parts = NO_SLOTS
+        self._last_slots = self._last_counts = self._last_micro_batch_rows = NO_SLOTS
         self._last_groups = np.zeros((3, 0), np.int64)
         self._membership = 0  # when groups were chosen last
         self._prefix_pages = NO_SLOTS
@@ -42,10 +42,10 @@ class Batching:
         )
         least = hydragen.min_group_size if hydragen else 1
         batch = arrange(decoding, groups, self._prefix_pages, rows[:, 0], rows[:, 1], min_rows=least,
-                        parts=policy.micro_batches)  # fmt: skip
+                        micro_batches=policy.micro_batches)  # fmt: skip
         plan.sequences = len(batch.slots)
         counts = batch.counts if prefilling else NO_SLOTS
-        self._set_batch(plan, batch.slots, counts, batch.parts)
+        self._set_batch(plan, batch.slots, counts, batch.micro_batch_rows)
         self._set_groups(plan, np.stack((batch.group_starts, batch.group_counts, batch.group_pages)))
         plan.hydragen_groups, plan.hydragen_rows = len(batch.group_counts), int(batch.group_counts.sum())
         state.queue.counters.batch_rows += plan.sequences
@@ -74,10 +74,10 @@ class Batching:
         self._prefix_pages = grouping.prefix_pages
 
     def _set_batch(self, plan: PlannedStep, slots: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> None:
-        said = ((slots, self._last_slots), (counts, self._last_counts), (parts, self._last_parts))
+        said = ((slots, self._last_slots), (counts, self._last_counts), (parts, self._last_micro_batch_rows))
         if not plan.released and not plan.admissions and all(a is b or np.array_equal(a, b) for a, b in said):
             return
-        self._last_slots, self._last_counts, self._last_parts = slots, counts, parts
+        self._last_slots, self._last_counts, self._last_micro_batch_rows = slots, counts, parts
         plan.batch = Batch(slots, counts if len(counts) else np.ones(len(slots), np.int64))
         plan.micro_batch_rows = tuple(parts.tolist())
 

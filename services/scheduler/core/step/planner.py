@@ -14,7 +14,7 @@ from services.scheduler.core.step.batching import Batching
 from services.scheduler.core.step.preemption import Preemption
 from services.scheduler.core.step.prefill import Prefill, Rows
 
-_MOST_HURRIED = 3  # plans in a row
+_MOST_LIGHT = 3  # plans in a row
 
 
 class Planner:
@@ -35,26 +35,26 @@ class Planner:
         self._preemption = preemption
         self._batching = Batching(state)
         self._time_sharing = TimeSharing(state)
-        self._hurried = 0  # plans since the last one that was not
+        self._light_in_a_row = 0  # plans since the last one that was not
 
-    def build(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
+    def build(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
         """The next plan, or None when there is nothing to compute.
 
-        ``hurry``: the worker is about to run dry. Admissions, predictions and Hydragen groups then wait for a
+        ``light``: the worker is about to run dry. Admissions, predictions and Hydragen groups then wait for a
         later plan, at most three plans in a row.
         """
         state = self._state
         plan = PlannedStep(step=state.pool.step + 1)
-        hurry = hurry and self._hurried < _MOST_HURRIED
-        if not hurry:
+        light = light and self._light_in_a_row < _MOST_LIGHT
+        if not light:
             self._prediction.refresh(plan.step)
             self._preemption.preempt_for_waiting(plan)
         if (time_slice := self._time_sharing.next()) is not None:
             self._time_sharing.begin(time_slice)
-        decoding, prefilling = self._compute(plan, time_slice, now_ns, hurry=hurry)
+        decoding, prefilling = self._compute(plan, time_slice, now_ns, light=light)
         if time_slice is not None and len(decoding) == 0 and not prefilling:
             self._time_sharing.undo(time_slice)
-            decoding, prefilling = self._compute(plan, None, now_ns, hurry=hurry)
+            decoding, prefilling = self._compute(plan, None, now_ns, light=light)
         if len(decoding) == 0 and not prefilling:
             return None
         self._charge(decoding, prefilling)
@@ -67,25 +67,25 @@ class Planner:
         plan.released_ids = [request_id for _, request_id in state.pool.to_release]
         plan.preempted_ids, state.pool.preempted = state.pool.preempted, []
         state.pool.to_release = []
-        self._batching.fill(plan, decoding, prefilling, regroup=not hurry)
+        self._batching.fill(plan, decoding, prefilling, regroup=not light)
         state.queue.counters.step_tokens += plan.tokens
         state.queue.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
     def _compute(
-        self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, hurry: bool
+        self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, light: bool
     ) -> tuple[np.ndarray, Rows]:
         """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
         state = self._state
         decoding = self._decode(plan, time_slice)
         budget = state.pool.shape.max_tokens_per_step - len(decoding)
-        if hurry and len(decoding):
-            self._hurried += 1
+        if light and len(decoding):
+            self._light_in_a_row += 1
             plan.postponed = bool(state.queue.waiting)
             state.queue.counters.postponed_plans += plan.postponed
             return decoding, self._prefill.continue_prefill(plan, budget, time_slice)
-        self._hurried = 0
-        if state.queue.on_trial is None and state.several_keys:
+        self._light_in_a_row = 0
+        if state.queue.quarantined is None and state.several_keys:
             return decoding, self._prefill.share_prefill(plan, budget, now_ns, time_slice)
         prefilling = self._prefill.continue_prefill(plan, budget)
         return decoding, prefilling + self._prefill.admit(plan, budget - plan.prefill_tokens, now_ns)
@@ -118,7 +118,7 @@ class Planner:
         state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         decoding = slots.decoding()
         if time_slice is not None:
-            decoding = decoding[~time_slice.held[decoding]]
+            decoding = decoding[~time_slice.paused[decoding]]
         while True:
             position = slots.scheduled[decoding]
             full = decoding[position >= slots.page_count[decoding] * size]

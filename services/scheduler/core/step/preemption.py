@@ -43,7 +43,7 @@ class Preemption:
         """
         self._preempt_for_classes(plan)
         self._state.queue.first = []
-        if self._state.queue.on_trial is None and self._state.queue.waiting and self._state.several_keys:
+        if self._state.queue.quarantined is None and self._state.queue.waiting and self._state.several_keys:
             self._preempt_for_keys(plan)
 
     def _preempt_for_keys(self, plan: PlannedStep) -> None:
@@ -63,7 +63,7 @@ class Preemption:
             if (number := keys.number(sample.request.fairness_key)) is not None:
                 ahead[number] = False
         may = ahead[slots.key[running]] & ~slots.guaranteed[running]
-        may &= slots.known[running] >= slots.firm_until[running]
+        may &= slots.known[running] >= slots.protected_until[running]
         others = running[may & (slots.priority[running] >= short[0].request.priority)]
         budget = max(1, state.pool.shape.max_tokens_per_step - len(slots.decoding()))
         free = state.pool.shape.max_running - slots.running
@@ -100,7 +100,7 @@ class Preemption:
         if highest is None or highest >= Priority.LOW:
             return
         running = slots.running_slots()
-        low = running[slots.yields[running]]
+        low = running[slots.preemptible[running]]
         if len(low):
             low = without_overdue(state, low)
         if not len(low):

@@ -51,7 +51,7 @@ class Prefill:
         for slot in self._state.pool.prefilling:
             if budget == 0:
                 break
-            if time_slice is not None and time_slice.held[slot]:
+            if time_slice is not None and time_slice.paused[slot]:
                 continue
             rows.append((slot, min(int(slots.given[slot] - slots.scheduled[slot]), budget)))
             budget -= rows[-1][1]
@@ -65,7 +65,7 @@ class Prefill:
         others.
         """
         state, slots = self._state, self._state.pool.slots
-        begun = [slot for slot in state.pool.prefilling if time_slice is None or not time_slice.held[slot]]
+        begun = [slot for slot in state.pool.prefilling if time_slice is None or not time_slice.paused[slot]]
         keys = {slot: slots.samples[slot].request.fairness_key for slot in begun}
         missing = {slot: int(slots.given[slot] - slots.scheduled[slot]) for slot in begun}
         wanted = {keys[slot]: missing[slot] for slot in begun}

@@ -7,7 +7,7 @@ from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.request import WorkerShape
 
 
-def check_answer(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
+def check_result(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
     """Raise ``WrongAnswer`` if arrays do not fit each other or the vocabulary, or if rows are missing.
 
     ``sampling`` int64 are the slots that the plan samples from.
