@@ -179,7 +179,7 @@ def test_keys_with_a_backlog_are_served_alike(kinds, slots, mode):
     bound = 2 * slots * max(2 * length + limit for length, limit in kinds) + 2 * 32
     for _ in range(120):
         for number, (length, limit) in enumerate(kinds):
-            while not any(sample.request.fairness_key == str(number) for sample in keys.core.state.queue.waiting):
+            while sum(each.request.fairness_key == str(number) for each in keys.core.state.queue.waiting) < slots:
                 prompt = [2 + number, 2 + keys.next_handle % 60] * length
                 keys.submit(prompt, max_tokens=limit, fairness_key=str(number), cache_salt=str(keys.next_handle))
         keys.step()
