@@ -68,7 +68,7 @@ POINTS = {
     "its stop tokens": (StopTokens, "acquire", lambda self, tokens, users: tokens == SET),
     "stopped": (StopMatcher, "first_match", lambda self, automaton, *_: _is_of_bad(automaton)),
     "not stopped yet": (StopMatcher, "pass_over", lambda self, automaton, *_: _is_of_bad(automaton)),
-    "scored": (Results, "_tell_scores", lambda self, request, scored: _is_bad(request)),
+    "scored": (Results, "_output_scores", lambda self, request, scored: _is_bad(request)),
     "let go of": (StopMatcher, "release", lambda self, automaton: _is_of_bad(automaton)),
     "interrupted": (Lifecycle, "_copy_tokens", lambda self, sample: _is_bad(sample.request)),
     "ended": (lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request) and ending.error is None),

@@ -23,7 +23,7 @@ _MEMORY = 4096  # observations of ended answers that a class keeps at full weigh
 class LengthPredictor:
     """The distribution of answer lengths in each class of requests: product-limit estimates (Kaplan and Meier 1958).
 
-    Short answers end first, so the ended answers alone would be a biased sample. Every answer, also one that runs,
+    Short answers end first, so the ended answers alone would be a biased sample. Every answer, ended or running,
     counts as at risk over the ages at which it was observed. An observation begins at age 0 or at the end of the
     previous observation. It ends where the answer stopped or was cut off, or at its present age. So old observations
     of ended and of running answers fade alike. Beyond the longest observed length, answers are assumed to end at a rate

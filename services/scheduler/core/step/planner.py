@@ -14,11 +14,11 @@ from services.scheduler.core.step.batching import Batching
 from services.scheduler.core.step.preemption import Preemption
 from services.scheduler.core.step.prefill import Prefill, Rows
 
-_MOST_LIGHT = 3  # plans in a row
+_MOST_LIGHT = 3  # light plans in a row
 
 
 class Planner:
-    """State advances when a plan is built: lengths count what every plan sent will have computed. Owned by the core."""
+    """Builds plans, and advances the state as if each plan had run. Owned by the core."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class Planner:
         self._preemption = preemption
         self._batching = Batching(state)
         self._time_sharing = TimeSharing(state)
-        self._light_in_a_row = 0  # plans since the last one that was not
+        self._light_in_a_row = 0  # light plans since the last other plan
 
     def build(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
-        """The next plan, or None when there is nothing to compute.
+        """Return the next plan, or None if there is nothing to compute.
 
-        ``light``: the worker is about to run dry. Admissions, predictions and Hydragen groups then wait for a
-        later plan, at most three plans in a row.
+        A ``light`` plan is built quickly because the worker is about to become idle: it leaves admissions, predictions
+        and Hydragen groups to a later plan. At most three plans in a row are light.
         """
         state = self._state
         plan = PlannedStep(step=state.pool.step + 1)
@@ -58,7 +58,7 @@ class Planner:
         if len(decoding) == 0 and not prefilling:
             return None
         self._charge(decoding, prefilling)
-        # Not sooner: a page that this plan copies from must not be a page that it copies onto.
+        # Not before: otherwise this plan could copy onto a page from which it also copies.
         for request in [request for request in state.pool.sharing if not request.waiting]:
             self._lifecycle.shares.end(request)
         state.pool.step = plan.step
@@ -75,7 +75,7 @@ class Planner:
     def _compute(
         self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, light: bool
     ) -> tuple[np.ndarray, Rows]:
-        """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
+        """Put tokens into the plan. Return the slots that decode, and the rows of prompts."""
         state = self._state
         decoding = self._decode(plan, time_slice)
         budget = state.pool.shape.max_tokens_per_step - len(decoding)
@@ -91,7 +91,7 @@ class Planner:
         return decoding, prefilling + self._prefill.admit(plan, budget - plan.prefill_tokens, now_ns)
 
     def _charge(self, decoding: np.ndarray, prefilling: Rows) -> None:
-        """Count what the plan computes for each key."""
+        """Count the tokens that the plan computes for each key."""
         state, slots = self._state, self._state.pool.slots
         if not state.several_keys:
             if state.queue.waiting and (only := state.pool.running_keys.only) is not None:
@@ -113,8 +113,10 @@ class Planner:
         state.queue.recent.charge(computed, state.pool.shape.max_tokens_per_step)
 
     def _decode(self, plan: PlannedStep, time_slice: TimeSlice | None) -> np.ndarray:
-        """Compute one more token for every sequence that is past its prompt, and take the pages where those tokens
-        go."""
+        """Compute one more token for every sequence that is past its prompt, and take pages for these tokens.
+
+        If pages run out, release prompts that only waiting samples need, then preempt sequences.
+        """
         state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         decoding = slots.decoding()
         if time_slice is not None:
@@ -126,12 +128,12 @@ class Planner:
             if missing <= 0:
                 break
             idle = next((request for request, share in state.pool.sharing.items() if share.leader is None), None)
-            if idle is not None:  # what only those hold who wait
+            if idle is not None:
                 self._lifecycle.shares.end(idle)
                 continue
             victims = choose_victims(state, missing)
             if len(victims) == 0:
-                break  # `take` says what is wrong
+                break  # ``take`` raises
             self._lifecycle.preempt(victims)
             decoding = decoding[slots.active[decoding]]
         if len(full):

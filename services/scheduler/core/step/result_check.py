@@ -10,7 +10,7 @@ from services.scheduler.core.request import WorkerShape
 def check_result(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
     """Raise ``WrongAnswer`` if arrays do not fit each other or the vocabulary, or if rows are missing.
 
-    ``sampling`` int64 are the slots that the plan samples from.
+    ``sampling`` are the slots for which the plan samples a token, int64.
     """
     rows = len(result.slots)
     whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows)
