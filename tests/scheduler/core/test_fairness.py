@@ -160,11 +160,11 @@ def test_one_key_is_planned_as_if_there_were_no_keys():
 
 
 def served(driver: Driver) -> Counter:
-    """Tokens computed for each key, of requests of one sample."""
+    """Tokens computed for each key, of requests of one sample. The last token of an answer is only sampled."""
     found: Counter = Counter()
     for handle, request in driver.requests.items():
         tokens = driver.seen[handle].tokens
-        found[request.fairness_key] += len(tokens) + (len(request.tokens) if tokens else 0)
+        found[request.fairness_key] += len(request.tokens) + len(tokens) - 1 if tokens else 0
     return found
 
 
