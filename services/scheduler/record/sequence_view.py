@@ -1,4 +1,4 @@
-"""The life of a sequence: admitted, tokens, pages, interruptions, end."""
+"""History of a sequence: admissions, tokens, pages, preemptions and end."""
 
 from dataclasses import dataclass, field
 
@@ -25,17 +25,17 @@ class _Event:
 
 
 class SequenceView:
-    """All samples of a request, or one. Memory grows with their tokens only."""
+    """View of a sample, or of all samples of a request. Memory grows only with their tokens."""
 
     def __init__(self, wanted: str) -> None:
-        """``wanted``: ``REQUEST_ID`` or ``REQUEST_ID:SAMPLE``."""
+        """Create the view of ``wanted``, which is ``REQUEST_ID`` or ``REQUEST_ID:SAMPLE``."""
         self._wanted = wanted
         self._events: dict[SequenceName, list[_Event]] = {}
-        self._running: dict[int, SequenceName] = {}  # slot -> one of ours
+        self._running: dict[int, SequenceName] = {}  # shown sequences by slot
         self.done = False
 
     def before(self, step: RecordedStep, state: WorkerState) -> None:
-        """Everything is in the plan itself: one that breaks the contract shows too."""
+        """Record the events of the step. The plan has them all, so a plan that violates the contract is shown too."""
         plan, number = step.plan.plan, step.plan.plan.step
         for slot in plan.release_slots:
             name = self._running.pop(slot, None)

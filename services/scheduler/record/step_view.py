@@ -1,4 +1,4 @@
-"""One step: the parts of its plan, its batch, and what came back."""
+"""View of a step: the parts of its plan, its batch, and its result."""
 
 from datetime import UTC, datetime
 
@@ -11,7 +11,7 @@ from tokasaurus.worker.v1 import record_pb2
 
 
 class StepView:
-    """``before`` collects what the plan says, ``after`` what only the worker's state tells."""
+    """View of one step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
