@@ -10,7 +10,6 @@ from services.common.errors import Cancelled, Internal, Unavailable
 from services.common.plan.result import StepResult
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.summary import PageForecast
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -21,7 +20,6 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
 from services.scheduler.core.state import State
-from services.scheduler.core.step.load import Load, read_load
 from services.scheduler.core.step.planner import Planner
 from services.scheduler.core.step.preemption import Preemption
 from services.scheduler.core.step.prefill import Prefill
@@ -54,10 +52,10 @@ class Scheduler:
         """Create the core without a worker. ``admission`` is the admission rule, which benchmarks replace."""
         self.state = State(token_bytes, vocab_size, policy or Policy())
         self._lifecycle = Lifecycle(self.state)
-        self._quarantine = Quarantine(self.state, self._lifecycle)
+        self.quarantine = Quarantine(self.state, self._lifecycle)
         self._admission = admission
-        self._deadlines = Deadlines()
-        self._intake = Intake(self.state, self._deadlines)
+        self.deadlines = Deadlines()
+        self._intake = Intake(self.state, self.deadlines)
         self._sinks: dict[int, dict[int, Sample]] = {}
         self._pending: dict[int, _Pending] = {}  # by step, plans in flight
         self.step_s = 0.0  # recent duration of a step, set by the step loop
@@ -77,7 +75,7 @@ class Scheduler:
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
                 error = Internal("the worker came back smaller than the one that accepted this request; send it again")
                 self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
-        self._quarantine.worker_attached(self._intake.canary)
+        self.quarantine.worker_attached(self._intake.canary)
 
     def detach(self) -> None:
         """Detach the lost worker. Running samples go back to the head of the queue, with their tokens."""
@@ -86,20 +84,10 @@ class Scheduler:
             return
         computing = self._computing()
         self._lifecycle.requeue_all()
-        self._quarantine.worker_lost(computing)
+        self.quarantine.worker_lost(computing)
         self._end_broken()
         state.attach(state.pool.shape)  # an empty pool until the next worker is attached
         self._pending.clear()
-
-    @property
-    def suspects(self) -> int:
-        """The number of sequences that may have crashed a worker."""
-        return self._quarantine.suspects
-
-    @property
-    def unreliable_reason(self) -> str:
-        """The reason why the worker is unreliable, or an empty string."""
-        return self._quarantine.unreliable_reason
 
     def _computing(self) -> list[Sample]:
         """Return the samples in the plans in flight, in order of arrival."""
@@ -148,12 +136,8 @@ class Scheduler:
 
     def end_overdue(self, now_ms: int) -> None:
         """End the requests past their deadline."""
-        for request in self._deadlines.due(now_ms):
+        for request in self.deadlines.due(now_ms):
             self._end(request.samples, FinishReason.DEADLINE)
-
-    def next_deadline_ms(self) -> int | None:
-        """Return the earliest deadline of an unfinished request, or None."""
-        return self._deadlines.next_ms()
 
     def fail(self, sink: int, handle: int, error: Exception) -> None:
         """End the request of a sample whose output could not be delivered because of ``error``."""
@@ -223,9 +207,9 @@ class Scheduler:
             if self.state.queue.quarantined is not None:  # one plan in flight, so that a loss is due to this plan
                 if self._pending:
                     return None
-                self._quarantine.select_group()
+                self.quarantine.select_group()
             plan = self._planner.build(now_ns, light=light)
-            more = self._end_broken() or self._quarantine.is_over  # other samples may be able to run now
+            more = self._end_broken() or self.quarantine.is_over  # other samples may be able to run now
         if plan is not None:
             slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
             self._pending[plan.step] = _Pending(slots, bool(self._pending))
@@ -239,7 +223,7 @@ class Scheduler:
         pending = self._pending[result.step]
         check_result(result, pending.sampling, self.state.pool.shape)
         del self._pending[result.step]
-        self._quarantine.result_received()
+        self.quarantine.result_received()
         self.state.queue.counters.device_busy_ns += result.timing.device
         if pending.queued:  # otherwise the device had no work
             self.state.queue.counters.device_idle_ns += result.timing.idle
@@ -255,13 +239,3 @@ class Scheduler:
             for finish in delta.finished:
                 live.pop(finish.handle, None)
         return output
-
-    def load(self, *, not_ready_reason: str, forecast: PageForecast = ()) -> Load:
-        """Return the load. ``not_ready_reason`` is empty if the scheduler is ready."""
-        return read_load(
-            self.state,
-            not_ready_reason=not_ready_reason,
-            plans_in_flight=self.plans_in_flight,
-            step_s=self.step_s,
-            forecast=forecast,
-        )

@@ -8,11 +8,11 @@ from services.scheduler.core.counters import STEP_SIZES, Counters
 from services.scheduler.core.memory.pages import PagePool
 from services.scheduler.core.memory.prefix_tree import PrefixTree
 from services.scheduler.core.memory.slots import Slots
+from services.scheduler.core.numbering import Numbering
 from services.scheduler.core.output import Outbox
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import LengthPredictor
 from services.scheduler.core.queue.recent import RecentService
-from services.scheduler.core.queue.running_keys import RunningKeys
 from services.scheduler.core.queue.waiting import WaitingQueue
 from services.scheduler.core.request import Priority, PromptShare, Request, Sample, WorkerShape
 from services.scheduler.core.stopping.matcher import StopMatcher
@@ -49,7 +49,7 @@ class Pool:
     def __init__(self, shape: WorkerShape, *, prefix_caching: bool) -> None:
         self.shape = shape
         self.slots = Slots(shape)
-        self.running_keys = RunningKeys()
+        self.running_keys: Numbering[str] = Numbering()  # fairness keys of running sequences
         self.pages = PagePool(shape.page_count, shape.page_size)
         self.tree = PrefixTree(self.pages, keep=prefix_caching)
         self.step = 0  # number of the last plan that was built

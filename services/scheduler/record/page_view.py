@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 
 from services.scheduler.record.reader import RecordedStep
-from services.scheduler.record.view import listed, table
+from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
 
 
@@ -20,7 +20,7 @@ class _Holding:
     tokens: str = "-"
 
 
-class PageView:
+class PageView(View):
     """View of one page. Memory grows only with the number of its holders."""
 
     def __init__(self, page: int) -> None:
@@ -28,7 +28,6 @@ class PageView:
         self._holdings: list[_Holding] = []
         self._held: dict[int, _Holding] = {}  # by slot
         self._copies: list[tuple[int, int, int]] = []  # (step, source, target)
-        self.done = False
 
     def before(self, step: RecordedStep, state: WorkerState) -> None:
         """Record releases, with the tokens until then, and the admissions and copies of the plan."""

@@ -5,18 +5,17 @@ from datetime import UTC, datetime
 from rich.console import RenderableType
 
 from services.scheduler.record.reader import RecordedStep
-from services.scheduler.record.view import listed, table
+from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
 from tokasaurus.worker.v1 import record_pb2
 
 
-class StepView:
+class StepView(View):
     """View of one step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._parts: list[RenderableType] = []
-        self.done = False
 
     def before(self, step: RecordedStep, state: WorkerState) -> None:
         record, plan = step.plan, step.plan.plan

@@ -1,7 +1,7 @@
 """Interface of the views of a recording, and functions that they share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,20 +12,21 @@ from services.scheduler.record.violation import Violation
 from services.scheduler.record.worker_state import WorkerState
 
 
-class View(Protocol):
+class View(ABC):
     """Collects facts from the steps of a recording. A view is used for one recording."""
 
-    done: bool  # the rest of the recording is not needed
+    done = False  # the rest of the recording is not needed
 
+    @abstractmethod
     def before(self, step: RecordedStep, state: WorkerState) -> None:
         """Collect facts of ``step`` before ``state`` changes by it."""
 
-    def after(self, step: RecordedStep, state: WorkerState) -> None:
+    def after(self, step: RecordedStep, state: WorkerState) -> None:  # noqa: B027  # optional
         """Collect facts of ``step`` after ``state`` changed by it."""
 
+    @abstractmethod
     def shown(self) -> list[RenderableType]:
         """Return the parts to print. Empty if nothing was found."""
-        ...
 
 
 def walk(recording: Recording, view: View) -> str:

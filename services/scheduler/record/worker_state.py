@@ -20,18 +20,13 @@ class WorkerState:
 
         Raises ``Violation``. After that, only the names of the occupants are defined.
         """
-        self._check_in_flight(step)
+        if step.unanswered > self._plans_in_flight:
+            message = f"{step.unanswered} plans in flight, and plans_in_flight={self._plans_in_flight} was agreed"
+            raise _violation(step, message)
         self._check_releases(step)
         self.occupants.apply(step.plan)
         self.checker.apply(step.plan.plan)
         return self.checker.result_received(step.result.result if step.result else None)
-
-    def _check_in_flight(self, step: RecordedStep) -> None:
-        if step.unanswered > self._plans_in_flight:
-            raise _violation(
-                step,
-                f"{step.unanswered} plans in flight, and plans_in_flight={self._plans_in_flight} was agreed",
-            )
 
     def _check_releases(self, step: RecordedStep) -> None:
         """Check the request ids of releases. The checker finds releases of free slots."""

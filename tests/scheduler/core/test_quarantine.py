@@ -104,7 +104,7 @@ def test_a_sequence_alone_that_the_worker_dies_of_is_ended_after_four_losses(fat
     )
     assert isinstance(driver.seen[poison].finish.error, Internal)
     assert driver.core.take_failures() == [(f"r{poison}", driver.seen[poison].finish.error)]
-    assert driver.core.suspects == 0
+    assert driver.core.quarantine.suspects == 0
     assert driver.most_in_flight_apart == 1
 
 
@@ -144,16 +144,16 @@ def test_a_suspect_stays_one_until_it_gets_past_its_place_or_ends(slots):
     driver.plan()
     driver.shape = FakeShape(**{**SHAPE.__dict__, "max_slots": slots})
     driver.lose_worker()
-    assert driver.core.suspects == 64
+    assert driver.core.quarantine.suspects == 64
     reached = {handle: len(driver.seen[handle].tokens) for handle in handles}
     driver.fatal = {handle: reached[handle] + 1 for handle in poisoned}
-    while driver.core.suspects:
+    while driver.core.quarantine.suspects:
         losses = driver.losses
         driver.step()
         past = sum(len(driver.seen[handle].tokens) > reached[handle] for handle in handles)
         ended = sum(driver.seen[handle].finish is not None for handle in poisoned)
         if driver.losses > losses:
-            assert driver.core.suspects >= 64 - past - ended
+            assert driver.core.quarantine.suspects >= 64 - past - ended
     driver.run()
     driver.check_answers(*poisoned)
 
@@ -190,12 +190,12 @@ def test_a_worker_that_dies_whatever_it_computes_ends_nobody(streams):
         plan = driver.plan()
         assert (plan.admitted_ids == [CANARY_ID]) is (losses > 3)
         reason = f"the worker was lost {losses - 1} times in a row before it answered anything" if losses > 3 else ""
-        assert driver.core.unreliable_reason == reason
+        assert driver.core.quarantine.unreliable_reason == reason
         driver.lose_worker()
     assert not any(seen.finish for seen in driver.seen.values())
     driver.run()
     driver.check_answers()
-    assert driver.core.unreliable_reason == ""
+    assert driver.core.quarantine.unreliable_reason == ""
     assert driver.core.take_failures() == []
 
 
@@ -207,7 +207,7 @@ def test_a_clients_request_may_be_called_canary():
         driver.lose_worker()
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
-    assert driver.core.unreliable_reason == ""
+    assert driver.core.quarantine.unreliable_reason == ""
     assert list(driver.core.state.queue.requests) == ["canary"]
     driver.run()
     driver.check_answers()
@@ -222,12 +222,12 @@ def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
         driver.lose_worker()
     driver.cancel(first)
     assert not driver.core.state.queue.requests
-    assert driver.core.suspects == 0
+    assert driver.core.quarantine.suspects == 0
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
     assert driver.plan() is None
     assert driver.core.state.queue.quarantined is None
-    assert driver.core.unreliable_reason == ""
+    assert driver.core.quarantine.unreliable_reason == ""
     assert driver.core.state.pool.pages.in_use == len(driver.core.state.queue.waiting) == 0
 
 

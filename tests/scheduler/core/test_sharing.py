@@ -310,7 +310,7 @@ def test_deadlines_end_requests_wherever_they_are():
     driver.submit(PROMPT, max_tokens=50, deadline_ms=1000)
     driver.submit(PROMPT, max_tokens=50, deadline_ms=2000)
     driver.step()
-    assert driver.core.next_deadline_ms() == 1000
+    assert driver.core.deadlines.next_ms() == 1000
     driver.core.end_overdue(1500)
     driver.collect()
     assert [seen.finish and seen.finish.reason for seen in driver.seen.values()] == [FinishReason.DEADLINE, None]

@@ -40,7 +40,7 @@ class TimeSharing:
         self._credit = 0.0  # cost of full plans that plans of small demands have not spent
 
     def next(self) -> TimeSlice | None:
-        """Return the keys that the next plan serves, or None for all keys."""
+        """Return the keys that the next plan serves, or None for all keys. Postpone the ends of paused sequences."""
         state = self._state
         most = state.queue.step_cost + state.pool.shape.max_tokens_per_step
         if state.queue.quarantined is not None or not state.several_keys:
@@ -61,15 +61,8 @@ class TimeSharing:
             self._credit = min(self._credit + whole, most)
             return None
         self._credit -= cost
+        self._state.pool.slots.end_step[paused] += 1
         return TimeSlice(frozenset(demand.key for demand in small), paused)
-
-    def begin(self, time_slice: TimeSlice) -> None:
-        """Postpone the ends of the paused sequences."""
-        self._state.pool.slots.end_step[time_slice.paused] += 1
-
-    def undo(self, time_slice: TimeSlice) -> None:
-        """Revert ``begin``, because the plan would be empty."""
-        self._state.pool.slots.end_step[time_slice.paused] -= 1
 
     def _demands(self) -> list["_Demand"]:
         """Return the demand of each key."""
@@ -124,7 +117,7 @@ class _Demand(NamedTuple):
     key: str
     priority: int  # the highest class of its samples
     tokens: int
-    number: int  # number in ``RunningKeys``; -1 = no sequence of it runs
+    number: int  # number in ``Pool.running_keys``; -1 = no sequence of it runs
     left: int  # tokens of all of its work, without the answers of waiting samples
     may_run_alone: bool = False  # it may have its own steps
 

@@ -1,6 +1,7 @@
 """Moves samples into slots and out of them. This is the Python that runs once for each sequence."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -115,11 +116,8 @@ class Lifecycle:
             getattr(slots, name)[taken] = column
         slots.known[taken] = shared.given
         slots.observed_age[taken] = slots.given[taken] - slots.prompt[taken]
-        slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
-        slots.handle[taken] = [sample.handle for sample in samples]
-        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
-        slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
-        slots.last_token_ns[taken] = [sample.last_token_ns for sample in samples]
+        for name in ("guaranteed", "handle", "accepted_ns", "first_token_ns", "last_token_ns"):
+            getattr(slots, name)[taken] = list(map(attrgetter(name), samples))
         slots.stop_state[taken] = [stop_state for each in prepared for stop_state in each.stop_states]
 
     def _stop_state(self, sample: Sample) -> int:

@@ -40,7 +40,7 @@ class Slots:
         self.last_token = np.zeros(count, np.uint32)
         self.stop_state = np.full(count, -1, np.int32)  # global state of the stop automaton; -1 = no stop strings
         self.stop_set = np.zeros(count, np.int32)
-        self.key = np.zeros(count, np.int64)  # number of the fairness key in ``RunningKeys``
+        self.key = np.zeros(count, np.int64)  # number of the fairness key in ``Pool.running_keys``
         self.sink = np.zeros(count, np.int64)
         self.handle = np.zeros(count, np.uint32)
         self.first_token_ns = np.zeros(count, np.int64)  # 0 = none yet

@@ -31,7 +31,7 @@ class Load:
 
 
 def read_load(
-    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PageForecast = ()
+    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float, forecast: PageForecast
 ) -> Load:
     """Return the load. Without a worker, all facts about it are 0.
 

@@ -49,11 +49,10 @@ class Planner:
         if not light:
             self._prediction.refresh(plan.step)
             self._preemption.preempt_for_waiting(plan)
-        if (time_slice := self._time_sharing.next()) is not None:
-            self._time_sharing.begin(time_slice)
+        time_slice = self._time_sharing.next()
         decoding, prefilling = self._compute(plan, time_slice, now_ns, light=light)
         if time_slice is not None and len(decoding) == 0 and not prefilling:
-            self._time_sharing.undo(time_slice)
+            state.pool.slots.end_step[time_slice.paused] -= 1  # the plan is made for all keys instead
             decoding, prefilling = self._compute(plan, None, now_ns, light=light)
         if len(decoding) == 0 and not prefilling:
             return None

@@ -82,7 +82,7 @@ class Preemption:
         taken: dict[str, int] = {}
         for sample in self._state.in_order(most * _MOST_SHORT_KEYS):
             key = sample.request.fairness_key
-            taken[key] = taken.get(key, self._state.pool.running_keys.running(key)) + 1
+            taken[key] = taken.get(key, self._state.pool.running_keys.users(key)) + 1
             if (
                 key not in behind
                 or taken[key] > most
