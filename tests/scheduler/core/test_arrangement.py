@@ -55,7 +55,7 @@ def test_every_row_comes_once_with_its_tokens(step):
 
 
 @given(steps())
-def test_a_part_holds_groups_then_lone_rows_then_prefills(step):
+def test_a_micro_batch_has_groups_then_other_decoding_rows_then_prefills(step):
     batch = put(**step)
     group_of = dict(zip(step["decoding"], step["groups"], strict=True))
     sharing = dict.fromkeys(range(len(batch.slots)), -1)
@@ -82,7 +82,7 @@ def test_a_part_holds_groups_then_lone_rows_then_prefills(step):
 
 
 @given(steps())
-def test_parts_differ_by_no_more_tokens_than_the_longest_row(step):
+def test_micro_batches_differ_by_at_most_the_tokens_of_the_longest_row(step):
     batch = put(**step)
     tokens = [int(batch.counts[first:end].sum()) for first, end in bounds(batch)]
     assert max(tokens) - min(tokens) <= max(batch.counts.tolist(), default=0)
@@ -94,7 +94,7 @@ def test_the_same_rows_give_the_same_batch(step):
 
 
 @given(steps())
-def test_groups_go_through_the_parts_in_order(step):
+def test_groups_are_in_order_across_micro_batches(step):
     """A boundary cuts one group at most, so no more pieces than groups and boundaries."""
     batch = put(**{**step, "min_rows": 1})
     used = len({group for group in step["groups"] if group >= 0})
@@ -121,7 +121,7 @@ def test_a_group_of_too_few_rows_is_none_and_its_rows_follow_the_groups():
     assert groups_of(batch) == [([3, 4, 5], 9)]
 
 
-def test_a_group_that_a_boundary_cuts_becomes_one_in_each_part():
+def test_a_divided_group_becomes_a_group_in_each_micro_batch():
     batch = put(range(8), [0] * 8, [5], min_rows=4, parts=2)
     assert batch.micro_batch_rows.tolist() == [4, 4]
     assert groups_of(batch) == [([0, 1, 2, 3], 5), ([4, 5, 6, 7], 5)]
@@ -143,6 +143,6 @@ def test_a_long_prefill_is_weighed_against_decoding_rows():
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
-def test_parts_without_rows_are_empty(rows):
+def test_micro_batches_without_rows_are_empty(rows):
     batch = put(range(rows), [-1] * rows, [], parts=3)
     assert batch.micro_batch_rows.tolist() == [1] * rows + [0] * (3 - rows)

@@ -12,7 +12,7 @@ ALL = HydragenPolicy(min_group_size=4, min_prefix_len=8, row_cost=0, group_cost=
 FIRST, SECOND = [2 + index % 50 for index in range(43)], [51 - index % 40 for index in range(30)]
 
 
-def test_samples_of_a_prompt_decode_as_one_group_that_is_told_once():
+def test_samples_of_a_prompt_decode_as_one_group_that_is_sent_once():
     driver = Driver(SHAPE, hydragen=ALL)
     driver.submit(FIRST, n=20, max_tokens=12)
     driver.run()
@@ -60,7 +60,7 @@ def test_groups_that_would_not_pay_are_not_made():
     assert driver.core.state.queue.counters.hydragen_rows == 0
 
 
-def test_a_hurried_plan_leaves_admissions_to_a_later_one_but_not_for_ever():
+def test_a_light_plan_leaves_admissions_to_a_later_plan_a_few_times():
     driver = Driver(SHAPE)
     driver.submit(FIRST, max_tokens=60)
     driver.step()

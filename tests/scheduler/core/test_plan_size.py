@@ -40,7 +40,7 @@ def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
         (biased(500), 8 * 500),
     ],
 )
-def test_one_plan_carries_so_many_settings_as_a_message_holds(monkeypatch, sampling, each):
+def test_a_plan_has_no_more_settings_than_a_message_holds(monkeypatch, sampling, each):
     """Each admission has its own copy."""
     monkeypatch.setattr(prefill, "_MOST_BYTES", 4 * each)
     driver = Driver(FakeShape())  # its grammars are of the built-in model's tokens

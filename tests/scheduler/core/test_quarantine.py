@@ -92,7 +92,7 @@ class Mortal(Driver):
 
 @pytest.mark.parametrize("fatal", [1, 2, 30])
 @pytest.mark.parametrize("steps_ahead", [2, 8])
-def test_a_sequence_alone_that_the_worker_dies_of_is_ended_after_four_losses(fatal, steps_ahead):
+def test_a_single_sequence_that_crashes_workers_ends_after_four_losses(fatal, steps_ahead):
     driver = Mortal(steps_ahead=steps_ahead)
     poison = driver.submit([3, 4, 5, 6, 7], max_tokens=40)
     driver.fatal[poison] = fatal
@@ -109,7 +109,7 @@ def test_a_sequence_alone_that_the_worker_dies_of_is_ended_after_four_losses(fat
 
 
 @pytest.mark.parametrize("mode", list(AdmissionMode))
-def test_one_poisoned_among_two_hundred_is_found_and_no_other_is_hurt(mode):
+def test_one_poisoned_request_among_two_hundred_is_found_and_no_other_ends(mode):
     driver = Mortal(steps_ahead=4, mode=mode)
     driver.submit_innocents(70)
     poison = driver.submit([9] * 20, max_tokens=50)
@@ -121,7 +121,7 @@ def test_one_poisoned_among_two_hundred_is_found_and_no_other_is_hurt(mode):
     assert driver.losses <= 2 + 3 + 2  # until it is a suspect; an eighth each time; alone
 
 
-def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too():
+def test_several_poisoned_requests_are_found_though_workers_also_crash_at_random():
     driver = Mortal(steps_ahead=3, seed=3)
     driver.submit_innocents(40)
     poisoned = [driver.submit([9] * length, max_tokens=50) for length in (3, 21, 22)]
@@ -132,7 +132,7 @@ def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too()
 
 
 @pytest.mark.parametrize("slots", [SHAPE.max_slots, 4])
-def test_a_suspect_stays_one_until_it_gets_past_its_place_or_ends(slots):
+def test_a_suspect_is_cleared_only_when_it_progresses_or_ends(slots):
     """Whichever of the poisoned the worker is lost of, and though not all of a group fit beside each other."""
     driver = Mortal(steps_ahead=2)
     handles = [driver.submit([2 + number % 60, number // 60 + 2], max_tokens=40) for number in range(64)]
@@ -170,7 +170,7 @@ def test_all_samples_of_a_poisoned_request_end_with_it():
 
 
 @pytest.mark.parametrize(("streams", "longest"), [(1, 200), (3, 200), (60, 60)])
-def test_losses_at_random_times_never_end_anybody(streams, longest):
+def test_losses_at_random_times_never_end_a_request(streams, longest):
     losses = seed = suspected = 0
     while losses < 25 or not suspected:
         seed += 1
@@ -183,7 +183,7 @@ def test_losses_at_random_times_never_end_anybody(streams, longest):
 
 
 @pytest.mark.parametrize("streams", [1, 70])
-def test_a_worker_that_dies_whatever_it_computes_ends_nobody(streams):
+def test_a_worker_that_crashes_whatever_it_computes_ends_no_request(streams):
     driver = Mortal(steps_ahead=4)
     driver.submit_innocents(streams)
     for losses in range(1, 61):
@@ -214,7 +214,7 @@ def test_a_clients_request_may_be_called_canary():
     assert driver.core.state.queue.counters.sequences_finished == 1
 
 
-def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
+def test_a_canary_is_computed_last_after_all_requests_were_cancelled():
     driver = Mortal(steps_ahead=2)
     first = driver.submit([9] * 5, max_tokens=40)
     for _ in range(3):
@@ -232,7 +232,7 @@ def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
 
 
 @pytest.mark.parametrize("end", ["broken", "too large"])
-def test_others_get_the_very_plan_in_which_the_last_on_trial_ends(end, monkeypatch):
+def test_other_samples_are_in_the_plan_in_which_the_last_suspect_ends(end, monkeypatch):
     driver = Mortal(steps_ahead=2)
     suspect = driver.submit([9] * 5, max_tokens=40)
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_a_suspect_that_is_cancelled_is_forgotten_and_others_go_on():
     assert driver.core.state.queue.quarantined is None
 
 
-def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
+def test_suspects_run_alone_and_new_requests_wait():
     driver = Mortal(steps_ahead=2)
     first = driver.submit([9] * 5, max_tokens=40)
     second = driver.submit([8] * 5, max_tokens=40)
@@ -288,7 +288,7 @@ def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
     assert len(driver.seen[late].tokens) == 3
 
 
-def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
+def test_a_worker_lost_without_plans_in_flight_makes_no_suspects():
     driver = Mortal(steps_ahead=2)
     driver.submit([9] * 5, max_tokens=40)
     for _ in range(10):
@@ -301,7 +301,7 @@ def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
     driver.check_answers()
 
 
-def test_trials_get_through_where_hardly_anything_fits():
+def test_suspects_are_cleared_in_a_small_pool():
     shape = FakeShape(vocab_size=62, page_size=4, page_count=16, max_slots=8, max_tokens_per_step=16,
                       max_context_tokens=64, first_token=2)  # fmt: skip
     driver = Mortal(shape, steps_ahead=2, mode=AdmissionMode.PREDICTED)
