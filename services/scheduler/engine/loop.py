@@ -10,7 +10,7 @@ import structlog
 
 from services.common.errors import TokaError
 from services.common.plan.codec import encode_plan
-from services.scheduler.core.future.summary import PageForecast, forecast_pages
+from services.scheduler.core.future.admission import PageForecast, forecast_pages
 from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler

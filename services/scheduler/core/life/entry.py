@@ -23,11 +23,7 @@ class Entry(NamedTuple):
         return -(-(len(self.tokens) - 1) // page_size) if self.leads else 0
 
 
-class Placed(NamedTuple):
-    """Slots and page tables of an entry."""
-
-    slots: np.ndarray  # int64 [samples]
-    tables: np.ndarray  # int32 [samples, pages]
+Placed = tuple[np.ndarray, np.ndarray]  # slots of an entry, int64 [samples], and page tables, int32 [samples, pages]
 
 
 class Lengths(NamedTuple):

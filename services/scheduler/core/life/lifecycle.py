@@ -87,7 +87,8 @@ class Lifecycle:
         slots.table[np.repeat(taken, new), columns] = fresh
 
         held = np.zeros((len(fresh), size), np.uint32)
-        placed, at, page_at = [], 0, 0
+        placed: list[Placed] = []
+        at = page_at = 0
         for entry, whole, pages in zip(entries, depths, news, strict=True):
             count = len(entry.samples)
             chosen, own = taken[at : at + count], slice(page_at, page_at + count * pages)
@@ -98,7 +99,7 @@ class Lifecycle:
                 path = np.broadcast_to(state.pool.tree.path(entry.node), (count, whole))
                 slots.table[chosen, :whole] = path
                 table = np.concatenate((path, table), axis=1)
-            placed.append(Placed(chosen, table))
+            placed.append((chosen, table))
             at, page_at = at + count, page_at + count * pages
         state.pool.pages.tokens[fresh] = held
         return placed

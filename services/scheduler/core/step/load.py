@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.future.summary import PageForecast
+from services.scheduler.core.future.admission import PageForecast
 from services.scheduler.core.state import State
 
 
